@@ -1,0 +1,459 @@
+// coat.h - the vocabulary of COAT (arXiv 2410.19313): what both tellings of the method share.
+//
+// Here are the words: number formats, granularities, the recipe table, model shapes, the tables of parameters, of
+// optimizer state and of saved activations, and the Model that train.cpp drives. There is no arithmetic of the method in
+// this file. reference.cpp tells it on the CPU and coat.cu / model.cu tell it on the GPU, independently, so that a test
+// that compares the two can fail.
+//
+// Letters: B sequences, T tokens each, N = B*T tokens; L layers, C hidden size, NH query heads, NKV key/value heads,
+// HS head size, F feed-forward size, V vocabulary. All matrices are row-major; a weight is (out, in).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef __CUDACC__
+#define COAT_HD __host__ __device__
+#else
+#define COAT_HD
+#endif
+
+namespace coat {
+
+// What a user can mend: one sentence that names the file or flag and the cure. train.cpp prints it and exits with 1.
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Formats (paper section 2). FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate.
+
+enum class Format : uint8_t { F32, BF16, E4M3, E5M2 };
+
+struct FormatInfo {
+    const char* name;         // on the command line and in tables
+    const char* safetensors;  // in files
+    int bytes;
+    int mantissa;             // explicit mantissa bits: relative rounding error is at most 2^-(mantissa+1)
+    float max;                // largest finite value: FMAX in the scale s = amax / FMAX
+    float min;                // smallest positive value (subnormal)
+};
+
+inline constexpr FormatInfo FORMATS[] = {
+    {"fp32", "F32",     4, 23, 3.40282347e+38f, 1.40129846e-45f},
+    {"bf16", "BF16",    2, 7,  3.38953139e+38f, 9.18354962e-41f},
+    {"e4m3", "F8_E4M3", 1, 3,  448.0f,          0x1p-9f},
+    {"e5m2", "F8_E5M2", 1, 2,  57344.0f,        0x1p-16f},
+};
+
+constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
+constexpr bool is_fp8(Format f) { return info(f).bytes == 1; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5.1).
+
+struct Granularity {
+    int rows, cols;
+    constexpr bool operator==(const Granularity& o) const { return rows == o.rows && cols == o.cols; }
+};
+inline constexpr Granularity PER_TENSOR{0, 0};
+inline constexpr Granularity PER_GROUP{1, 16};  // 1xG along the hidden dimension, never across tokens (paper figure 4a)
+
+inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// How one kind of tensor is held: its format, what a scale covers, and the format that scales are stored in.
+struct Quant {
+    Format format;
+    Granularity granularity = PER_TENSOR;
+    Format scale = Format::F32;
+
+    bool fp8() const { return is_fp8(format); }
+    // Scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix; tails get a scale of their own.
+    int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
+    int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
+    int64_t scales(int64_t rows, int64_t cols) const { return fp8() ? scale_rows(rows) * scale_cols(cols) : 0; }
+    int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
+    int64_t bytes(int64_t rows, int64_t cols) const {
+        return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
+    }
+    std::string text() const {  // "e4m3 1x16", "e5m2 tensor", "bf16"
+        if (!fp8()) return info(format).name;
+        auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
+        return std::string(info(format).name) +
+               (granularity == PER_TENSOR ? " tensor" : " " + side(granularity.rows) + "x" + side(granularity.cols));
+    }
+};
+
+// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. A scale is always the number that a code is
+// multiplied by to get the value back. Nothing passes a bare pointer and a bare scale side by side.
+struct QuantizedView {
+    void* codes;   // (rows, cols) of quant.format
+    void* scales;  // (scale_rows, scale_cols) of quant.scale; unused unless quant.fp8()
+    int64_t rows, cols;
+    Quant quant;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Recipes: which format and granularity each kind of tensor has. A recipe is a row, never a branch.
+
+enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tensor now, or of the steps before
+
+struct Recipe {
+    const char* name;
+    Format stream;        // residual stream, q/k/v, attention, outputs of GEMMs and of dgrad, gradients, head
+    Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
+    Quant nonlinear;      // inputs of norms and activation functions, which are what is saved for backward
+    Scaling scaling;      // of x, w and g
+    bool fast_accumulation[3];  // fprop, dgrad, wgrad; matters to Hopper's FP8 tensor cores only
+    const char* about;
+};
+
+inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
+inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
+inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
+
+inline const std::vector<Recipe>& recipes() {
+    static const std::vector<Recipe> table = {
+        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Scaling::JustInTime, {false, false, false},
+         "everything in single precision: what the others are compared with"},
+        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
+         "BF16 tensors, FP32 accumulation"},
+        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Scaling::JustInTime, {true, false, false},
+         "mixed-granularity FP8 precision flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)"},
+    };
+    return table;
+}
+
+// The optimizer's moments (paper section 4): FP8 moments are held in groups of 128 consecutive elements.
+inline constexpr int MOMENT_GROUP = 128;
+
+struct OptimizerFormat {
+    const char* name;
+    Format m, v;
+    bool expand;  // dynamic range expansion, for FP8 moments
+    const char* about;
+};
+
+inline const std::vector<OptimizerFormat>& optimizers() {
+    static const std::vector<OptimizerFormat> table = {
+        {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
+        {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments, one scale a group, no expansion"},
+        {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
+        {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
+    };
+    return table;
+}
+
+// Looks a row up by its name; the error lists the names there are.
+template <class Table>
+const auto& find_row(const Table& table, const std::string& name, const char* flag) {
+    std::string known;
+    for (const auto& row : table) {
+        if (name == row.name) return row;
+        known += (known.empty() ? "" : ", ") + std::string(row.name);
+    }
+    throw Error(std::string(flag) + " " + name + " is not known; choose one of " + known + ".");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Models
+
+struct Architecture {
+    const char* name;  // Hugging Face's model_type
+    bool rms;          // RMSNorm; else LayerNorm with a bias
+    bool rope;         // rotary positions; else learned ones
+    bool gated;        // SiLU(gate) * up; else GELU (tanh form)
+    bool bias;         // linear layers have biases
+};
+inline constexpr Architecture LLAMA{"llama", true, true, true, false};
+inline constexpr Architecture GPT2{"gpt2", false, false, false, true};
+
+struct ModelConfig {
+    std::string name;
+    Architecture arch;
+    int64_t L, C, NH, NKV, F, V;  // V = 0: as many as the data has
+    int64_t max_T;                // positions
+    bool tied;                    // the head is the embedding
+    float norm_eps = 1e-5f, rope_theta = 10000.0f;
+    int64_t head_size = 0;        // 0: C / NH
+
+    int64_t HS() const { return head_size ? head_size : C / NH; }
+    int64_t q_cols() const { return NH * HS(); }
+    int64_t kv_cols() const { return NKV * HS(); }
+    int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }  // columns [q | k | v], heads side by side in each
+    int64_t up_cols() const { return arch.gated ? 2 * F : F; }     // columns [gate | up], or one
+    int64_t padded_V() const { return round_up(V, 64); }           // rows of the embedding; those from V on stay zero
+};
+
+inline const std::vector<ModelConfig>& models() {
+    static const std::vector<ModelConfig> table = {
+        //                          L   C     NH  NKV F      V       max_T tied
+        {"llama-tiny",     LLAMA,   4,  128,  4,  2,  352,   0,      256,  true},
+        {"gpt2-tiny",      GPT2,    4,  128,  4,  4,  512,   0,      256,  true},
+        {"llama-30m",      LLAMA,   8,  512,  8,  4,  1408,  0,      1024, true},
+        {"gpt2",           GPT2,    12, 768,  12, 12, 3072,  50257,  1024, true},
+        {"gpt2-medium",    GPT2,    24, 1024, 16, 16, 4096,  50257,  1024, true},
+        {"gpt2-large",     GPT2,    36, 1280, 20, 20, 5120,  50257,  1024, true},
+        {"gpt2-xl",        GPT2,    48, 1600, 25, 25, 6400,  50257,  1024, true},
+        {"tinyllama-1.1b", LLAMA,   22, 2048, 32, 4,  5632,  32000,  2048, false},
+        {"llama-2-7b",     LLAMA,   32, 4096, 32, 32, 11008, 32000,  4096, false},
+        {"llama-2-13b",    LLAMA,   40, 5120, 40, 40, 13824, 32000,  4096, false},
+        {"llama-3-8b",     LLAMA,   32, 4096, 32, 8,  14336, 128256, 8192, false, 1e-5f, 500000.0f},
+        {"llama-30b",      LLAMA,   60, 6656, 52, 52, 17920, 32000,  2048, false},
+    };
+    return table;
+}
+
+// Shapes that cannot work, told before anything is allocated.
+inline void validate(const ModelConfig& c) {
+    auto need = [&](bool ok, const std::string& what) {
+        if (!ok) throw Error("Model " + c.name + " cannot work: " + what + ".");
+    };
+    need(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
+         "layers, sizes, heads, vocabulary and positions must all be at least 1");
+    need(c.L < 100000 && c.C <= 1 << 20 && c.F <= 1 << 20 && c.V <= 1 << 24 && c.max_T <= 1 << 24,
+         "a size is larger than this program supports (hidden and feed-forward 2^20, vocabulary and positions 2^24)");
+    need(c.C % 16 == 0 && c.F % 16 == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " +
+                                             std::to_string(c.F) + " must be multiples of 16");
+    need(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
+    need(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
+    need(c.q_cols() % 16 == 0 && c.kv_cols() % 16 == 0, "heads x head size must be a multiple of 16");
+    need(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parameters: one table in the order of the forward pass. What a parameter's role implies is a column, not a branch.
+
+struct Role {
+    const char* name;
+    bool decay;      // weight decay applies
+    bool fp8_state;  // its moments may be held in fewer bits; else FP32, whatever the optimizer's formats are
+    bool linear;     // an operand of the recipe's GEMMs
+    bool gain;       // starts at 1; others start random, or at 0 where init_std is 0
+};
+inline constexpr Role EMBEDDING{"embedding", true, true, false, false};  // and positions, and the head: BF16 GEMM
+inline constexpr Role LINEAR{"linear", true, true, true, false};
+inline constexpr Role GAIN{"gain", false, false, false, true};
+inline constexpr Role BIAS{"bias", false, false, false, false};
+
+struct Param {
+    std::string name;    // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
+    Role role;
+    int64_t rows, cols;  // (out, in); a vector is (1, n)
+    float init_std;
+    int64_t offset;      // first element in the flat order; a multiple of MOMENT_GROUP, so ranges cut at group boundaries
+
+    int64_t size() const { return rows * cols; }
+    int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
+    int64_t groups() const { return ceil_div(size(), MOMENT_GROUP); }
+    Format moment(Format wanted) const { return role.fp8_state ? wanted : Format::F32; }
+};
+
+inline std::vector<Param> parameters(const ModelConfig& c) {
+    std::vector<Param> table;
+    int64_t offset = 0;
+    auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
+        table.push_back({name, role, rows, cols, std, offset});
+        offset += table.back().padded_size();
+    };
+    auto norm = [&](const std::string& name) {
+        add(name + ".gain", GAIN, 1, c.C, 0);
+        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
+    };
+    auto linear = [&](const std::string& name, int64_t out, int64_t in, float std) {
+        add(name, LINEAR, out, in, std);
+        if (c.arch.bias) add(name + ".bias", BIAS, 1, out, 0);
+    };
+    const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's initialisation
+    add("embedding", EMBEDDING, c.padded_V(), c.C, std);
+    if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
+    for (int64_t l = 0; l < c.L; l++) {
+        const std::string layer = "layers." + std::to_string(l) + ".";
+        norm(layer + "norm1");
+        linear(layer + "qkv", c.qkv_cols(), c.C, std);               // rows [q | k | v]
+        linear(layer + "attention_out", c.C, c.q_cols(), residual_std);
+        norm(layer + "norm2");
+        linear(layer + "up", c.up_cols(), c.C, std);                 // rows [gate | up], or one
+        linear(layer + "down", c.C, c.F, residual_std);
+    }
+    norm("final_norm");
+    if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);
+    return table;
+}
+
+// Elements of p that are not padding of the vocabulary.
+inline int64_t live_elements(const ModelConfig& c, const Param& p) {
+    return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
+}
+
+inline int64_t parameter_count(const ModelConfig& c) {  // without the padding rows of the vocabulary
+    int64_t n = 0;
+    for (const Param& p : parameters(c)) n += live_elements(c, p);
+    return n;
+}
+
+// The value that element i of parameter p starts from: a sum of four uniform integers stands for a normal variate, so that
+// the CPU and the GPU start from the same bits (no logarithm, one rounding).
+COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // splitmix64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
+    z ^= z >> 32;
+    const int64_t sum = int64_t(z & 0xFFFF) + int64_t(z >> 16 & 0xFFFF) + int64_t(z >> 32 & 0xFFFF) + int64_t(z >> 48);
+    return static_cast<float>(sum - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // four uniforms have variance 1/3
+}
+
+// The value that parameter number `index` of the table starts from at element i; rows of the vocabulary's padding are 0.
+COAT_HD inline float initial(float std, bool gain, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
+    if (gain) return 1.0f;
+    return std == 0 || i >= live ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// State: everything that a run needs to go on, by name. Both tellings read and write exactly these tensors, so a run may
+// stop on one and resume on the other.
+
+struct StateTensor {
+    std::string name;         // "layers.0.qkv" (weight), and with suffixes .remainder .m .v .m.max .m.k .v.max .v.k
+    const char* dtype;        // safetensors' name
+    int bytes;                // of one element
+    std::vector<int64_t> shape;
+    size_t param;             // index into parameters()
+
+    int64_t size() const {
+        int64_t n = 1;
+        for (int64_t s : shape) n *= s;
+        return n;
+    }
+    int64_t total_bytes() const { return size() * bytes; }
+};
+
+// Weights are BF16; with the signed 16-bit remainder they are the exact FP32 master: bits = (bf16 << 16) + remainder.
+inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
+    std::vector<StateTensor> table;
+    const std::vector<Param> params = parameters(c);
+    for (size_t i = 0; i < params.size(); i++)
+        table.push_back({params[i].name, "BF16", 2, {params[i].rows, params[i].cols}, i});
+    return table;
+}
+
+inline std::vector<StateTensor> optimizer_tensors(const ModelConfig& c, const OptimizerFormat& o) {
+    std::vector<StateTensor> table;
+    const std::vector<Param> params = parameters(c);
+    for (size_t i = 0; i < params.size(); i++) {
+        const Param& p = params[i];
+        table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
+        for (const auto& [moment, wanted] : {std::pair{".m", o.m}, std::pair{".v", o.v}}) {
+            const Format f = p.moment(wanted);
+            table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
+            if (!is_fp8(f)) continue;
+            table.push_back({p.name + moment + ".max", "F32", 4, {p.groups()}, i});
+            if (o.expand) table.push_back({p.name + moment + ".k", "F32", 4, {p.groups()}, i});
+        }
+    }
+    return table;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a layer saves for backward: what elementwise work cannot compute again from something else saved.
+
+struct SavedTensor {
+    const char* name;
+    int64_t cols;  // elements per token
+    Quant quant;
+};
+
+inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
+    const Quant stream{r.stream};
+    return {
+        {"norm 1 input", c.C, r.nonlinear},
+        {"q, k, v", c.qkv_cols(), stream},
+        {"attention output", c.q_cols(), stream},
+        {"attention log-sum-exp", c.NH, Q_F32},
+        {"norm 2 input", c.C, r.nonlinear},
+        {c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
+    };
+}
+
+// The operands of one linear layer's three GEMMs. Hopper's FP8 GEMM wants every dimension to be a multiple of 16:
+// others run in the stream's format, and the precision plan says so.
+struct LinearQuant {
+    Quant x, w, g;
+    bool fallback;
+};
+inline LinearQuant linear_quant(const Recipe& r, int64_t tokens, int64_t out, int64_t in) {
+    const bool fits = tokens % 16 == 0 && out % 16 == 0 && in % 16 == 0;
+    if (fits || !r.x.fp8()) return {r.x, r.w, r.g, false};
+    return {Quant{r.stream}, Quant{r.stream}, Quant{r.stream}, true};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// How well FP8 did
+
+struct QuantStats {  // of one kind of tensor
+    double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
+    int64_t elements = 0, saturated = 0, flushed = 0;  // |x| beyond the largest code; non-zero x that became zero
+    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
+};
+
+enum class Kind : uint8_t { NormInput, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count };
+inline constexpr const char* KIND_NAMES[] = {"norm inputs", "activation inputs", "linear inputs", "weights",
+                                             "gradients",   "first moments",     "second moments"};
+
+struct QuantReport {
+    QuantStats kinds[static_cast<int>(Kind::Count)];
+    std::vector<float> k_m, k_v;  // expansion factors of all groups, sorted
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Model: one training run's weights, gradients, moments and activations on one device. train.cpp, data/ and the tests
+// know models through this alone; reference.cpp and model.cu implement it.
+
+struct Setup {
+    ModelConfig config;
+    Recipe recipe;
+    OptimizerFormat optimizer;
+    int64_t B, T;            // one micro-batch
+    int64_t accumulate = 1;  // micro-batches a step
+    uint64_t seed = 1;
+};
+
+struct AdamW {  // one step's numbers; step counts from 1, for the bias correction
+    int64_t step;
+    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
+    float clip = 1.0f;  // largest global norm of the gradient; 0: no clipping
+};
+
+struct StepResult {
+    double loss;       // nats per token, mean over the micro-batches
+    double grad_norm;  // before clipping
+    bool skipped;      // a gradient or the loss was not finite: nothing was changed
+};
+
+class Model {
+public:
+    virtual ~Model() = default;
+    // Forward, backward and update. tokens and targets: (accumulate, B, T).
+    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
+    // Mean loss of one micro-batch, no gradient. tokens and targets: (B, T).
+    virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
+    // Logits (V) of the token that follows these n <= T.
+    virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
+    // One micro-batch, forward and backward without an update, with every quantization measured; and the state's k.
+    virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
+    // Any tensor of weight_tensors() or optimizer_tensors(), or "<param>.gradient" (FP32, read only), by name, contiguous.
+    virtual void read(const std::string& name, void* out) = 0;
+    virtual void write(const std::string& name, const void* in) = 0;
+    virtual const Setup& setup() const = 0;
+};
+
+std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: the CPU
+std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; throws Error where no GPU can run it
+
+}  // namespace coat

@@ -1,0 +1,43 @@
+// data/checkpoint.h - model folders and checkpoints (checkpoint.cpp, on safetensors.cpp).
+//
+// A checkpoint is a Hugging Face model folder (config.json, model.safetensors in BF16) that transformers opens as it is. Beside
+// the weights lie optimizer.safetensors (remainders and moments) and trainer.json (the loop's state and what the run was).
+// A downloaded Llama or GPT-2 folder, sharded or not, has only the first two and is where fine-tuning starts.
+#pragma once
+#include <string>
+
+#include "../coat.h"
+#include "tokens.h"
+
+namespace coat {
+
+// Shape of the model in a Hugging Face folder; Error on what this program does not implement (rope_scaling, another
+// activation, attention_bias, ...), naming the field.
+ModelConfig read_model_config(const std::string& folder);
+
+// Weights of a Hugging Face folder (model.safetensors, or shards by model.safetensors.index.json; BF16, F16 or F32) into
+// the model. Remainders are set too where the file is F32.
+void load_weights(const std::string& folder, Model& model);
+
+struct LoopState {
+    int64_t step = 0;           // optimizer steps done
+    int64_t updates = 0;        // of them not skipped: the step of the bias correction
+    Loader::Position position;  // of the training data
+    int64_t tokens = 0;
+    double first_validation = 0;
+    std::string settings;       // JSON of the flags that shape the run, written by train.cpp, compared on resume
+};
+
+// Writes out/step-000300.tmp, syncs every file and the folder, renames it to out/step-000300, then removes older
+// checkpoints but keep. A kill at any moment leaves the last good one. Returns the folder. Error if the disk is full: the partial
+// folder is removed and the older checkpoints stay.
+std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state, int keep = 1);
+
+// folder: a checkpoint, or a folder of them (then the newest complete one).
+std::string find_checkpoint(const std::string& folder);
+LoopState read_loop_state(const std::string& checkpoint);
+
+// Everything the model needs to go on exactly. Error if the checkpoint is of another shape, version, recipe or optimizer.
+void load_checkpoint(const std::string& checkpoint, Model& model);
+
+}  // namespace coat
