@@ -1,0 +1,63 @@
+// oracle.h - number formats from their definition, in double: what the encoders of both tellings are held against.
+//
+// A value is written down from sign, exponent and mantissa; a code is found by searching for the nearest value. Nothing is
+// shared with the encoders under test, which work on bits.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "../coat.h"
+
+namespace coat::test {
+
+inline uint32_t bits_of(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, 4);
+    return b;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+// OCP 8-bit floating point, section 5: (-1)^s 2^(e - bias) (1 + m / 2^M), and (-1)^s 2^(1 - bias) m / 2^M where e = 0.
+inline double fp8_value(Format f, int code) {
+    const bool e4m3 = f == Format::E4M3;
+    const int M = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, top = e4m3 ? 15 : 31;
+    const int s = code >> 7, e = (code & 0x7F) >> M, m = code & ((1 << M) - 1);
+    const double sign = s ? -1 : 1;
+    if (e4m3 && e == top && m == 7) return std::numeric_limits<double>::quiet_NaN();  // S.1111.111 alone
+    if (!e4m3 && e == top) return m ? std::numeric_limits<double>::quiet_NaN() : sign * HUGE_VAL;
+    return sign * std::ldexp(e ? 1 + std::ldexp(m, -M) : std::ldexp(m, -M), (e ? e : 1) - bias);
+}
+
+// The code of the nearest finite value; of two equally near, the even code. Beyond the largest: the largest.
+class NearestCode {
+public:
+    explicit NearestCode(Format f) {
+        for (int code = 0; code < 128 && std::isfinite(fp8_value(f, code)); code++) values_.push_back(fp8_value(f, code));
+    }
+    int of(float x) const {
+        if (std::isnan(x)) return NOT_A_NUMBER;
+        const double magnitude = std::fabs(double(x));
+        const size_t above = std::lower_bound(values_.begin(), values_.end(), magnitude) - values_.begin();
+        return (std::signbit(x) ? 0x80 : 0) | int(nearest(magnitude, above));
+    }
+    const std::vector<double>& values() const { return values_; }  // of the codes from 0, ascending
+    static constexpr int NOT_A_NUMBER = -1;
+
+private:
+    size_t nearest(double magnitude, size_t above) const {
+        if (above == values_.size()) return above - 1;
+        if (above == 0 || values_[above] == magnitude) return above;
+        const double down = magnitude - values_[above - 1], up = values_[above] - magnitude;  // exact in double
+        return down < up || (down == up && above % 2 == 1) ? above - 1 : above;
+    }
+    std::vector<double> values_;
+};
+
+}  // namespace coat::test
