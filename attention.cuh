@@ -24,13 +24,17 @@ inline AttentionShape attention_shape(const ModelConfig& c, int64_t B, int64_t T
     return {B, T, c.NH, c.NKV, c.HS(), stream};
 }
 
+// Which telling; Best is the fastest that the shape and the GPU allow, the others are there for tests and benchmarks.
+enum class AttentionKernel { Best, Simple, TensorCores, Hopper };
+
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS).
 // lse: (B, NH, T) FP32, the natural logarithm of the sum of exp(s): what backward needs to make p again. Pointers are 16-byte aligned.
-void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream);
+void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream,
+                       AttentionKernel kernel = AttentionKernel::Best);
 
 // dout: like out. dqkv: like qkv; every element is written. workspace: attention_workspace(shape) bytes, contents before and after do not matter.
 void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
-                        void* workspace, cudaStream_t stream);
+                        void* workspace, cudaStream_t stream, AttentionKernel kernel = AttentionKernel::Best);
 size_t attention_workspace(const AttentionShape& shape);
 
 }  // namespace coat
