@@ -80,7 +80,7 @@ bool splits_exactly(uint32_t bits) {
 TEST_CASE("formats: all 256 codes decode to their definition") {
     for (Format f : FP8)
         for (int code = 0; code < 256; code++) {
-            INFO(info(f).name, " code ", code);
+            INFO(std::string(info(f).name), " code ", code);
             const double wanted = fp8_value(f, code);
             const float got = decode(f, uint8_t(code));
             if (std::isnan(wanted)) CHECK(std::isnan(got));

@@ -1,0 +1,235 @@
+// test_quantize.cpp - properties of the quantizers: every format, granularity, kind of data and tail.
+//
+// Bounds come from the formats. A value is code * s with code = encode(x * (1 / s)); 1 / s and the product round by 2^-24
+// each, a normal code by 2^-(mantissa+1) relative, a subnormal one by half of FMIN, the last product by 2^-24.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "../reference.h"
+#include "oracle.h"
+#include "random.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+namespace {
+
+std::vector<Quant> fp8_quants() {
+    std::vector<Quant> table;
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (Format scale : {Format::F32, Format::BF16})
+            for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128}, Granularity{1, 0}, Granularity{0, 1}})
+                table.push_back({f, g, scale});
+    return table;
+}
+
+struct Shape {
+    int64_t rows, cols;
+};
+constexpr Shape SHAPES[] = {{1, 1}, {1, 15}, {1, 16}, {3, 17}, {5, 33}, {2, 129}, {7, 127}, {130, 257}, {129, 48}};
+
+template <class Check>
+void for_every_quant(Random& rng, Check check) {
+    for (const Quant& q : fp8_quants())
+        for (Shape shape : SHAPES)
+            for (const Distribution& d : distributions()) {
+                INFO(q.text(), ", ", std::string(info(q.scale).name), " scales, ", shape.rows, "x", shape.cols, ", ", d.name);
+                check(q, shape.rows, shape.cols, sample(d, rng, shape.rows * shape.cols));
+            }
+}
+
+// Largest magnitude of each element's block, by its definition.
+std::vector<float> amax_of_blocks(const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
+    auto block = [&](int64_t i) {
+        const int64_t r = q.granularity.rows ? i / cols / q.granularity.rows : 0, c = q.granularity.cols ? i % cols / q.granularity.cols : 0;
+        return static_cast<size_t>(r * q.scale_cols(cols) + c);
+    };
+    std::vector<float> top(static_cast<size_t>(q.scales(rows, cols))), result(x.size());
+    for (int64_t i = 0; i < rows * cols; i++) top[block(i)] = std::max(top[block(i)], std::fabs(x[size_t(i)]));
+    for (int64_t i = 0; i < rows * cols; i++) result[size_t(i)] = top[block(i)];
+    return result;
+}
+
+// What rounding x to a code of f under scale s may cost.
+double error_bound(Format f, double x, double s) {
+    const double code = std::max(std::ldexp(std::fabs(x), -info(f).mantissa - 1), s * info(f).min / 2);
+    const double products = std::ldexp(std::fabs(x), -21);  // four roundings of 2^-24 and the square terms
+    return code * (1 + 0x1p-20) + products + 0x1p-149;      // the last where the value itself is denormal
+}
+
+}  // namespace
+
+TEST_CASE("quantize: a scale is amax / FMAX, rounded up where it is stored in BF16") {
+    FRESH_RANDOM(rng);
+    for (const Quant& q : fp8_quants())
+        for (int64_t i = 0; i < count(20000, 1000); i++) {
+            const float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f, s = scale_of(q, a);
+            const float exact = std::max(a / info(q.format).max, 0x1p-126f);
+            INFO(q.text(), " amax ", a);
+            if (q.scale == Format::F32) REQUIRE(s == exact);
+            else REQUIRE((s >= exact && s <= exact * (1 + 0x1p-7f) && from_bf16(to_bf16(s)) == s));
+            REQUIRE(std::isfinite(1 / s));
+            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-23));  // never saturates
+        }
+}
+
+TEST_CASE("quantize: an amax of zero, infinity or NaN gives a scale of 1") {
+    for (const Quant& q : fp8_quants())
+        for (float a : {0.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) CHECK(scale_of(q, a) == 1.0f);
+}
+
+TEST_CASE("quantize: group scaling gives the amax of one stage, for any count") {
+    FRESH_RANDOM(rng);
+    for (const Distribution& d : distributions())
+        for (int64_t n : {0, 1, 2, 15, 16, 17, 31, 100, 4097, 16385, 100001}) {
+            std::vector<float> x = sample(d, rng, n);
+            float one_stage = 0;
+            for (float v : x) one_stage = std::max(one_stage, std::fabs(v));
+            INFO(d.name, " n ", n);
+            CHECK(amax(x.data(), n) == one_stage);
+            for (uint32_t bits : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7F800000u, 0xFF800000u}) {
+                if (n == 0) continue;
+                const size_t at = size_t(rng.below(n));
+                const float kept = x[at];
+                x[at] = float_of(bits);
+                CHECK(std::isinf(amax(x.data(), n)));
+                x[at] = kept;
+            }
+        }
+}
+
+TEST_CASE("quantize: sizes of codes and scales, with a scale of its own for every tail") {
+    FRESH_RANDOM(rng);
+    for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
+        const Quantized z = quantize(x.data(), rows, cols, q);
+        const int64_t down = q.granularity.rows ? ceil_div(rows, q.granularity.rows) : 1;
+        const int64_t across = q.granularity.cols ? ceil_div(cols, q.granularity.cols) : 1;
+        CHECK(int64_t(z.codes.size()) == rows * cols);
+        CHECK(int64_t(z.scales.size()) == down * across * info(q.scale).bytes);
+        CHECK((z.rows == rows && z.cols == cols));
+    });
+}
+
+TEST_CASE("quantize: scale, code and value of every element follow the rule, on every kind of data and tail") {
+    FRESH_RANDOM(rng);
+    const NearestCode oracles[] = {NearestCode(Format::E4M3), NearestCode(Format::E5M2)};
+    for_every_quant(rng, [&](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
+        const NearestCode& oracle = oracles[q.format == Format::E5M2];
+        const std::vector<float> tops = amax_of_blocks(q, rows, cols, x);
+        const Quantized z = quantize(x.data(), rows, cols, q);
+        const std::vector<float> values = dequantize(z);
+        REQUIRE(values.size() == x.size());
+        for (int64_t i = 0; i < rows * cols; i++) {
+            const size_t at = size_t(i);
+            const float s = z.scale(i / cols, i % cols), inverse = 1.0f / s;
+            INFO("element ", i, " = ", x[at], " scale ", s, " value ", values[at]);
+            REQUIRE(s == scale_of(q, tops[at]));
+            REQUIRE(z.codes[at] == oracle.of(x[at] * inverse));
+            REQUIRE(values[at] == float(fp8_value(q.format, z.codes[at]) * double(s)));
+            REQUIRE(values[at] == z.value(i / cols, i % cols));
+            REQUIRE(std::fabs(double(values[at]) - double(x[at])) <= error_bound(q.format, double(x[at]), double(s)));
+        }
+    });
+}
+
+TEST_CASE("quantize: statistics count what happened, and add up") {
+    FRESH_RANDOM(rng);
+    for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
+        QuantStats stats;
+        stats.elements = 5;
+        const Quantized z = quantize(x.data(), rows, cols, q, &stats);
+        const std::vector<float> values = dequantize(z);
+        double signal = 0, noise = 0;
+        int64_t flushed = 0;
+        for (size_t i = 0; i < x.size(); i++) {
+            signal += double(x[i]) * double(x[i]);
+            noise += (double(x[i]) - double(values[i])) * (double(x[i]) - double(values[i]));
+            flushed += x[i] != 0 && values[i] == 0;
+        }
+        CHECK(stats.elements == 5 + rows * cols);
+        CHECK(stats.flushed == flushed);
+        CHECK(stats.saturated == 0);  // a just-in-time scale never cuts a finite value off
+        CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
+        CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
+    });
+}
+
+TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted, and neighbours outside the block do not change") {
+    FRESH_RANDOM(rng);
+    for (const Quant& q : fp8_quants()) {
+        INFO(q.text());
+        std::vector<float> x = rng.normals<float>(4 * 32);
+        const Quantized before = quantize(x.data(), 4, 32, q);
+        x[37] = std::numeric_limits<float>::quiet_NaN();  // row 1, column 5
+        x[38] = -std::numeric_limits<float>::infinity();
+        QuantStats stats;
+        const Quantized after = quantize(x.data(), 4, 32, q, &stats);
+        CHECK(std::isnan(after.value(1, 5)));
+        CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
+        CHECK(stats.saturated == 1);
+        if (q.granularity.rows != 1) continue;
+        for (int64_t r : {0, 2, 3})
+            for (int64_t c = 0; c < 32; c++) CHECK(after.value(r, c) == before.value(r, c));  // never across tokens (paper figure 4a)
+    }
+}
+
+TEST_CASE("quantize: the opposite sign gives the opposite code, a power of two the same code") {
+    FRESH_RANDOM(rng);
+    for (const Quant& q : fp8_quants()) {
+        std::vector<float> x = rng.normals<float>(9 * 50), opposite(x), larger(x);
+        for (float& v : opposite) v = -v;
+        for (float& v : larger) v *= 0x1p20f;
+        const Quantized a = quantize(x.data(), 9, 50, q), b = quantize(opposite.data(), 9, 50, q), c = quantize(larger.data(), 9, 50, q);
+        CHECK(a.codes == c.codes);
+        CHECK(a.scales == b.scales);
+        for (size_t i = 0; i < a.codes.size(); i++) REQUIRE(a.codes[i] == (b.codes[i] ^ 0x80));
+    }
+}
+
+TEST_CASE("quantize: what has been quantized once does not change again") {
+    // The largest code of a block is FMAX where the scale is FP32, so the second scale is the first one up to rounding.
+    // A scale rounded up to BF16 leaves the largest code below FMAX, and a second pass may take another scale.
+    FRESH_RANDOM(rng);
+    for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
+        if (q.scale != Format::F32) return;
+        const Quantized once = quantize(x.data(), rows, cols, q);
+        const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
+        for (size_t i = 0; i < x.size(); i++) {
+            INFO("element ", i, " = ", x[i]);
+            const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
+            if (once.scale(r, c) > 0x1p-110f) REQUIRE(once.codes[i] == twice.codes[i]);  // else values are denormal
+        }
+    });
+}
+
+TEST_CASE("quantize: FP32 and BF16 hold values themselves and have no scales") {
+    FRESH_RANDOM(rng);
+    for (const Distribution& d : distributions())
+        for (const Quant& q : {Q_F32, Q_BF16}) {
+            const std::vector<float> x = sample(d, rng, 7 * 19);
+            const Quantized z = quantize(x.data(), 7, 19, q);
+            const std::vector<float> values = dequantize(z);
+            CHECK(z.scales.empty());
+            CHECK(int64_t(z.codes.size()) == 7 * 19 * info(q.format).bytes);
+            for (size_t i = 0; i < x.size(); i++) CHECK(values[i] == round_to(q.format, x[i]));
+        }
+}
+
+TEST_CASE("quantize: smaller blocks keep outliers from drowning the rest (paper section 5.1)") {
+    FRESH_RANDOM(rng);
+    std::vector<float> x = rng.normals<float>(64 * 256);
+    for (int i = 0; i < 8; i++) x[size_t(rng.below(int64_t(x.size())))] = 3e4f;
+    auto noise_of_others = [&](Granularity g) {
+        const std::vector<float> values = dequantize(quantize(x.data(), 64, 256, {Format::E4M3, g}));
+        double noise = 0;
+        for (size_t i = 0; i < x.size(); i++) noise += x[i] < 1e4f ? double(x[i] - values[i]) * double(x[i] - values[i]) : 0;
+        return noise;
+    };
+    const double tensor = noise_of_others(PER_TENSOR), row = noise_of_others({1, 0}), group = noise_of_others(PER_GROUP);
+    CHECK(group < row);
+    CHECK(row < tensor);
+    // With 8 groups of 1024 hit, nearly all elements have the noise of normal codes, below 2^-4 relative: 2^-8 of the signal 1.
+    CHECK(group / double(x.size()) < 0x1p-8 + 8 * 16.0 / double(x.size()) * 2);
+}
