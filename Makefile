@@ -1,0 +1,93 @@
+# make train      the program ./train; with the GPU in it where nvcc is found, for the GPU that is found
+# make test       every test; the last line is "N passed, N failed, N skipped"
+# make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
+# make bench      what is measured (dev/)
+# make clean      removes what was built
+#
+# make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this machine.
+
+CXX  ?= g++
+NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+O    ?= build
+OPT  ?= -O3 -g
+
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j$(shell nproc)
+endif
+
+# Contraction (a * b + c as one instruction) stays on: without it the matrix products run at half the speed. The same binary gives the
+# same bits every time; another compiler or processor may not. -ffast-math stays off: NaN and infinity are part of the method.
+CXXFLAGS := -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
+
+SOURCES := plan.cpp reference.cpp $(sort $(wildcard data/*.cpp))
+TESTS   := $(sort $(wildcard test/*.cpp))
+LINK    := $(CXX) -fopenmp $(OPT)
+
+# The corpus that needs no network: headers of the C++ library and of the compiler (and of CUDA), in this order.
+SEARCHED     := $(shell $(CXX) -E -v -x c++ /dev/null 2>&1 | sed -n '/search starts here/,/^End of search/s/^ //p')
+COAT_HEADERS := $(firstword $(filter %/c++ /usr/include/c++/%,$(SEARCHED))) \
+                $(firstword $(filter %/include,$(foreach dir,$(SEARCHED),$(if $(findstring /gcc/,$(dir))$(findstring /clang/,$(dir)),$(dir)))))
+
+ifneq ($(NVCC),)
+CUDA         := $(abspath $(dir $(realpath $(NVCC)))/..)
+COAT_HEADERS += $(firstword $(wildcard $(CUDA)/include) $(wildcard /usr/include/cuda))
+endif
+
+ifneq ($(and $(NVCC),$(wildcard model.cu)),)
+# FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper and says so when it runs.
+FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
+GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
+NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+SOURCES    += $(sort $(wildcard *.cu))
+TESTS      += $(sort $(wildcard test/*.cu))
+LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
+LIBRARIES  := -lcublasLt
+WITH_GPU   := -DCOAT_CUDA
+endif
+
+object  = $(patsubst %,$(O)/%.o,$(1))
+OBJECTS := $(call object,$(SOURCES))
+
+PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
+
+.PHONY: test bench sanitize clean need-json need-doctest FORCE
+$(PROGRAM): $(call object,train.cpp) $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+$(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+test: $(PROGRAM) $(O)/tests
+	COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
+
+$(O)/%.cpp.o: %.cpp $(O)/flags | need-json
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) $(DEFINES) -MMD -MP -c $< -o $@
+$(O)/%.cu.o: %.cu $(O)/flags
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+space := $() $()
+$(O)/train.cpp.o: DEFINES = $(WITH_GPU)
+$(O)/data/tokens.cpp.o: DEFINES = -DCOAT_HEADERS='"$(subst $(space),:,$(strip $(COAT_HEADERS)))"'
+$(call object,$(TESTS)): | need-doctest
+
+$(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
+	@mkdir -p $(@D)
+	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(COAT_HEADERS)' | cmp -s - $@ || \
+	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(COAT_HEADERS)' > $@
+
+# $(call need,header,package): one sentence instead of a page of errors
+need = @echo '\#include <$(1)>' | $(CXX) -E -x c++ - > /dev/null 2>&1 || \
+       { echo "The header $(1) is missing: install it, on Debian and Ubuntu with 'apt-get install $(2)'." >&2; exit 1; }
+need-json:
+	$(call need,nlohmann/json.hpp,nlohmann-json3-dev)
+need-doctest:
+	$(call need,doctest/doctest.h,doctest-dev)
+
+sanitize:
+	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
+	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -DCOAT_QUICK"
+
+clean:
+	rm -rf build train
+
+-include $(shell find $(O) -name '*.d' 2>/dev/null)
