@@ -455,5 +455,6 @@ public:
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: the CPU
 std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; throws Error where no GPU can run it
+std::string why_no_gpu();                                   // model.cu; empty where make_gpu can run, else why not and the cure
 
 }  // namespace coat
