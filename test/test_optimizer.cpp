@@ -1,0 +1,511 @@
+// test_optimizer.cpp - dynamic range expansion and the FP8 AdamW (paper section 4).
+//
+// First the moments' encoding on every kind of group, then AdamW against Adam in double over a thousand steps, then the
+// paper's ordering of errors (table 1) on the moments of a real run.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "../reference.h"
+#include "oracle.h"
+#include "random.h"
+#include "tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+namespace {
+
+constexpr Format FP8[] = {Format::E4M3, Format::E5M2};
+constexpr int64_t LENGTHS[] = {1, 2, 3, 5, 31, 64, 100, 127, 128, 129, 255, 256, 128 * 40 + 77};
+
+double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
+
+// Codes, (max, k) and decoded values of n elements; what lies behind the end must not be written.
+struct Encoded {
+    std::vector<uint8_t> codes;
+    std::vector<float> max, k, values;
+};
+
+Encoded encode_all(Format f, bool expand, bool positive, const std::vector<float>& x, QuantStats* stats = nullptr) {
+    const int64_t n = int64_t(x.size()), groups = ceil_div(n, MOMENT_GROUP);
+    Encoded e{std::vector<uint8_t>(size_t(n) + 1, 0xA5), std::vector<float>(size_t(groups) + 1, -7), std::vector<float>(size_t(groups) + 1, 1),
+              std::vector<float>(size_t(n) + 1, -7)};
+    e.k.back() = -7;
+    encode_moment(f, expand, positive, x.data(), n, e.codes.data(), e.max.data(), e.k.data(), stats);
+    decode_moment(f, expand, e.codes.data(), e.max.data(), e.k.data(), n, e.values.data());
+    CHECK((e.codes.back() == 0xA5 && e.max.back() == -7 && e.k.back() == -7 && e.values.back() == -7));
+    e.codes.pop_back(), e.max.pop_back(), e.k.pop_back(), e.values.pop_back();
+    return e;
+}
+
+template <class Check>
+void for_every_group(Random& rng, Check check) {
+    for (Format f : FP8)
+        for (int64_t n : LENGTHS)
+            for (const Distribution& d : distributions()) {
+                INFO(std::string(info(f).name), ", ", n, " elements, ", d.name);
+                check(f, sample(d, rng, n));
+            }
+}
+
+std::vector<float> magnitudes(std::vector<float> x) {
+    for (float& v : x) v = std::fabs(v);
+    return x;
+}
+
+// FP32 arithmetic of y = FMAX 2^(k (log2 |x| - log2 max)) and back. A logarithm of an FP32 number is below 150 and rounds by
+// 2^-17, so the exponent is wrong by at most 2^-15 in all; times ln 2, and for y times k.
+constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
+
+// Largest relative error of a value that was encoded with exponent k and magnitude x = max * ratio: the code is wrong by half of
+// its step, relative to y, and value = max (code / FMAX)^(1/k).
+double expansion_bound(Format f, double ratio, double k) {
+    const double y = info(f).max * std::pow(ratio, k);
+    const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
+    const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
+    return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Expansion
+
+TEST_CASE("expansion: k is the logarithm of the format's range to the base of the group's, in sixteenths, clamped") {
+    FRESH_RANDOM(rng);
+    for (Format f : FP8)
+        for (int64_t i = 0; i < count(100000, 5000); i++) {
+            const float min = float(std::exp2(-148 + 200 * rng.uniform()));
+            const float max = float(min * std::exp2(std::pow(rng.uniform(), 3) * 70));
+            if (max == min) continue;  // the test of the limits has it
+            const double exact = 16 * log2_range(f) / (std::log2(double(max)) - std::log2(double(min)));
+            const float k = expansion_factor(f, max, min);
+            INFO(std::string(info(f).name), " max ", max, " min ", min, " k ", k);
+            const double slack = exact * exact * EXPONENT_ERROR;  // of a quotient whose divisor is wrong by EXPONENT_ERROR
+            const double low = std::floor(exact - slack) / 16, high = std::floor(exact + slack) / 16;
+            REQUIRE(k >= std::clamp(low, 1.0 / 16, 64.0));
+            REQUIRE(k <= std::clamp(high, 1.0 / 16, 64.0));
+            REQUIRE(k * 16 == std::floor(k * 16));
+        }
+}
+
+TEST_CASE("expansion: k at its limits") {
+    for (Format f : FP8) {
+        CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);                             // equal magnitudes: the release gives infinity
+        CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
+        const float k = expansion_factor(f, std::numeric_limits<float>::max(), std::numeric_limits<float>::denorm_min());
+        CHECK(k == float(std::floor(16 * log2_range(f) / 277) / 16));                // the widest group there is
+        CHECK(k >= 1.0f / 16);
+    }
+    CHECK(expansion_factor(Format::E4M3, 448.0f, 0x1p-9f) == 1.0f);                  // a group as wide as the format
+    CHECK(expansion_factor(Format::E5M2, 57344.0f, 0x1p-16f) == 1.0f);
+}
+
+TEST_CASE("expansion: a group of zeros is exactly zero") {
+    for (Format f : FP8)
+        for (bool expand : {false, true})
+            for (int64_t n : LENGTHS) {
+                std::vector<float> zeros(static_cast<size_t>(n));
+                if (n > 1) zeros[1] = -0.0f;
+                const Encoded e = encode_all(f, expand, true, zeros);
+                for (float max : e.max) CHECK(max == 0);
+                for (float k : e.k) CHECK(k == 1);
+                for (float v : e.values) CHECK(v == 0);
+            }
+}
+
+TEST_CASE("expansion: one element that is not zero, and equal magnitudes with their signs, are exact") {
+    FRESH_RANDOM(rng);
+    for (Format f : FP8)
+        for (int64_t n : {1, 2, 77, 127, 128, 129})  // 129: a tail of a single element
+            for (double exponent : {-149.0, -140.5, -126.0, -30.3, 0.0, 5.7, 127.9}) {
+                const float a = float(std::exp2(exponent));
+                std::vector<float> one(size_t(n), 0.0f), equal(static_cast<size_t>(n));
+                one[size_t(rng.below(n))] = -a;
+                for (float& v : equal) v = float(a * rng.sign());
+                INFO(std::string(info(f).name), " n ", n, " magnitude ", a);
+                CHECK(encode_all(f, true, false, one).values == one);
+                CHECK(encode_all(f, true, false, equal).values == equal);
+            }
+}
+
+TEST_CASE("expansion: zeros do not take part in the range, wherever they stand") {
+    FRESH_RANDOM(rng);
+    for (Format f : FP8)
+        for (int64_t zeros : {1, 5, 60}) {
+            std::vector<float> x = rng.normals<float>(MOMENT_GROUP - zeros);
+            const Encoded without = encode_all(f, true, false, x);
+            for (int64_t i = 0; i < zeros; i++) x.insert(x.begin() + (i == 0 ? 0 : rng.below(int64_t(x.size()))), 0.0f);
+            const Encoded with = encode_all(f, true, false, x);
+            CHECK(with.k == without.k);
+            CHECK(with.max == without.max);
+            for (size_t i = 0; i < x.size(); i++) CHECK((with.values[i] == 0) == (x[i] == 0));
+        }
+}
+
+TEST_CASE("expansion: every value is within the bound that k and the format give, signs kept, the largest exact") {
+    FRESH_RANDOM(rng);
+    for_every_group(rng, [](Format f, const std::vector<float>& x) {
+        const Encoded e = encode_all(f, true, false, x);
+        for (size_t i = 0; i < x.size(); i++) {
+            const float max = e.max[i / MOMENT_GROUP], k = e.k[i / MOMENT_GROUP], value = e.values[i];
+            INFO("element ", i, " = ", x[i], " value ", value, " max ", max, " k ", k);
+            if (x[i] == 0) REQUIRE(value == 0);
+            if (std::fabs(x[i]) == max) REQUIRE(value == x[i]);
+            const double bound = x[i] == 0 ? 0 : expansion_bound(f, std::fabs(double(x[i])) / double(max), k);
+            REQUIRE(std::fabs(double(value) - double(x[i])) <= bound * std::fabs(double(x[i])) + 0x1p-149);  // denormal values
+            REQUIRE(double(value) * double(x[i]) >= 0);
+        }
+    });
+}
+
+TEST_CASE("expansion: no second moment that is not zero becomes zero, with and without expansion") {
+    FRESH_RANDOM(rng);
+    for_every_group(rng, [](Format f, const std::vector<float>& x) {
+        const std::vector<float> v = magnitudes(x);
+        for (bool expand : {false, true}) {
+            QuantStats stats;
+            const Encoded e = encode_all(f, expand, true, v, &stats);
+            CHECK(stats.flushed == 0);
+            for (size_t i = 0; i < v.size(); i++) {
+                INFO("element ", i, " = ", v[i], " expand ", expand);
+                REQUIRE((e.values[i] > 0) == (v[i] > 0));
+                REQUIRE(e.codes[i] < 0x80);
+            }
+        }
+    });
+}
+
+TEST_CASE("expansion: groups do not touch each other, and a tail is a group of its own") {
+    FRESH_RANDOM(rng);
+    for_every_group(rng, [](Format f, const std::vector<float>& x) {
+        for (bool expand : {false, true}) {
+            const Encoded whole = encode_all(f, expand, false, x);
+            for (size_t g = 0; g < whole.max.size(); g++) {
+                const size_t first = g * MOMENT_GROUP, last = std::min(x.size(), first + MOMENT_GROUP);
+                const Encoded part = encode_all(f, expand, false, std::vector<float>(x.begin() + first, x.begin() + last));
+                REQUIRE((part.max[0] == whole.max[g] && part.k[0] == whole.k[g]));
+                REQUIRE(std::equal(part.codes.begin(), part.codes.end(), whole.codes.begin() + first));
+                REQUIRE(std::equal(part.values.begin(), part.values.end(), whole.values.begin() + first));
+            }
+        }
+    });
+}
+
+TEST_CASE("expansion: encoding what was decoded gives the same codes wherever k comes out the same") {
+    // The largest magnitude survives exactly, the smallest does not, so k may move by a sixteenth or a few. Where it stays, y is the
+    // code again up to the arithmetic's error, far below half a step.
+    FRESH_RANDOM(rng);
+    int64_t same = 0, groups = 0;
+    for (Format f : FP8)
+        for (int64_t i = 0; i < count(500, 50); i++) {
+            const Encoded once = encode_all(f, true, false, rng.normals<float>(MOMENT_GROUP, std::exp(5 * rng.normal())));
+            const Encoded twice = encode_all(f, true, false, once.values);
+            CHECK(once.max == twice.max);
+            groups++;
+            if (once.k != twice.k) continue;
+            same++;
+            CHECK(once.codes == twice.codes);
+            CHECK(once.values == twice.values);
+        }
+    CHECK(same > groups / 10);
+}
+
+TEST_CASE("expansion: without it, value = code max / FMAX within the format's bound, and only first moments flush to zero") {
+    FRESH_RANDOM(rng);
+    for_every_group(rng, [](Format f, const std::vector<float>& x) {
+        const Encoded m = encode_all(f, false, false, x), v = encode_all(f, false, true, magnitudes(x));
+        for (size_t i = 0; i < x.size(); i++) {
+            const float max = m.max[i / MOMENT_GROUP];
+            const double s = double(scale_of({f}, max)), a = std::fabs(double(x[i]));
+            INFO("element ", i, " = ", x[i], " max ", max);
+            const double bound = std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 + 0x1p-149;
+            REQUIRE(std::fabs(double(m.values[i]) - double(x[i])) <= bound);
+            const bool flushes = a > 0 && m.values[i] == 0;
+            REQUIRE(v.values[i] == (flushes ? float(s * info(f).min) : std::fabs(m.values[i])));
+        }
+    });
+}
+
+TEST_CASE("expansion: halves the worst error of a normal group and more of a narrow one (paper section 4.2)") {
+    FRESH_RANDOM(rng);
+    auto error = [](bool expand, bool positive, const std::vector<float>& x) {
+        return relative_error(encode_all(Format::E4M3, expand, positive, x).values, x);
+    };
+    std::vector<float> narrow(128 * 100);  // a factor of ten between the smallest and the largest: typical of second moments
+    for (float& v : narrow) v = float(std::pow(10, rng.uniform()));
+    const std::vector<float> wide = rng.normals<float>(128 * 100);
+    CHECK(error(true, false, wide) < error(false, false, wide));
+    // Range 10: k = log2(229376) / log2(10) = 5.3, and the relative step shrinks by as much.
+    CHECK(error(true, true, narrow) < error(false, true, narrow) / 4);
+}
+
+TEST_CASE("expansion: statistics count elements, signal, noise and what was flushed") {
+    FRESH_RANDOM(rng);
+    std::vector<float> x = rng.normals<float>(300);
+    x[7] = 1e-9f;  // flushed without expansion: 1e-9 / max < FMIN / FMAX / 2
+    x[8] = 0;
+    for (bool expand : {false, true}) {
+        QuantStats stats;
+        const Encoded e = encode_all(Format::E4M3, expand, false, x, &stats);
+        double noise = 0;
+        for (size_t i = 0; i < x.size(); i++) noise += double(e.values[i] - x[i]) * double(e.values[i] - x[i]);
+        CHECK(stats.elements == 300);
+        CHECK(stats.flushed >= (expand ? 0 : 1));
+        CHECK(stats.flushed == std::count(e.values.begin(), e.values.end(), 0.0f) - 1);
+        CHECK(std::fabs(stats.noise - noise) < 1e-5 * noise);  // the differences above are FP32's
+        CHECK(std::fabs(stats.signal - norm(x) * norm(x)) < 1e-12 * stats.signal);
+    }
+}
+
+TEST_CASE("moments: every format stores and loads ranges cut at group boundaries, and starts at zero") {
+    FRESH_RANDOM(rng);
+    const int64_t n = 5 * MOMENT_GROUP + 19;
+    const std::vector<float> x = magnitudes(rng.normals<float>(n));
+    for (Format f : {Format::F32, Format::BF16, Format::E4M3, Format::E5M2})
+        for (bool expand : {false, true}) {
+            Moment whole, parts;
+            whole.init(f, expand, n);
+            parts.init(f, expand, n);
+            std::vector<float> a(x.size(), -1), b(x.size(), -1);
+            whole.load(0, n, a.data());
+            CHECK(norm(a) == 0);
+            whole.store(0, n, x.data(), true);
+            for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, true);
+            whole.load(0, n, a.data());
+            for (int64_t first = 0; first < n; first += MOMENT_GROUP)
+                parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), b.data() + first);
+            CHECK(a == b);
+            CHECK(whole.codes == parts.codes);
+            CHECK(relative_error(a, x) <= std::ldexp(1.0, -info(f).mantissa - 1));
+            if (f == Format::F32) CHECK(a == x);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// AdamW
+
+namespace {
+
+// torch.optim.AdamW in double, with the same FP32 constants.
+struct AdamInDouble {
+    std::vector<double> w, m, v;
+    void step(const AdamW& a, bool decays, const std::vector<float>& gradient) {
+        const double b1 = a.beta1, b2 = a.beta2;
+        for (size_t i = 0; i < w.size(); i++) {
+            const double g = gradient[i];
+            m[i] = b1 * m[i] + (1 - b1) * g;
+            v[i] = b2 * v[i] + (1 - b2) * g * g;
+            const double mean = m[i] / (1 - std::pow(b1, double(a.step))), variance = v[i] / (1 - std::pow(b2, double(a.step)));
+            w[i] -= double(a.lr) * (decays ? double(a.weight_decay) * w[i] : 0.0);
+            w[i] -= double(a.lr) * mean / (std::sqrt(variance) + double(a.eps));
+        }
+    }
+};
+
+// One parameter's state as a Model keeps it: a BF16 weight with its remainder, and two moments.
+struct State {
+    std::vector<uint16_t> weight;
+    std::vector<int16_t> remainder;
+    Moment m, v;
+
+    State(const OptimizerFormat& o, const std::vector<float>& start) : weight(start.size()), remainder(start.size()) {
+        m.init(o.m, o.expand, int64_t(start.size()));
+        v.init(o.v, o.expand, int64_t(start.size()));
+        put(start);
+    }
+    void put(const std::vector<float>& w) {
+        for (size_t i = 0; i < w.size(); i++) split_master(w[i], &weight[i], &remainder[i]);
+    }
+    std::vector<float> master() const {
+        std::vector<float> w(weight.size());
+        for (size_t i = 0; i < w.size(); i++) w[i] = join_master(weight[i], remainder[i]);
+        return w;
+    }
+    std::vector<float> moment(const Moment& of) const {
+        std::vector<float> x(weight.size());
+        of.load(0, int64_t(x.size()), x.data());
+        return x;
+    }
+    void step(const AdamW& a, bool decays, const std::vector<float>& gradient, double grad_norm) {
+        std::vector<float> w = master(), m32 = moment(m), v32 = moment(v);
+        adamw(adamw_factors(a, decays, grad_norm), int64_t(w.size()), gradient.data(), w.data(), m32.data(), v32.data());
+        m.store(0, int64_t(w.size()), m32.data(), false);
+        v.store(0, int64_t(w.size()), v32.data(), true);
+        put(w);
+    }
+};
+
+AdamW plain(int64_t step) {
+    AdamW a{step, 1e-2f};
+    a.clip = 0;
+    return a;
+}
+
+const std::vector<OptimizerFormat>& optimizer_rows() {  // the table's, and E5M2 for the second moment
+    static const std::vector<OptimizerFormat> rows = [] {
+        std::vector<OptimizerFormat> r = optimizers();
+        r.push_back({"coat, E5M2", Format::E4M3, Format::E5M2, true, ""});
+        r.push_back({"fp8, E5M2", Format::E4M3, Format::E5M2, false, ""});
+        return r;
+    }();
+    return rows;
+}
+
+// Root mean square of the relative rounding error of a format: uniform within half a step, and a step is at most 2^-mantissa
+// of the value. Expansion divides it by k.
+double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
+
+double mean_k(const Moment& moment) {
+    if (moment.k.empty()) return 1;
+    double sum = 0;
+    for (float k : moment.k) sum += k;
+    return sum / double(moment.k.size());
+}
+
+}  // namespace
+
+TEST_CASE("adamw: factors") {
+    AdamW a{3, 2e-3f};
+    const AdamWFactors f = adamw_factors(a, true, 4.0);
+    CHECK(f.lr == 2e-3f);
+    CHECK(f.decay == a.weight_decay);
+    CHECK(adamw_factors(a, false, 4.0).decay == 0);
+    CHECK(f.one_minus_beta1 == 1 - a.beta1);
+    CHECK(f.one_minus_beta2 == 1 - a.beta2);
+    CHECK(f.bias1 == float(1 - std::pow(double(a.beta1), 3)));
+    CHECK(f.bias2_root == float(std::sqrt(1 - std::pow(double(a.beta2), 3))));
+    CHECK(f.gradient_scale == 0.25f);                                   // clip 1 over a norm of 4
+    CHECK(adamw_factors(a, true, 0.999).gradient_scale == 1.0f);        // shorter than clip: as it is
+    CHECK(adamw_factors(a, true, 0.0).gradient_scale == 1.0f);
+    a.clip = 0;
+    CHECK(adamw_factors(a, true, 1e6).gradient_scale == 1.0f);          // no clipping
+    a.step = 1'000'000'000;
+    CHECK(adamw_factors(a, true, 1).bias1 == 1.0f);
+}
+
+TEST_CASE("adamw: bias correction makes the first step lr long, with eps outside the root") {
+    for (float g : {3.0f, -0.02f, 1e-4f, 1e-8f, -1e-9f, 0.0f}) {
+        float w = 0, m = 0, v = 0;
+        adamw(adamw_factors(plain(1), false, 0), 1, &g, &w, &m, &v);
+        // m / (1 - b1) = g and sqrt(v / (1 - b2)) = |g|, so the step is lr g / (|g| + eps): half of lr where |g| = eps.
+        const double wanted = -1e-2 * double(g) / (std::fabs(double(g)) + 1e-8);
+        INFO("gradient ", g);
+        CHECK(std::fabs(w - wanted) <= std::fabs(wanted) * 1e-6);
+    }
+}
+
+TEST_CASE("adamw: weight decay is decoupled from the moments, and only where the factors say so") {
+    float w = 2, m = 0, v = 0, zero = 0;
+    adamw(adamw_factors(plain(1), true, 0), 1, &zero, &w, &m, &v);
+    CHECK(double(w) == doctest::Approx(2 * (1 - 1e-2 * 0.1)).epsilon(1e-7));
+    CHECK((m == 0 && v == 0));
+    adamw(adamw_factors(plain(2), false, 0), 1, &zero, &w, &m, &v);
+    CHECK(double(w) == doctest::Approx(2 * (1 - 1e-2 * 0.1)).epsilon(1e-7));
+}
+
+TEST_CASE("adamw: clipping is the same as a gradient already shortened") {
+    FRESH_RANDOM(rng);
+    const std::vector<float> g = rng.normals<float>(1000, 3);
+    std::vector<float> shorter = g, w1(1000, 1.0f), w2 = w1, m1(1000), v1(1000), m2(1000), v2(1000);
+    for (float& x : shorter) x *= 0.125f;  // a power of two, so that equality is exact
+    AdamW clipped{1, 1e-2f}, free{1, 1e-2f};
+    free.clip = 0;
+    adamw(adamw_factors(clipped, true, 8.0), 1000, g.data(), w1.data(), m1.data(), v1.data());
+    adamw(adamw_factors(free, true, 8.0), 1000, shorter.data(), w2.data(), m2.data(), v2.data());
+    CHECK(w1 == w2);
+    CHECK(m1 == m2);
+    CHECK(v1 == v2);
+}
+
+namespace {
+
+// The error that a moment in few bits has gathered, as a vector: each step stores it with a relative error of rms / k, and the
+// next keeps beta of what is there. Independent errors add in squares. FP32's arithmetic makes 3 roundings of 2^-24 a step,
+// which may all point one way: they stay for 1 / (1 - beta) steps.
+struct ExpectedError {
+    double beta, square = 0;
+    double step(const Moment& moment, const std::vector<double>& exact) {
+        const double stored = rms_error(moment.format) / mean_k(moment) * norm(exact);
+        square = beta * beta * square + stored * stored;
+        return std::sqrt(square) / norm(exact) + 3 * 0x1p-24 / (1 - beta);
+    }
+};
+
+}  // namespace
+
+TEST_CASE("adamw: a thousand steps in every state format stay as close to Adam in double as the format allows") {
+    // Gradients do not depend on the weights, so errors do not feed back. An update m / sqrt(v) is wrong by the root of m's square and
+    // that of half of v's, relative; by the triangle inequality |w - exact| is at most the sum of these errors times |update|.
+    // FP32 weights round by 2^-24 |w| a step. Twice the moments' derived errors is allowed: elements near zero lie in the
+    // subnormal codes, where a step is a larger part of them, and rounding errors of slowly moving values are not quite independent.
+    FRESH_RANDOM(rng);
+    const int64_t n = 8 * MOMENT_GROUP + 50, steps = count(1000, 30);
+    const std::vector<float> start = rng.normals<float>(n, 0.5), mean = rng.normals<float>(n, 0.5);
+    std::vector<float> spread(static_cast<size_t>(n));
+    for (float& s : spread) s = float(std::exp(0.3 * rng.normal()));  // so that no element dominates a norm
+    for (const OptimizerFormat& o : optimizer_rows()) {
+        State state(o, start);
+        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)), std::vector<double>(size_t(n))};
+        ExpectedError expected_m{double(0.9f)}, expected_v{double(0.95f)};
+        double bound_w = 0, worst_m = 0, worst_v = 0;  // the worst are relative to what is expected
+        for (int64_t t = 1; t <= steps; t++) {
+            AdamW a = plain(t);
+            a.lr = 1e-3f;
+            std::vector<float> g(static_cast<size_t>(n));
+            for (size_t i = 0; i < g.size(); i++) g[i] = spread[i] * float(double(mean[i]) + rng.normal());
+            const std::vector<double> before = exact.w;
+            exact.step(a, true, g);
+            state.step(a, true, g, 0);
+            const double m = expected_m.step(state.m, exact.m), v = expected_v.step(state.v, exact.v);
+            worst_m = std::max(worst_m, relative_error(state.moment(state.m), exact.m) / m);
+            worst_v = std::max(worst_v, relative_error(state.moment(state.v), exact.v) / v);
+            bound_w += 2 * std::hypot(m, v / 2) * relative_error(before, exact.w) * norm(exact.w) + 0x1p-24 * norm(exact.w);
+        }
+        const double error_w = relative_error(state.master(), exact.w) * norm(exact.w);
+        INFO(std::string(o.name), ": errors over expected ones: m ", worst_m, ", v ", worst_v, "; error of w ", error_w, ", bound ", bound_w);
+        CHECK(worst_m <= 2);
+        CHECK(worst_v <= 2);
+        CHECK(error_w <= bound_w);
+        if (is_fp8(o.m)) CHECK(worst_m > 0.25);  // the format is really in use
+    }
+}
+
+TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in double ends") {
+    // The loss 1/2 sum c w^2 with gradient noise of 1 settles at a level that noise and lr set, not the format: moments
+    // wrong by a few per cent move it by a few per cent.
+    FRESH_RANDOM(rng);
+    const int64_t n = 4 * MOMENT_GROUP, steps = count(1000, 60), window = steps / 5;
+    const std::vector<float> start = rng.normals<float>(n);
+    std::vector<double> curvature(static_cast<size_t>(n));
+    for (double& c : curvature) c = std::exp(rng.normal());
+    auto loss = [&](const auto& w) {
+        double sum = 0;
+        for (size_t i = 0; i < w.size(); i++) sum += 0.5 * curvature[i] * double(w[i]) * double(w[i]);
+        return sum / double(n);
+    };
+    for (const OptimizerFormat& o : optimizer_rows()) {
+        State state(o, start);
+        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)), std::vector<double>(size_t(n))};
+        double ours = 0, wanted = 0;
+        for (int64_t t = 1; t <= steps; t++) {
+            const std::vector<float> w = state.master();
+            std::vector<float> g(size_t(n), 0), h(size_t(n), 0);
+            for (size_t i = 0; i < g.size(); i++) {
+                const double noise = rng.normal();
+                g[i] = float(curvature[i] * double(w[i]) + noise);
+                h[i] = float(curvature[i] * exact.w[i] + noise);
+            }
+            state.step(plain(t), false, g, 0);
+            exact.step(plain(t), false, h);
+            if (t > steps - window) ours += loss(state.master()) / double(window), wanted += loss(exact.w) / double(window);
+        }
+        INFO(std::string(o.name), ": loss ", ours, " against ", wanted, " from ", loss(start));
+        CHECK(std::fabs(ours - wanted) < 0.05 * wanted);
+        if (!quick()) CHECK(wanted < 0.2 * loss(start));
+    }
+}
