@@ -1,0 +1,768 @@
+// train.cpp - the program: flags in, a trained model out. It knows the models through coat.h's Model, files through data/, and
+// nothing of either's inside: no CUDA and no file format is here.
+//
+// In order: the table of flags, what the flags make of a run, generated text, the log, and the loop.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <new>
+#include <nlohmann/json.hpp>
+
+#include "coat.h"
+#include "data/checkpoint.h"
+#include "data/tokens.h"
+#include "plan.h"
+
+#ifndef COAT_CUDA  // built without nvcc: this is all there is of the GPU
+namespace coat {
+std::string why_no_gpu() { return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again"; }
+std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu() + "."); }
+}  // namespace coat
+#endif
+
+namespace {
+
+using namespace coat;
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Flags: one table that parses, checks and prints --help
+
+enum class Value : uint8_t { None, Text, Count, Real };
+enum class Resume : uint8_t { Free, Kept, Same };  // on --resume: as now; as the checkpoint's unless given; never another
+
+struct Flag {
+    const char* name;
+    Value value;
+    const char *cpu, *gpu;  // defaults by device
+    double least, most;
+    Resume resume;
+    const char* about;
+};
+
+constexpr double COUNT = 1e15;  // no number of steps or a seed is larger; a double holds it exactly
+const Flag FLAGS[] = {
+    {"device", Value::Text, "auto", "auto", 0, 0, Resume::Free, "auto, cpu or gpu; auto is the GPU if there is one"},
+    {"model", Value::Text, "llama-tiny", "llama-30m", 0, 0, Resume::Same, "a named model, or a Hugging Face folder to start from"},
+    {"recipe", Value::Text, "coat", "coat", 0, 0, Resume::Same, "formats of weights, activations and gradients"},
+    {"optimizer", Value::Text, "", "", 0, 0, Resume::Same, "formats of the moments; default coat with recipe coat, else fp32"},
+    {"m-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the first moment, if not --optimizer's: e4m3, e5m2, bf16, fp32"},
+    {"v-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the second moment, likewise"},
+    {"data", Value::Text, "", "", 0, 0, Resume::Kept, "text files, folders of them, or token files (.bin), by commas; default: C++ headers"},
+    {"batch", Value::Count, "16", "32", 1, 1 << 20, Resume::Same, "sequences in a micro-batch"},
+    {"seq", Value::Count, "128", "1024", 1, 1 << 24, Resume::Same, "tokens in a sequence"},
+    {"accumulate", Value::Count, "1", "1", 1, 1 << 20, Resume::Same, "micro-batches in a step"},
+    {"steps", Value::Count, "300", "2000", 0, COUNT, Resume::Kept, "steps in all; 0 evaluates the model and stops"},
+    {"lr", Value::Real, "3e-3", "1e-3", 0, 10, Resume::Same, "peak of the learning rate"},
+    {"warmup", Value::Count, "20", "100", 0, COUNT, Resume::Same, "steps of linear warm-up"},
+    {"schedule", Value::Text, "cosine", "cosine", 0, 0, Resume::Same, "what the learning rate does after the warm-up"},
+    {"weight-decay", Value::Real, "0.1", "0.1", 0, 10, Resume::Same, "decoupled, on matrices only"},
+    {"clip", Value::Real, "1", "1", 0, 1e9, Resume::Same, "largest global norm of the gradient; 0: no clipping"},
+    {"seed", Value::Count, "1", "1", 0, COUNT, Resume::Same, "of the first weights, the order of the data, and the samples"},
+    {"out", Value::Text, "out", "out", 0, 0, Resume::Free, "folder of the checkpoints; \"\": none is saved"},
+    {"save-every", Value::Count, "0", "0", 0, COUNT, Resume::Kept, "steps; 0: only at the end"},
+    {"resume", Value::Text, "", "", 0, 0, Resume::Free, "a checkpoint, or a folder of them: go on from the newest"},
+    {"eval-every", Value::Count, "100", "250", 0, COUNT, Resume::Kept, "steps between validations; 0: only first and last"},
+    {"sample-every", Value::Count, "100", "500", 0, COUNT, Resume::Kept, "steps between samples of generated text; 0: never"},
+    {"prompt", Value::Text, "\n", "\n", 0, 0, Resume::Kept, "what samples begin with"},
+    {"log", Value::Text, "", "", 0, 0, Resume::Free, "file to write JSON lines to"},
+    {"plan", Value::None, "", "", 0, 0, Resume::Free, "print precision and memory of the run, and stop"},
+    {"help", Value::None, "", "", 0, 0, Resume::Free, "print this, and stop"},
+};
+
+const Flag* find_flag(const std::string& name) {
+    for (const Flag& flag : FLAGS)
+        if (name == flag.name) return &flag;
+    return nullptr;
+}
+
+size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            const size_t substituted = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min({substituted, row[j] + 1, row[j - 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+std::string nearest_flag(const std::string& name) {
+    return std::min_element(std::begin(FLAGS), std::end(FLAGS), [&](const Flag& a, const Flag& b) {
+        return edit_distance(name, a.name) < edit_distance(name, b.name);
+    })->name;
+}
+
+std::string number(double x) {  // as short as it can be told
+    char text[32];
+    std::snprintf(text, sizeof text, "%.10g", x);
+    return text;
+}
+
+std::string shown(const std::string& text) {  // on one line, safe for a terminal
+    std::string out;
+    for (unsigned char c : text) {
+        if (c == '\n') out += "\\n";
+        else out += c < 32 || c == 127 ? '?' : static_cast<char>(c);
+    }
+    return out;
+}
+
+std::string limits(const Flag& flag) {
+    if (flag.value == Value::Text) return "a value";
+    const std::string kind = flag.value == Value::Count ? "a whole number" : "a number";
+    return kind + (flag.most < COUNT ? " from " + number(flag.least) + " to " + number(flag.most) : " of at least " + number(flag.least));
+}
+
+// The number in text, or an error that names the flag. NaN fails both comparisons; what overflows is out of every range.
+double checked(const Flag& flag, const std::string& text) {
+    const bool digits = !text.empty() && text.find_first_not_of(flag.value == Value::Count ? "0123456789" : "0123456789.eE+-") == std::string::npos;
+    char* end = nullptr;
+    const double x = digits ? std::strtod(text.c_str(), &end) : NAN;
+    if (!digits || *end || !(x >= flag.least && x <= flag.most))
+        throw Error("--" + std::string(flag.name) + " " + shown(text) + " is not " + limits(flag) + "; choose such a one.");
+    return x;
+}
+
+// The values of all flags: given on the command line, else the checkpoint's, else the device's default.
+class Flags {
+public:
+    void parse(int argc, char** argv) {
+        for (int i = 1; i < argc; i++) {
+            std::string argument = argv[i];
+            if (argument == "-h") argument = "--help";
+            if (argument.compare(0, 2, "--") != 0)
+                throw Error("\"" + shown(argument) + "\" is not a flag: write --flag value; ./train --help lists the flags.");
+            const size_t equals = argument.find('=');
+            const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+            const Flag* flag = find_flag(name);
+            if (!flag)
+                throw Error("--" + shown(name) + " is not a flag; did you mean --" + nearest_flag(name) + " (./train --help lists all)?");
+            if (flag->value == Value::None && equals != std::string::npos)
+                throw Error("--" + name + " takes no value; write it alone.");
+            const bool separate = flag->value != Value::None && equals == std::string::npos;
+            if (separate && i + 1 == argc) throw Error("--" + name + " needs a value after it: " + limits(*flag) + ".");
+            if (given(name)) throw Error("--" + name + " is given twice; give it once.");
+            values_[name] = separate ? argv[++i] : equals == std::string::npos ? "" : argument.substr(equals + 1);
+            if (flag->value == Value::Count || flag->value == Value::Real) checked(*flag, values_[name]);
+        }
+    }
+
+    // What a checkpoint's run was: fills in what is not given, and refuses what would make another run of it.
+    void take(const Json& saved) {
+        for (const Flag& flag : FLAGS) {
+            if (flag.resume == Resume::Free || !saved.contains(flag.name)) continue;
+            const std::string was = saved[flag.name].get<std::string>();
+            if (flag.resume == Resume::Same && given(flag.name) && !same(flag, was))
+                throw Error("--" + std::string(flag.name) + " " + shown(text(flag.name)) + " differs from the checkpoint's " + shown(was) +
+                            ": leave it out to go on with that run, or leave --resume out to begin another.");
+            values_.emplace(flag.name, was);
+        }
+    }
+
+    void take_defaults(bool gpu) {
+        for (const Flag& flag : FLAGS)
+            if (flag.value != Value::None) values_.emplace(flag.name, gpu ? flag.gpu : flag.cpu);
+    }
+    void set(const std::string& name, const std::string& value) { values_[name] = value; }
+
+    bool given(const std::string& name) const { return values_.count(name) > 0; }
+    const std::string& text(const std::string& name) const { return values_.at(name); }
+    int64_t count(const std::string& name) const { return static_cast<int64_t>(real(name)); }
+    double real(const std::string& name) const { return checked(*find_flag(name), values_.at(name)); }
+
+    Json remembered() const {  // what a checkpoint keeps
+        Json json;
+        for (const Flag& flag : FLAGS)
+            if (flag.resume != Resume::Free) json[flag.name] = text(flag.name);
+        return json;
+    }
+
+private:
+    bool same(const Flag& flag, const std::string& was) const {
+        return flag.value == Value::Text ? text(flag.name) == was : real(flag.name) == checked(flag, was);
+    }
+    std::map<std::string, std::string> values_;
+};
+
+template <class Table>
+void print_choices(const char* flag, const Table& table) {
+    std::printf("\n--%s\n", flag);
+    for (const auto& row : table) std::printf("  %-16s %s\n", row.name, row.about);
+}
+
+void print_help() {
+    std::printf("./train trains a Llama or GPT-2 in FP8 with COAT (arXiv 2410.19313). Without a flag it trains a small model on text of\n"
+                "this machine and shows how it learns. Flags, with their defaults (on a CPU | on a GPU where that differs):\n\n");
+    for (const Flag& flag : FLAGS) {
+        const std::string cpu = shown(flag.cpu), gpu = shown(flag.gpu), defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
+        const char* kind = flag.value == Value::None ? "" : flag.value == Value::Text ? "TEXT" : flag.value == Value::Count ? "N" : "X";
+        const std::string name = std::string("--") + flag.name + " " + kind;
+        const bool limited = flag.value == Value::Count || flag.value == Value::Real;
+        std::printf("  %-19s %-24s %s%s\n", name.c_str(), defaults.c_str(), flag.about, limited ? ("; " + limits(flag)).c_str() : "");
+    }
+    std::printf("\n--model\n");
+    for (const ModelConfig& c : models())
+        std::printf("  %-16s %s, %lld layers, hidden size %lld, %lld positions\n", c.name.c_str(), c.arch.name, static_cast<long long>(c.L),
+                    static_cast<long long>(c.C), static_cast<long long>(c.max_T));
+    print_choices("recipe", recipes());
+    print_choices("optimizer", optimizers());
+    print_choices("schedule", schedules());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From flags to a run
+
+struct Device {
+    const char* name;
+    std::unique_ptr<Model> (*make)(const Setup&);
+};
+const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
+
+// Settles auto; `note` says why it is the CPU.
+const Device& choose_device(const std::string& wanted, std::string* note) {
+    const Device& device = find_row(DEVICES, wanted, "--device");
+    if (device.make) return device;
+    const std::string missing = why_no_gpu();
+    if (!missing.empty()) *note = " (" + missing + ")";
+    return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
+}
+
+bool is_folder(const std::string& path) {
+    std::error_code ignored;
+    return fs::is_directory(path, ignored);
+}
+
+bool is_named_model(const std::string& name) {
+    return std::any_of(models().begin(), models().end(), [&](const ModelConfig& c) { return c.name == name; });
+}
+
+ModelConfig named_or_folder(const std::string& name) {
+    if (is_named_model(name)) return find_row(models(), name, "--model");
+    if (is_folder(name)) return read_model_config(name);
+    throw Error("--model " + shown(name) + " is neither a folder nor a named model; ./train --help lists the names.");
+}
+
+Format format_named(const std::string& name, const char* flag) {
+    static const std::vector<FormatInfo> table(std::begin(FORMATS), std::end(FORMATS));
+    return static_cast<Format>(&find_row(table, name, flag) - table.data());
+}
+
+// The formats of the moments, and what was left open of them into the flags.
+OptimizerFormat choose_optimizer(Flags& flags) {
+    if (flags.text("optimizer").empty()) flags.set("optimizer", flags.text("recipe") == "coat" ? "coat" : "fp32");
+    OptimizerFormat optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
+    for (auto [flag, format] : {std::pair{"m-format", &optimizer.m}, std::pair{"v-format", &optimizer.v}}) {
+        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
+        *format = format_named(flags.text(flag), (std::string("--") + flag).c_str());
+    }
+    return optimizer;
+}
+
+// A model whose vocabulary is open takes that of the data, or of bytes where a plan asks and no data is named.
+void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
+    if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
+    if (corpus && corpus->tokens_in_use > config.V)
+        throw Error("--data holds token " + std::to_string(corpus->tokens_in_use - 1) + ", but the vocabulary of " + config.name + " has " +
+                    std::to_string(config.V) + " tokens; make the token files with this model's own tokenizer (data/tokenize.py).");
+}
+
+void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note, const Corpus* corpus) {
+    const ModelConfig& c = setup.config;
+    std::printf("Settings\n");
+    auto line = [](const char* name, const std::string& text) { std::printf("  %-14s %s\n", name, text.c_str()); };
+    line("device", device.name + note);
+    line("parameters", std::to_string(parameter_count(c)) + ": " + c.arch.name + ", " + std::to_string(c.L) + " layers, hidden size " +
+                           std::to_string(c.C) + ", " + std::to_string(c.NH) + " heads (" + std::to_string(c.NKV) + " for keys and values), " +
+                           "feed-forward " + std::to_string(c.F) + ", vocabulary " + std::to_string(c.V));
+    if (corpus) line("text", corpus->description);
+    for (const Flag& flag : FLAGS)
+        if (flag.value != Value::None && std::strcmp(flag.name, "device") && !flags.text(flag.name).empty())
+            line(flag.name, shown(flags.text(flag.name)));
+}
+
+// Linux grants more memory than there is and kills the program later: so the plan is compared with the machine first.
+void need_memory(const Setup& setup) {
+    const int64_t needed = total_bytes(memory_plan(setup));
+    const int64_t present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    if (needed > present)
+        throw Error("This run needs " + std::to_string(needed >> 20) + " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
+                    " MiB of memory; choose a smaller --model, --batch or --seq (./train --plan shows what takes how much).");
+}
+
+// Before the first step, so that hours of training do not end in a folder that cannot be written.
+void need_folder(const std::string& out, const Setup& setup) {
+    std::error_code failed;
+    fs::create_directories(out, failed);
+    if (failed || !is_folder(out) || access(out.c_str(), W_OK | X_OK) != 0)
+        throw Error("--out " + shown(out) + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
+                    "); choose another folder, or \"\" to save nothing.");
+    const std::vector<MemoryRow> plan = memory_plan(setup);
+    const int64_t checkpoint = 4 * parameter_count(setup.config) + total_bytes(plan, Category::Optimizer);  // BF16 weights, remainders
+    const fs::space_info space = fs::space(out, failed);
+    if (!failed && space.available < static_cast<uint64_t>(checkpoint))
+        throw Error("--out " + shown(out) + " has " + std::to_string(space.available >> 20) + " MiB free, but a checkpoint takes " +
+                    std::to_string(checkpoint >> 20) + " MiB; free some, or choose another folder.");
+}
+
+// A new run would remove the checkpoints of the run whose folder it shares.
+void need_no_other_run(const std::string& out) {
+    std::string found;
+    try {
+        found = find_checkpoint(out);
+    } catch (const Error&) {
+        return;  // none there
+    }
+    throw Error("--out " + shown(out) + " already holds the checkpoint " + shown(found) +
+                ": go on from it with --resume " + shown(out) + ", or choose another folder with --out.");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Generated text
+
+// What a terminal can show: line breaks, tabs and printable UTF-8; all else, control characters too, as a replacement character.
+std::string printable(const std::string& text) {
+    std::string out;
+    for (size_t i = 0; i < text.size();) {
+        const auto byte = [&](size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0u; };
+        const unsigned first = byte(i);
+        const size_t length = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
+        bool good = length > 0;
+        uint32_t point = length == 1 ? first : first & (0x7Fu >> length);
+        for (size_t k = 1; k < length; k++) {
+            good &= byte(i + k) >> 6 == 2;
+            point = point << 6 | (byte(i + k) & 0x3F);
+        }
+        constexpr uint32_t SMALLEST[] = {0, 0, 0x80, 0x800, 0x10000};  // of a code point that needs so many bytes
+        good = good && point >= SMALLEST[length] && point <= 0x10FFFF && point >> 11 != 0x1B;
+        const bool control = point < 32 ? point != '\n' && point != '\t' : (point >= 127 && point < 160);
+        out += good && !control ? text.substr(i, length) : "\xEF\xBF\xBD";
+        i += good ? length : 1;
+    }
+    return out;
+}
+
+class Random {  // splitmix64
+public:
+    explicit Random(uint64_t seed) : state_(seed) {}
+    double uniform() {  // in [0, 1)
+        uint64_t z = state_ += 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
+    }
+
+private:
+    uint64_t state_;
+};
+
+int32_t draw(const std::vector<float>& logits, double temperature, Random& random) {
+    const double top = *std::max_element(logits.begin(), logits.end());
+    double total = 0;
+    std::vector<double> weights;
+    for (float logit : logits) weights.push_back(total += std::exp((logit - top) / temperature));
+    const auto chosen = std::upper_bound(weights.begin(), weights.end(), random.uniform() * total);
+    return static_cast<int32_t>(std::min<int64_t>(chosen - weights.begin(), static_cast<int64_t>(weights.size()) - 1));
+}
+
+std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, uint64_t seed) {
+    constexpr double TEMPERATURE = 0.8;
+    constexpr int64_t LONGEST = 256;  // tokens: a screenful
+    Random random(seed);
+    std::vector<float> logits(static_cast<size_t>(model.setup().config.V));
+    while (static_cast<int64_t>(tokens.size()) < std::min(model.setup().T, LONGEST)) {
+        model.next_logits(tokens.data(), static_cast<int64_t>(tokens.size()), logits.data());
+        tokens.push_back(draw(logits, TEMPERATURE, random));
+    }
+    return tokens;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The log: one JSON object a line, on disk as soon as it is told
+
+std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+class Log {
+public:
+    void open(const std::string& path, bool append) {
+        path_ = path;
+        file_.reset(std::fopen(path.c_str(), append ? "a" : "w"));
+        if (!file_) throw Error("--log " + shown(path) + " cannot be written (" + std::strerror(errno) + "); choose another file.");
+    }
+    void write(const Json& line) {
+        if (!file_) return;
+        if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) < 0 || std::fflush(file_.get()) != 0)
+            throw Error("--log " + shown(path_) + " cannot be written any more (" + std::strerror(errno) + "); make room, then go on with --resume.");
+    }
+
+private:
+    struct Close {
+        void operator()(FILE* file) const { std::fclose(file); }
+    };
+    std::unique_ptr<FILE, Close> file_;
+    std::string path_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The loop
+
+volatile std::sig_atomic_t interrupted = 0;
+
+void finish_at_interrupt() {  // the step is finished first; a second signal ends the program at once
+    struct sigaction action = {};
+    action.sa_handler = [](int signal) { interrupted = signal; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is a failed write, with a sentence
+}
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+std::string duration(double s) {
+    const long long whole = std::llround(s);
+    char text[48];
+    if (whole < 3600) std::snprintf(text, sizeof text, "%lldm%02llds", whole / 60, whole % 60);
+    else std::snprintf(text, sizeof text, "%lldh%02lldm", whole / 3600, whole / 60 % 60);
+    return text;
+}
+
+struct Batch {  // (accumulate, B, T) each
+    std::vector<int32_t> tokens, targets;
+    Batch(int64_t micro_batches, int64_t tokens_each)
+        : tokens(static_cast<size_t>(micro_batches * tokens_each)), targets(tokens.size()) {}
+    void fill(Loader& loader, int64_t tokens_each) {
+        for (size_t at = 0; at < tokens.size(); at += static_cast<size_t>(tokens_each)) loader.next(&tokens[at], &targets[at]);
+    }
+};
+
+class Training {
+public:
+    Training(const Flags& flags, const Corpus& corpus, const Schedule& schedule, Model& model, const LoopState& state)
+        : flags_(flags), corpus_(corpus), schedule_(schedule), model_(model), setup_(model.setup()), state_(state),
+          train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
+          validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step), steps_(flags.count("steps")) {
+        train_.seek(state_.position);
+        Json settings = flags.remembered();
+        settings["train_tokens"] = corpus.train.size();
+        state_.settings = json_text(settings);
+        prompt_ = corpus.vocabulary.empty() ? std::vector<int32_t>() : corpus.vocabulary.encode(flags.text("prompt"));
+        check_prompt();
+    }
+
+    int run() {
+        start_log();
+        if (steps_ == 0) return evaluate_only();
+        if (state_.step == 0) state_.first_validation = last_validation_ = validate();
+        if (state_.step == 0) tell_validation();
+        started_ = seconds();
+        while (state_.step < steps_) {
+            step();
+            const bool last = state_.step == steps_;
+            if (interrupted && !last) return stop_early();
+            if (!last && every("eval-every")) last_validation_ = validate(), tell_validation();
+            if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
+            if (!last && every("save-every")) save();
+        }
+        finish();
+        return 0;
+    }
+
+private:
+    static constexpr int64_t VALIDATION_BATCHES = 20;
+    static constexpr uint64_t VALIDATION_SEED = 0;  // the windows are the same whatever --seed is
+    static constexpr int MOST_SKIPPED = 20;         // in a row: by then it is the run that is wrong, not a batch
+
+    bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
+
+    void check_prompt() const {
+        if (!flags_.count("sample-every") || steps_ == 0 || corpus_.vocabulary.empty()) return;
+        if (prompt_.empty()) throw Error("--prompt is empty; give it at least one character, or --sample-every 0.");
+        if (static_cast<int64_t>(prompt_.size()) >= setup_.T)
+            throw Error("--prompt takes " + std::to_string(prompt_.size()) + " tokens, but --seq " + std::to_string(setup_.T) +
+                        " must have room for more; shorten it.");
+        if (*std::max_element(prompt_.begin(), prompt_.end()) >= setup_.config.V)
+            throw Error("--prompt has a character that the model's vocabulary has not; choose another.");
+    }
+
+    void start_log() {
+        if (!flags_.text("log").empty()) log_.open(flags_.text("log"), resumed_at_ > 0);
+        Json line = {{"kind", "settings"}, {"step", state_.step}, {"parameters", parameter_count(setup_.config)}};
+        line.update(flags_.remembered());
+        log_.write(line);
+    }
+
+    double validate() {
+        validation_.seek({});
+        const int64_t batches = std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
+        Batch batch(1, setup_.B * setup_.T);
+        double sum = 0;
+        for (int64_t i = 0; i < batches; i++) {
+            batch.fill(validation_, setup_.B * setup_.T);
+            sum += model_.evaluate(batch.tokens.data(), batch.targets.data());
+        }
+        if (!std::isfinite(sum))
+            throw Error(state_.step ? "The validation loss is not finite after step " + std::to_string(state_.step) +
+                                          "; lower --lr, or go on from an earlier checkpoint with --resume."
+                                    : "The first validation loss is not finite: the weights of --model " + shown(flags_.text("model")) +
+                                          " hold NaN or infinity; start from other weights.");
+        return sum / static_cast<double>(batches);
+    }
+
+    void tell_validation() {
+        std::printf("validation | step %lld | loss %.4f\n", static_cast<long long>(state_.step), last_validation_);
+        std::fflush(stdout);
+        log_.write({{"kind", "validation"}, {"step", state_.step}, {"loss", last_validation_}});
+    }
+
+    int evaluate_only() {
+        last_validation_ = validate();
+        tell_validation();
+        report_quantization();
+        return 0;
+    }
+
+    void step() {
+        const double before = seconds();
+        Batch batch(setup_.accumulate, setup_.B * setup_.T);
+        batch.fill(train_, setup_.B * setup_.T);
+        AdamW adamw{};
+        adamw.step = state_.updates + 1;
+        adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
+        adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
+        adamw.clip = static_cast<float>(flags_.real("clip"));
+        const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
+        state_.step++;
+        state_.updates += !result.skipped;
+        state_.tokens += setup_.accumulate * setup_.B * setup_.T;
+        state_.position = train_.position();
+        skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
+        tell_step(result, adamw.lr, seconds() - before);
+        if (skipped_in_a_row_ == MOST_SKIPPED)
+            throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
+                        " steps in a row; lower --lr, and go on from the last checkpoint with --resume if there is one.");
+    }
+
+    void tell_step(const StepResult& result, float lr, double took) {
+        const double tokens = static_cast<double>(setup_.accumulate * setup_.B * setup_.T);
+        if (state_.step - resumed_at_ > 1) timed_ += took;  // the first step warms caches and starts threads
+        const double left = (seconds() - started_) / static_cast<double>(state_.step - resumed_at_) * static_cast<double>(steps_ - state_.step);
+        const int width = static_cast<int>(std::to_string(steps_).size());
+        std::printf("step %*lld/%lld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left", width,
+                    static_cast<long long>(state_.step), static_cast<long long>(steps_), result.loss, result.grad_norm, static_cast<double>(lr),
+                    took * 1e3, tokens / took, duration(left).c_str());
+        if (result.skipped) std::printf(" | skipped: not finite (%lld so far)", static_cast<long long>(state_.step - state_.updates));
+        std::printf("\n");
+        std::fflush(stdout);
+        log_.write({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr},
+                    {"ms", took * 1e3}, {"tokens_per_second", tokens / took}, {"skipped", result.skipped}});
+    }
+
+    void sample() {
+        if (corpus_.vocabulary.empty()) return;  // said at the start
+        const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
+        const std::string text = corpus_.vocabulary.decode(generate(model_, prompt_, seed));
+        std::printf("sample | step %lld\n----------\n%s\n----------\n", static_cast<long long>(state_.step), printable(text).c_str());
+        std::fflush(stdout);
+    }
+
+    std::string save() {
+        if (flags_.text("out").empty()) return "";
+        const std::string folder = save_checkpoint(flags_.text("out"), model_, state_);
+        std::printf("saved | step %lld | %s\n", static_cast<long long>(state_.step), folder.c_str());
+        std::fflush(stdout);
+        return folder;
+    }
+
+    int stop_early() {
+        const std::string folder = save();
+        std::printf("Interrupted after step %lld%s\n", static_cast<long long>(state_.step),
+                    folder.empty() ? "; nothing was saved, since --out is empty."
+                                   : (": go on with ./train --resume " + flags_.text("out")).c_str());
+        return 128 + interrupted;
+    }
+
+    void finish() {
+        last_validation_ = validate();
+        tell_validation();
+        save();
+        report_quantization();
+        const int64_t steps = state_.step - resumed_at_, timed_steps = steps - 1;
+        const double tokens = static_cast<double>(setup_.accumulate * setup_.B * setup_.T);
+        const double took = seconds() - started_, rate = timed_steps > 0 ? tokens * static_cast<double>(timed_steps) / timed_ : tokens / took;
+        std::printf("\nDone: %lld steps in %s, %.0f tok/s; %lld skipped. Validation loss %.4f -> %.4f nats per token.\n",
+                    static_cast<long long>(steps), duration(took).c_str(), rate, static_cast<long long>(state_.step - state_.updates),
+                    state_.first_validation, last_validation_);
+        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation}, {"validation", last_validation_},
+                    {"skipped", state_.step - state_.updates}, {"seconds", took}, {"tokens_per_second", rate}});
+    }
+
+    // How well FP8 did: one batch of the validation data, forward and backward, and the moments as they are.
+    void report_quantization() {
+        validation_.seek({});
+        Batch batch(1, setup_.B * setup_.T);
+        batch.fill(validation_, setup_.B * setup_.T);
+        const QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
+        if (std::all_of(std::begin(report.kinds), std::end(report.kinds), [](const QuantStats& s) { return s.elements == 0; })) return;
+        std::printf("\nQuantization    | SNR      | elements    | saturated | flushed to zero\n");
+        for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
+            const QuantStats& s = report.kinds[kind];
+            if (s.elements == 0) continue;
+            std::printf("%-17s | %5.1f dB | %11lld | %9lld | %lld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(), static_cast<long long>(s.elements),
+                        static_cast<long long>(s.saturated), static_cast<long long>(s.flushed),
+                        100.0 * static_cast<double>(s.flushed) / static_cast<double>(s.elements));
+        }
+        print_spread("first moments", report.k_m);
+        print_spread("second moments", report.k_v);
+    }
+
+    static void print_spread(const char* name, const std::vector<float>& k) {
+        if (k.empty()) return;
+        auto at = [&](double part) { return static_cast<double>(k[static_cast<size_t>(part * static_cast<double>(k.size() - 1))]); };
+        std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", name, at(0), at(0.25), at(0.5), at(0.75),
+                    at(1));
+    }
+
+    const Flags& flags_;
+    const Corpus& corpus_;
+    const Schedule& schedule_;
+    Model& model_;
+    const Setup& setup_;
+    LoopState state_;
+    Loader train_, validation_;
+    const int64_t resumed_at_, steps_;
+    std::vector<int32_t> prompt_;
+    Log log_;
+    double last_validation_ = 0, started_ = 0, timed_ = 0;
+    int skipped_in_a_row_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From the command line to the exit code
+
+struct Origin {  // of a run: a checkpoint to go on from, or nothing
+    std::string checkpoint;
+    LoopState state;
+    Json settings = Json::object();
+};
+
+Origin find_origin(Flags& flags) {
+    Origin origin;
+    if (!flags.given("resume")) return origin;
+    origin.checkpoint = find_checkpoint(flags.text("resume"));
+    origin.state = read_loop_state(origin.checkpoint);
+    try {
+        origin.settings = Json::parse(origin.state.settings);
+        flags.take(origin.settings);
+    } catch (const Json::exception&) {
+        throw Error("--resume " + shown(origin.checkpoint) + " has no settings of this program in its trainer.json; start from its weights with --model.");
+    }
+    if (!flags.given("out")) flags.set("out", fs::absolute(origin.checkpoint).lexically_normal().parent_path().string());
+    return origin;
+}
+
+// The order and the position of the training data mean something for these very tokens alone.
+void need_same_data(const Origin& origin, const Corpus& corpus) {
+    const int64_t was = origin.settings.value("train_tokens", corpus.train.size());
+    if (was != corpus.train.size())
+        throw Error("--data has " + std::to_string(corpus.train.size()) + " training tokens, but the checkpoint's run had " + std::to_string(was) +
+                    "; name the same data again.");
+}
+
+void need_steps_left(const Flags& flags, const Origin& origin) {
+    if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step) return;
+    throw Error("--steps " + flags.text("steps") + " is already done: the checkpoint is at step " + std::to_string(origin.state.step) +
+                "; give a larger --steps to go on.");
+}
+
+void tell_about_data(const Corpus& corpus, const Setup& setup) {
+    if (corpus.vocabulary.empty())
+        std::printf("Samples will not be printed: the token files have no table of their vocabulary beside them (data/tokenize.py writes it).\n");
+    else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
+        std::printf("The text is read as bytes, of which there are 256, but the model's vocabulary has %lld tokens: data/tokenize.py makes token files.\n",
+                    static_cast<long long>(setup.config.V));
+}
+
+int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup, const Origin& origin) {
+    const Schedule& schedule = find_row(schedules(), flags.text("schedule"), "--schedule");
+    const bool fresh = origin.checkpoint.empty(), saves = flags.count("steps") > 0 && !flags.text("out").empty();
+    if (saves && (fresh || fs::absolute(origin.checkpoint).lexically_normal().parent_path() != fs::absolute(flags.text("out")).lexically_normal()))
+        need_no_other_run(flags.text("out"));
+    if (!std::strcmp(device.name, "cpu")) need_memory(setup);
+    const std::unique_ptr<Model> model = device.make(setup);
+    if (!fresh) load_checkpoint(origin.checkpoint, *model);
+    else if (!is_named_model(flags.text("model"))) load_weights(flags.text("model"), *model);
+    Training training(flags, corpus, schedule, *model, origin.state);
+    if (saves) need_folder(flags.text("out"), setup);
+    finish_at_interrupt();
+    std::printf("\n");
+    return training.run();
+}
+
+int run(int argc, char** argv) {
+    Flags flags;
+    flags.parse(argc, argv);
+    if (flags.given("help")) return print_help(), 0;
+    const Origin origin = find_origin(flags);
+    const bool plan_only = flags.given("plan"), chose_seq = flags.given("seq"), chose_data = flags.given("data");
+    std::string note;
+    const Device& device = choose_device(flags.given("device") ? flags.text("device") : "auto", &note);
+    flags.take_defaults(!std::strcmp(device.name, "gpu"));
+
+    Setup setup{};
+    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
+    setup.optimizer = choose_optimizer(flags);
+    find_row(schedules(), flags.text("schedule"), "--schedule");
+    setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
+    need_steps_left(flags, origin);
+
+    std::unique_ptr<Corpus> corpus;
+    if (!plan_only || (setup.config.V == 0 && chose_data)) corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
+    choose_vocabulary(setup.config, corpus.get());
+    if (!chose_seq) flags.set("seq", std::to_string(std::min(flags.count("seq"), setup.config.max_T)));
+    setup.B = flags.count("batch");
+    setup.T = flags.count("seq");
+    setup.accumulate = flags.count("accumulate");
+    setup.seed = static_cast<uint64_t>(flags.count("seed"));
+    validate(setup);
+    if (corpus) need_same_data(origin, *corpus);
+
+    print_settings(flags, setup, device, note, corpus.get());
+    print_precision_plan(setup);
+    print_memory_plan(setup);
+    if (plan_only) return 0;
+    tell_about_data(*corpus, setup);
+    std::fflush(stdout);
+    try {
+        return train(device, flags, *corpus, setup, origin);
+    } catch (const std::bad_alloc&) {
+        throw Error("The memory ran out: this run needs " + std::to_string(total_bytes(memory_plan(setup)) >> 20) +
+                    " MiB and workspace; choose a smaller --model, --batch or --seq.");
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        return run(argc, argv);
+    } catch (const Error& error) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "train: %s\n", error.what());
+    } catch (const std::bad_alloc&) {
+        std::fprintf(stderr, "train: The memory ran out while the data was read; give --data less text.\n");
+    }
+    return 1;
+}
