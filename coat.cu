@@ -1,0 +1,1886 @@
+// coat.cu - the method on the GPU, in the paper's order: formats, quantizers, the precision flow's fused kernels, the ends of
+// the network, and the FP8 optimizer (interface and rules: coat.cuh; the same operators on the CPU: reference.cpp).
+//
+// All of it is bound by memory bandwidth, so three shapes of kernel do nearly everything:
+//   tile kernels   a block takes 128 rows x 128 columns, a thread 8 x 8 of them: every access of a warp covers whole 128-byte lines, also that
+//                  of the transpose, which goes through registers (bytes) and then shared memory (8-byte units, swizzled).
+//   row kernels    a team of warps holds a whole row in registers: norms forward and backward, the residual pair.
+//   the optimizer  one warp a group of 128 elements, four a lane, the next group's loads in flight while this one is computed.
+// What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (stream format or
+// FP8 groups) is a Held type inside of it. Sources are to kernels what Computed is to launchers.
+//
+// Determinism: every sum has a fixed order; the only atomics are maxima (and the counters of a report).
+#include "coat.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+
+namespace coat::gpu {
+
+void check(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
+}
+
+namespace {
+
+using bf16 = __nv_bfloat16;
+constexpr int CHUNK = 8;  // elements that a thread handles at once: 16 bytes of BF16
+using Values = float[CHUNK];
+
+#define CHECK_LAUNCH(kernel) check(cudaGetLastError(), "Launching " kernel " failed")
+
+void need(bool ok, const char* what) {
+    if (!ok) throw Error(std::string("A GPU kernel was called wrongly: ") + what + ".");
+}
+
+bool in_groups(const Quant& q) { return q.format == Format::E4M3 && q.granularity == PER_GROUP && q.scale == Format::BF16; }
+
+unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
+
+// =====================================================================================================================
+// Formats (paper section 2)
+
+struct Fp8 {  // what kernels need of a format, as an argument
+    bool e5m2;
+    float max;
+};
+Fp8 fp8(Format f) { return {f == Format::E5M2, info(f).max}; }
+
+__device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+
+__device__ uint32_t encode2(bool e5m2, float lo, float hi) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
+}
+__device__ float2 decode2(bool e5m2, uint32_t codes) {
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), e5m2 ? __NV_E5M2 : __NV_E4M3);
+    return __half22float2(__half2(h));
+}
+
+__device__ uint2 encode(bool e5m2, const Values& v, float inverse) {
+    uint32_t half[4];
+    if (e5m2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) half[i] = encode2(true, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) half[i] = encode2(false, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    }
+    return {half[0] | half[1] << 16, half[2] | half[3] << 16};
+}
+__device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = decode2(e5m2, (i < 2 ? codes.x : codes.y) >> (i & 1) * 16 & 0xFFFFu);
+        v[2 * i] = two.x * scale;
+        v[2 * i + 1] = two.y * scale;
+    }
+}
+
+// s = amax / FMAX; 1 for nothing and for what is not finite (NaN and infinity fail the comparison). 1 / s stays finite.
+__device__ float scale_of(float fp8_max, float amax) {
+    return amax > 0 && amax < INFINITY ? fmaxf(__fdiv_rn(amax, fp8_max), 0x1p-126f) : 1.0f;
+}
+__device__ float bf16_up(float x) { return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u); }
+
+__device__ float bf16_nearest(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// =====================================================================================================================
+// Held: how a tensor lies in memory. load() fetches a chunk of 8 as it is, values() makes numbers of it.
+
+__device__ uint32_t pack(float lo, float hi) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ float2 unpack(uint32_t two) { return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)}; }
+
+template <class T>
+struct Plain;
+
+template <>
+struct Plain<bf16> {
+    using Stream = bf16;
+    using Raw = uint4;
+    bf16* data;
+
+    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
+    __device__ void values(const Raw& raw, Values& v) const {
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = unpack(words[j]);
+            v[2 * j] = two.x, v[2 * j + 1] = two.y;
+        }
+    }
+    // Rounds v to what is held and, if live, stores it.
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        const uint4 raw{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
+        if (live) *reinterpret_cast<uint4*>(data + i) = raw;
+        values(raw, v);
+    }
+};
+
+template <>
+struct Plain<float> {
+    using Stream = float;
+    struct Raw {
+        float4 lo, hi;
+    };
+    float* data;
+
+    __device__ Raw load(int64_t i) const {
+        const float4* p = reinterpret_cast<const float4*>(data + i);
+        return {p[0], p[1]};
+    }
+    __device__ void values(const Raw& r, Values& v) const {
+        v[0] = r.lo.x, v[1] = r.lo.y, v[2] = r.lo.z, v[3] = r.lo.w, v[4] = r.hi.x, v[5] = r.hi.y, v[6] = r.hi.z, v[7] = r.hi.w;
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        float4* p = reinterpret_cast<float4*>(data + i);
+        if (!live) return;
+        p[0] = {v[0], v[1], v[2], v[3]};
+        p[1] = {v[4], v[5], v[6], v[7]};
+    }
+};
+
+// E4M3 in 1x16 groups with BF16 scales. Columns are a multiple of 16, so the group of element i is i / 16, and two
+// neighbouring lanes hold one group: they must both call store().
+struct Grouped {
+    using Stream = bf16;
+    struct Raw {
+        uint2 codes;
+        uint16_t scale;
+    };
+    uint8_t* codes;
+    uint16_t* scales;
+
+    __device__ Raw load(int64_t i) const { return {*reinterpret_cast<const uint2*>(codes + i), scales[i / 16]}; }
+    __device__ void values(const Raw& r, Values& v) const { decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v); }
+    static __device__ float group_scale(const Values& v) {
+        uint32_t top = 0;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
+        top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+        return bf16_up(scale_of(448.0f, __uint_as_float(top)));
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        const float scale = group_scale(v);
+        const uint2 c = encode(false, v, __frcp_rn(scale));
+        if (live) {
+            *reinterpret_cast<uint2*>(codes + i) = c;
+            if (i % 16 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+        }
+        decode(false, c, scale, v);
+    }
+};
+
+// FP8 with one scale for the whole tensor, to read.
+struct WholeFp8 {
+    using Raw = uint2;
+    const uint8_t* codes;
+    const TensorScale* slot;
+    bool e5m2;
+
+    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint2*>(codes + i); }
+    __device__ void values(const Raw& r, Values& v) const { decode(e5m2, r, slot->scale, v); }
+};
+
+// =====================================================================================================================
+// Sources: load(row, col) fetches what 8 columns of the result need, compute() makes FP32 values of it. A source with two PLANES makes
+// [plane 0 | plane 1] side by side, each `width` columns wide. Column is what all rows of a column of chunks have in common.
+// Multiplications and additions are spelled out, so that every kernel that computes a tensor computes the same bits.
+
+struct NoColumn {};
+
+template <class Held>
+struct StoredSource {
+    static constexpr int PLANES = 1;
+    using Column = NoColumn;
+    using Raw = typename Held::Raw;
+    Held x;
+    int64_t width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col) const { return x.load(row * width + col); }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const { x.values(raw, v[0]); }
+};
+
+template <class T>
+struct SumSource {  // x + a
+    static constexpr int PLANES = 1;
+    using Column = NoColumn;
+    struct Raw {
+        typename Plain<T>::Raw x, a;
+    };
+    Plain<T> x, a;
+    int64_t width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col) const { return {x.load(row * width + col), a.load(row * width + col)}; }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+        Values other;
+        x.values(raw.x, v[0]);
+        a.values(raw.a, other);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[0][j] = __fadd_rn(v[0][j], other[j]);
+    }
+};
+
+template <class T>
+struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
+    static constexpr int PLANES = 1;
+    using Column = NoColumn;
+    struct Raw {
+        typename Plain<T>::Raw e, p;
+    };
+    const int32_t* tokens;
+    Plain<T> embedding, positions;
+    int64_t period, width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col) const {
+        Raw raw{};
+        raw.e = embedding.load(tokens[row] * width + col);
+        if (positions.data) raw.p = positions.load(row % period * width + col);
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+        Values p;
+        embedding.values(raw.e, v[0]);
+        if (!positions.data) return;
+        positions.values(raw.p, p);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[0][j] = __fadd_rn(v[0][j], p[j]);
+    }
+};
+
+// y = (x - mean) / std * gain + bias. Without a bias -0 is added, which changes nothing (+0 would turn -0 into +0).
+__device__ float normalized(float x, float2 stats, float gain, float bias) {
+    return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), gain, bias);
+}
+
+template <class T>
+struct Affine {
+    Plain<T> gain, bias;
+
+    __device__ void load(int64_t col, Values& g, Values& b) const {
+        gain.values(gain.load(col), g);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) b[j] = -0.0f;
+        if (bias.data) bias.values(bias.load(col), b);
+    }
+};
+
+template <class Held>
+struct NormSource {
+    static constexpr int PLANES = 1;
+    using T = typename Held::Stream;
+    struct Column {
+        Values gain, bias;
+    };
+    struct Raw {
+        typename Held::Raw x;
+        float2 stats;
+    };
+    Held in;
+    Affine<T> affine;
+    const float2* stats;
+    int64_t width;
+
+    __device__ Column column(int64_t col) const {
+        Column c;
+        affine.load(col, c.gain, c.bias);
+        return c;
+    }
+    __device__ Raw load(int64_t row, int64_t col) const { return {in.load(row * width + col), stats[row]}; }
+    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[1]) const {
+        Values x;
+        in.values(raw.x, x);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, c.gain[j], c.bias[j]);
+    }
+};
+
+__device__ float sigmoid(float x) { return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-x))); }
+
+// GELU in its tanh form is u sigmoid(2z), z = sqrt(2/pi) (u + 0.044715 u^3): 1 + tanh(z) = 2 sigmoid(2z), without the cancellation.
+constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
+__device__ float gelu_sigmoid(float u) {
+    const float uu = __fmul_rn(u, u);
+    return sigmoid(__fmul_rn(u, __fmaf_rn(GELU_2AB, uu, GELU_2A)));
+}
+
+template <class Held, bool GATED>
+struct ActivationSource {  // silu(gate) * up, or gelu(up)
+    static constexpr int PLANES = 1;
+    using Column = NoColumn;
+    struct Raw {
+        typename Held::Raw half[GATED ? 2 : 1];
+    };
+    Held up;
+    int64_t width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < (GATED ? 2 : 1); h++) raw.half[h] = up.load((row * (GATED ? 2 : 1) + h) * width + col);
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+        Values first, u;
+        up.values(raw.half[0], first);
+        if (GATED) up.values(raw.half[GATED ? 1 : 0], u);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            v[0][j] = GATED ? __fmul_rn(__fmul_rn(first[j], sigmoid(first[j])), u[j]) : __fmul_rn(first[j], gelu_sigmoid(first[j]));
+    }
+};
+
+template <class Held, bool GATED>
+struct ActivationBackwardSource {
+    static constexpr int PLANES = GATED ? 2 : 1;
+    using T = typename Held::Stream;
+    using Column = NoColumn;
+    struct Raw {
+        typename Held::Raw half[PLANES];
+        typename Plain<T>::Raw dh;
+    };
+    Held up;
+    Plain<T> dh;
+    int64_t width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < PLANES; h++) raw.half[h] = up.load((row * PLANES + h) * width + col);
+        raw.dh = dh.load(row * width + col);
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[PLANES]) const {
+        Values first, second, d;
+        up.values(raw.half[0], first);
+        if (GATED) up.values(raw.half[PLANES - 1], second);
+        dh.values(raw.dh, d);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const float x = first[j];
+            if (GATED) {  // silu' = s (1 + x (1 - s))
+                const float s = sigmoid(x), ds = __fmul_rn(s, __fmaf_rn(x, __fsub_rn(1.0f, s), 1.0f));
+                v[0][j] = __fmul_rn(__fmul_rn(d[j], second[j]), ds);
+                v[PLANES - 1][j] = __fmul_rn(d[j], __fmul_rn(x, s));
+            } else {  // gelu' = s + x s (1 - s) 2z'
+                const float s = gelu_sigmoid(x), slope = __fmaf_rn(3 * GELU_2AB, __fmul_rn(x, x), GELU_2A);
+                const float bend = __fmul_rn(__fmul_rn(x, __fsub_rn(1.0f, s)), slope);
+                v[0][j] = __fmul_rn(d[j], __fmul_rn(s, __fadd_rn(1.0f, bend)));
+            }
+        }
+    }
+};
+
+// Four stream elements, for rotations: half a head may be a multiple of four only.
+__device__ float4 load4(const bf16* p) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(p);
+    const float2 lo = unpack(raw.x), hi = unpack(raw.y);
+    return {lo.x, lo.y, hi.x, hi.y};
+}
+__device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ void store4(bf16* p, float4 v) { *reinterpret_cast<uint2*>(p) = {pack(v.x, v.y), pack(v.z, v.w)}; }
+__device__ void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
+
+__device__ float rotated(float own, float partner, float2 cs, float sign) {
+    return __fmaf_rn(own, cs.x, __fmul_rn(__fmul_rn(sign, partner), cs.y));
+}
+
+template <class T>
+struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - x1 sin
+    static constexpr int PLANES = 1;
+    struct Column {        // of each four columns
+        int partner[2];    // how far the other element of the pair lies; 0: not rotated
+        int angle[2];      // column of the table
+    };
+    struct Raw {
+        typename Plain<T>::Raw own;
+        float4 partner[2];
+        float2 cs[2][4];
+    };
+    Plain<T> x;
+    Rope rope;
+    int64_t width;
+
+    __device__ Column column(int64_t col) const {
+        Column c;
+        const int half = static_cast<int>(rope.HS) / 2;
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            const int at = static_cast<int>(col + 4 * q) % static_cast<int>(rope.HS);
+            c.partner[q] = col + 4 * q >= rope.rotated_cols ? 0 : at < half ? half : -half;
+            c.angle[q] = at < half ? at : at - half;
+        }
+        return c;
+    }
+    __device__ Raw load(int64_t row, int64_t col) const {
+        Raw raw;
+        const Column c = column(col);
+        const float2* angles = rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * (rope.HS / 2);
+        raw.own = x.load(row * width + col);
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            if (c.partner[q] == 0) continue;
+            raw.partner[q] = load4(x.data + row * width + col + 4 * q + c.partner[q]);
+            const float4* cs = reinterpret_cast<const float4*>(angles + c.angle[q]);
+            const float4 a = cs[0], b = cs[1];
+            raw.cs[q][0] = {a.x, a.y}, raw.cs[q][1] = {a.z, a.w}, raw.cs[q][2] = {b.x, b.y}, raw.cs[q][3] = {b.z, b.w};
+        }
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[1]) const {
+        x.values(raw.own, v[0]);
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            if (c.partner[q] == 0) continue;
+            const float sign = c.partner[q] > 0 ? 1.0f : -1.0f;
+            const float partner[4] = {raw.partner[q].x, raw.partner[q].y, raw.partner[q].z, raw.partner[q].w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[0][4 * q + j] = rotated(v[0][4 * q + j], partner[j], raw.cs[q][j], sign);
+        }
+    }
+};
+
+// =====================================================================================================================
+// Tile kernels
+
+constexpr int TILE = 128;                  // rows and columns
+constexpr int ACROSS = TILE / CHUNK;       // chunks across a tile, and groups of 8 rows down
+constexpr int TILE_THREADS = ACROSS * ACROSS;
+constexpr int ROWS = 8;                    // of one thread
+
+struct TilePlace {
+    int across, down;
+    int64_t row, col;  // the thread's first
+    __device__ TilePlace()
+        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(int64_t(blockIdx.y) * TILE + down * ROWS),
+          col(int64_t(blockIdx.x) * TILE + across * CHUNK) {}
+};
+dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
+
+// Calls use(i, values, live) for the thread's 8 rows in turn, with several rows' loads in flight. All lanes call it, live or not.
+template <class Source, class Use>
+__device__ void for_tile_rows(const Source& x, const TilePlace& at, int64_t rows, Use use) {
+    constexpr int BYTES = sizeof(typename Source::Raw), BATCH = BYTES > 64 ? 2 : BYTES > 24 ? 4 : 8;
+    const bool inside = at.col < x.width;
+    typename Source::Column column{};
+    if (inside) column = x.column(at.col);
+#pragma unroll
+    for (int first = 0; first < ROWS; first += BATCH) {
+        typename Source::Raw raw[BATCH] = {};
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (inside && at.row + first + i < rows) raw[i] = x.load(at.row + first + i, at.col);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            Values v[Source::PLANES] = {};
+            const bool live = inside && at.row + first + i < rows;
+            if (live) x.compute(raw[i], column, at.row + first + i, at.col, v);
+            use(first + i, v, live);
+        }
+    }
+}
+
+// The largest of the block's magnitudes goes to *slot. Most blocks find it large enough already and leave it alone.
+__device__ void raise(float* slot, uint32_t bits) {
+    uint32_t* word = reinterpret_cast<uint32_t*>(slot);
+    if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
+}
+__device__ void raise_by_warp(float* slot, uint32_t top) {
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32 == 0) raise(slot, top);
+}
+
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS, 2) amax_kernel(Source x, int64_t rows, TensorScale* slot) {
+    uint32_t top = 0;
+    for_tile_rows(x, TilePlace(), rows, [&](int, const Values(&v)[Source::PLANES], bool) {
+#pragma unroll
+        for (int p = 0; p < Source::PLANES; p++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[p][j]));
+    });
+    __shared__ uint32_t warps[TILE_THREADS / 32];
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = top;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    raise_by_warp(&slot->amax, threadIdx.x < TILE_THREADS / 32 ? warps[threadIdx.x] : 0);
+}
+
+// Four rows of four bytes become four columns of four bytes.
+__device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab01, cd01, 0x5410), out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// A tile's codes in shared memory, a column's 128 rows together, in units of 8 rows. Unit u of a column lies at u ^ (the column's chunk):
+// so both the writes (16 lanes, one unit of 16 chunks) and the reads (8 lanes, 16 bytes each of one column) meet every bank once.
+struct TransposeTile {
+    uint2 units[TILE * ACROSS];
+
+    __device__ void write(const TilePlace& at, const uint2 (&codes)[ROWS]) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint32_t top[4], bottom[4];
+            auto word = [&](int r) { return h ? codes[r].y : codes[r].x; };
+            transpose4(word(0), word(1), word(2), word(3), top);
+            transpose4(word(4), word(5), word(6), word(7), bottom);
+#pragma unroll
+            for (int j = 0; j < 4; j++) units[(at.across * CHUNK + 4 * h + j) * ACROSS + (at.down ^ at.across)] = {top[j], bottom[j]};
+        }
+    }
+    __device__ uint4 rows16(int col, int piece) const {  // rows piece * 16 ... + 15 of one column
+        const int chunk = col / CHUNK;
+        const uint4 q = *reinterpret_cast<const uint4*>(&units[col * ACROSS + 2 * (piece ^ chunk >> 1)]);
+        return chunk & 1 ? uint4{q.z, q.w, q.x, q.y} : q;
+    }
+    // out: this tile's first column in (columns, rows)
+    __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int live_cols) const {
+        constexpr int PIECES = TILE / 16;
+#pragma unroll
+        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+            const int col = i / PIECES, piece = i % PIECES;
+            const int64_t row = row0 + piece * 16;
+            if (col >= live_cols || row >= rows) continue;
+            const uint4 q = rows16(col, piece);
+            uint8_t* to = out + col * rows + row;
+            if (rows % 16 == 0) {
+                *reinterpret_cast<uint4*>(to) = q;
+            } else {
+                const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                for (int j = 0; j < 16; j++)
+                    if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+            }
+        }
+    }
+};
+
+// Codes of a tile to (rows, cols) and, transposed, to (cols, rows); either pointer may be null.
+template <int PLANES>
+__device__ void put_tile(TransposeTile (&tiles)[PLANES], const TilePlace& at, const uint2 (&codes)[PLANES][ROWS], int64_t rows, int64_t width,
+                         uint8_t* transposed) {
+    if (!transposed) return;
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) tiles[p].write(at, codes[p]);
+    __syncthreads();
+    const int64_t col0 = int64_t(blockIdx.x) * TILE;
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+        tiles[p].flush(transposed + (p * width + col0) * rows, rows, int64_t(blockIdx.y) * TILE, static_cast<int>(min(int64_t(TILE), width - col0)));
+}
+
+// Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS, 2) quantize_kernel(Source x, int64_t rows, Fp8 format, TensorScale* slot, uint8_t* codes,
+                                                                   uint8_t* transposed) {
+    constexpr int PLANES = Source::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at;
+    const float scale = scale_of(format.max, slot->amax), inverse = __frcp_rn(scale);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;
+    uint2 kept[PLANES][ROWS];
+    for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            kept[p][i] = encode(format.e5m2, v[p], inverse);
+            if (live && codes) *reinterpret_cast<uint2*>(codes + ((at.row + i) * PLANES + p) * x.width + at.col) = kept[p][i];
+        }
+    });
+    put_tile(tiles, at, kept, rows, x.width, transposed);
+}
+
+__global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    __shared__ __align__(16) TransposeTile tiles[1];
+    const TilePlace at;
+    uint2 kept[1][ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (at.col < cols && at.row + i < rows) kept[0][i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+    put_tile(tiles, at, kept, rows, cols, transposed);
+}
+
+// Values rounded to the stream format, or in groups.
+template <class Source, class Held>
+__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_t rows, Held out) {
+    const TilePlace at;
+    for_tile_rows(x, at, rows, [&](int i, Values(&v)[Source::PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < Source::PLANES; p++) out.store(((at.row + i) * Source::PLANES + p) * x.width + at.col, v[p], live);
+    });
+}
+
+// What quantizing does to a tensor: a kernel of its own, so that training pays nothing for the report.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, bool groups, Fp8 format, const TensorScale* slot,
+                                                               QuantStats* stats) {
+    double signal = 0, noise = 0;
+    unsigned elements = 0, saturated = 0, flushed = 0;
+    for_tile_rows(x, TilePlace(), rows, [&](int, const Values(&v)[Source::PLANES], bool live) {
+        for (int p = 0; p < Source::PLANES; p++) {
+            const float scale = groups ? Grouped::group_scale(v[p]) : scale_of(format.max, slot->amax);
+            const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // half a step beyond still rounds to max
+            Values back;
+            decode(format.e5m2, encode(format.e5m2, v[p], __frcp_rn(scale)), scale, back);
+            for (int j = 0; live && j < CHUNK; j++) {
+                const double value = v[p][j], error = value - double(back[j]);
+                signal += value * value;
+                noise += error * error;
+                saturated += fabsf(v[p][j]) > limit;
+                flushed += v[p][j] != 0 && back[j] == 0;
+            }
+            elements += live ? CHUNK : 0;
+        }
+    });
+    atomicAdd(&stats->signal, signal);
+    atomicAdd(&stats->noise, noise);
+    auto count = [](int64_t* total, unsigned n) { atomicAdd(reinterpret_cast<unsigned long long*>(total), n); };
+    count(&stats->elements, elements);
+    count(&stats->saturated, saturated);
+    count(&stats->flushed, flushed);
+}
+
+template <class Source>
+void measure(const Source& x, int64_t rows, const View& out, QuantStats* stats, cudaStream_t s) {
+    if (!stats || !out.quant.fp8() || rows == 0) return;
+    const bool groups = in_groups(out.quant);
+    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, groups, fp8(out.quant.format), groups ? nullptr : tensor_scale(out),
+                                                                     stats);
+    CHECK_LAUNCH("measure");
+}
+
+// Column sums in two stages. One: strip y of the rows, by blocks of 128 columns. Two: the partial sums, in order.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int64_t rows, bool round_to_bf16, float* partials) {
+    constexpr int PLANES = Source::PLANES;
+    __shared__ float sums[ACROSS][TILE + 1];
+    const TilePlace at;
+    const int64_t step = int64_t(COLUMN_PARTIALS) * ACROSS;
+    Values sum[PLANES] = {};
+    if (at.col < x.width) {
+        const auto column = x.column(at.col);
+#pragma unroll 4
+        for (int64_t row = blockIdx.y * ACROSS + at.down; row < rows; row += step) {
+            Values v[PLANES];
+            x.compute(x.load(row, at.col), column, row, at.col, v);
+#pragma unroll
+            for (int p = 0; p < PLANES; p++)
+#pragma unroll
+                for (int j = 0; j < CHUNK; j++) sum[p][j] += round_to_bf16 ? bf16_nearest(v[p][j]) : v[p][j];
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) sums[at.down][at.across * CHUNK + j] = sum[p][j];
+        __syncthreads();
+        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        float total = 0;
+        for (int i = 0; i < ACROSS; i++) total += sums[i][threadIdx.x];
+        partials[(int64_t(blockIdx.y) * PLANES + p) * x.width + col] = total;
+    }
+}
+
+constexpr int REDUCE_ROWS = 16;
+template <class T>
+__global__ void __launch_bounds__(32 * REDUCE_ROWS) reduce_partials_kernel(const float* partials, int64_t n, int64_t cols, T* gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < n; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient[col] = static_cast<T>(static_cast<float>(gradient[col]) + total);
+}
+
+void reduce_partials(const float* partials, int64_t n, const View& gradient, cudaStream_t s) {
+    const int64_t cols = gradient.rows * gradient.cols;
+    const dim3 block(32, REDUCE_ROWS);
+    if (gradient.quant.format == Format::F32)
+        reduce_partials_kernel<<<blocks(cols, 32), block, 0, s>>>(partials, n, cols, static_cast<float*>(gradient.codes));
+    else
+        reduce_partials_kernel<<<blocks(cols, 32), block, 0, s>>>(partials, n, cols, static_cast<bf16*>(gradient.codes));
+    CHECK_LAUNCH("reduce_partials");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From what a launcher is told to the types of a kernel
+
+template <class T>
+Plain<T> plain(const void* p) {
+    return {static_cast<T*>(const_cast<void*>(p))};
+}
+Grouped grouped(const View& v) { return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)}; }
+
+// Calls f with the Held type of a view: the stream format or FP8 groups.
+template <class F>
+void with_held(const View& v, F f) {
+    need(v.cols % 16 == 0, "columns are not a multiple of 16");
+    if (in_groups(v.quant)) return f(grouped(v));
+    need(!v.quant.fp8(), "this input cannot be FP8 other than E4M3 1x16 with BF16 scales");
+    if (v.quant.format == Format::F32) return f(plain<float>(v.codes));
+    f(plain<bf16>(v.codes));
+}
+
+template <class F>
+void with_stream(const View& v, F f) {
+    need(!v.quant.fp8() && v.cols % 8 == 0, "a stream tensor is F32 or BF16 and has a multiple of 8 columns");
+    if (v.quant.format == Format::F32) return f(plain<float>(v.codes));
+    f(plain<bf16>(v.codes));
+}
+
+template <bool GATED, class F>
+void with_activation(const Computed& x, F f) {
+    with_held(x.a, [&](auto up) {
+        using Held = decltype(up);
+        const int64_t width = x.a.cols / (GATED ? 2 : 1);
+        if (x.rule == Rule::Activation) return f(ActivationSource<Held, GATED>{up, width});
+        f(ActivationBackwardSource<Held, GATED>{up, plain<typename Held::Stream>(x.b.codes), width});
+    });
+}
+
+template <class Held>
+NormSource<Held> norm_source(const Norm& n, Held in) {
+    using T = typename Held::Stream;
+    return {in, {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.in.cols};
+}
+
+template <class F>
+void with_source(const Computed& x, F f) {
+    switch (x.rule) {
+        case Rule::Stored: return with_stream(x.a, [&](auto held) { f(StoredSource<decltype(held)>{held, x.cols}); });
+        case Rule::Norm: return with_held(x.norm.in, [&](auto held) { f(norm_source(x.norm, held)); });
+        case Rule::RopeBackward:
+            return with_stream(x.a, [&](auto held) { f(RopeBackwardSource<typename decltype(held)::Stream>{held, x.rope, x.cols}); });
+        default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
+    }
+}
+
+template <class Source>
+void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, cudaStream_t s) {
+    need(out.view.quant.granularity == PER_TENSOR && out.view.scales, "a per-tensor FP8 output needs its TensorScale");
+    quantize_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, fp8(out.view.quant.format), tensor_scale(out.view),
+                                                                      static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
+    CHECK_LAUNCH("quantize");
+}
+
+template <class Source, class Held>
+void write(const Source& x, int64_t rows, const Held& out, cudaStream_t s) {
+    write_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, out);
+    CHECK_LAUNCH("write");
+}
+
+}  // namespace
+
+Computed stored(const View& x) { return {Rule::Stored, x.rows, x.cols, x}; }
+Computed norm(const Norm& n) {
+    Computed c{Rule::Norm, n.in.rows, n.in.cols};
+    c.norm = n;
+    return c;
+}
+Computed activation(bool gated, const View& up) { return {Rule::Activation, up.rows, up.cols / (gated ? 2 : 1), up, {}, gated}; }
+Computed activation_backward(bool gated, const View& up, const View& dh) {
+    need(dh.rows == up.rows && dh.cols * (gated ? 2 : 1) == up.cols, "dh and up differ in shape");
+    need(dh.quant.format == (up.quant.fp8() ? Format::BF16 : up.quant.format), "dh is not in the stream format of up");
+    return {Rule::ActivationBackward, up.rows, up.cols, up, dh, gated};
+}
+Computed rope_backward(const Rope& r, const View& dqkv) {
+    Computed c{Rule::RopeBackward, dqkv.rows, dqkv.cols, dqkv};
+    c.rope = r;
+    return c;
+}
+
+void amax(const Computed& x, TensorScale* slot, cudaStream_t s) {
+    if (x.rows == 0) return;
+    with_source(x, [&](auto source) {
+        amax_kernel<<<tile_grid(x.rows, source.width), TILE_THREADS, 0, s>>>(source, x.rows, slot);
+        CHECK_LAUNCH("amax");
+    });
+}
+
+void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    need(x.rows == out.view.rows && x.cols == out.view.cols, "a tensor and its quantized form differ in shape");
+    if (x.rows == 0) return;
+    const Quant& q = out.view.quant;
+    with_source(x, [&](auto source) {
+        measure(source, x.rows, out.view, stats, s);
+        if (in_groups(q))
+            write(source, x.rows, grouped(out.view), s);
+        else if (q.fp8())
+            quantize_per_tensor(source, x.rows, out, s);
+        else
+            with_stream(out.view, [&](auto held) { write(source, x.rows, held, s); });
+    });
+}
+
+void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, cudaStream_t s) {
+    need(gradient.rows * gradient.cols == x.cols, "a bias gradient has another length than the rows that it sums");
+    with_source(x, [&](auto source) {
+        const dim3 grid(blocks(source.width, TILE), COLUMN_PARTIALS);
+        column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(source, x.rows, rounding == Format::BF16, workspace);
+        CHECK_LAUNCH("column_sums");
+    });
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
+}
+
+void transpose_fp8(const View& x, void* transposed, cudaStream_t s) {
+    need(x.quant.fp8() && x.cols % 16 == 0, "only FP8 codes with a multiple of 16 columns are transposed");
+    if (x.rows == 0) return;
+    transpose_kernel<<<tile_grid(x.rows, x.cols), TILE_THREADS, 0, s>>>(static_cast<const uint8_t*>(x.codes), x.rows, x.cols,
+                                                                        static_cast<uint8_t*>(transposed));
+    CHECK_LAUNCH("transpose_fp8");
+}
+
+void dequantize(const View& x, const View& out, cudaStream_t s) {
+    need(x.rows == out.rows && x.cols == out.cols, "a tensor and its dequantized form differ in shape");
+    if (x.rows == 0) return;
+    with_stream(out, [&](auto to) {
+        if (x.quant.fp8() && x.quant.granularity == PER_TENSOR) {
+            const WholeFp8 from{static_cast<const uint8_t*>(x.codes), tensor_scale(x), x.quant.format == Format::E5M2};
+            return write(StoredSource<WholeFp8>{from, x.cols}, x.rows, to, s);
+        }
+        with_held(x, [&](auto from) { write(StoredSource<decltype(from)>{from, x.cols}, x.rows, to, s); });
+    });
+}
+
+// =====================================================================================================================
+// Row kernels: a team of warps holds a row, up to ROW_CHUNKS chunks a thread; a block has one team or several.
+
+namespace {
+
+constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;
+
+dim3 row_block(int64_t C) {
+    const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
+    need(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
+    return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
+}
+
+__device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
+
+// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it.
+template <int K>
+__device__ void team_sum(float (&x)[K]) {
+    __shared__ float parts[K][ROW_WARPS];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], lanes);
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (warps == 1) return;
+    __syncthreads();  // everybody has read the sums before these
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        x[k] = 0;
+        for (int w = 0; w < warps; w++) x[k] += parts[k][first + w];
+    }
+}
+
+// {mean, 1 / std} of a row ({0, 1 / rms}). Forward and backward call it with the same chunks in the same threads: the same bits.
+__device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+    float sum[1] = {0};
+    if (!rms) {
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
+        team_sum(sum);
+    }
+    const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
+    float square[1] = {0};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            square[0] = __fmaf_rn(d, d, square[0]);
+        }
+    team_sum(square);
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(square[0], static_cast<float>(C)), eps)))};
+}
+
+// The residual pair and what the next norm's two passes need: sum -> x_out, in, stats, amax of the norm's output.
+template <class Source, class Held, bool WRITE>
+__global__ void __launch_bounds__(32 * ROW_WARPS) row_kernel(Source sum, int64_t rows, Plain<typename Held::Stream> x_out, Held in,
+                                                             Affine<typename Held::Stream> affine, float2* stats, bool rms, float eps, TensorScale* slot) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = sum.width;
+    typename Source::Raw raw[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+        if (row < rows && row_column(c) < C) raw[c] = sum.load(row, row_column(c));
+    Values v[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        const int64_t col = row_column(c), i = row * C + col;
+        const bool live = row < rows && col < C;
+        Values whole[1] = {};
+        if (live) sum.compute(raw[c], {}, row, col, whole);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[c][j] = whole[0][j];
+        if (!WRITE) continue;
+        if (x_out.data) x_out.store(i, whole[0], live);
+        in.store(i, v[c], live);
+    }
+    const float2 st = row_stats(v, C, rms, eps);
+    if (row < rows && threadIdx.x == 0) stats[row] = st;
+    if (!slot) return;
+    uint32_t top = 0;
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= rows || row_column(c) >= C) continue;
+        Values gain, bias;
+        affine.load(row_column(c), gain, bias);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(normalized(v[c][j], st, gain[j], bias[j])));
+    }
+    raise_by_warp(&slot->amax, top);
+}
+
+template <bool WRITE, class Source, class Held>
+void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorScale* slot, QuantStats* stats, cudaStream_t s) {
+    using T = typename Held::Stream;
+    if (n.in.rows == 0) return;
+    if (WRITE) measure(sum, n.in.rows, n.in, stats, s);
+    const dim3 block = row_block(n.in.cols);
+    row_kernel<Source, Held, WRITE><<<blocks(n.in.rows, block.y), block, 0, s>>>(sum, n.in.rows, plain<T>(x_out.codes), in,
+                                                                                {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.rms, n.eps, slot);
+    CHECK_LAUNCH("residual row");
+}
+
+// A thread's own columns of a parameter gradient, over the rows that its block has seen: halves of chunks apart, so that
+// neighbouring threads meet different banks.
+struct ColumnSums {
+    float4 *lo, *hi;
+    __device__ ColumnSums(float* sums, int64_t C) : lo(reinterpret_cast<float4*>(sums)), hi(lo + C / CHUNK) {}
+    __device__ void zero(int64_t col) const { lo[col / CHUNK] = hi[col / CHUNK] = float4{}; }
+    __device__ void add(int64_t col, const Values& v) const {
+        float4 &a = lo[col / CHUNK], &b = hi[col / CHUNK];
+        a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
+        b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
+    }
+    __device__ void read(int64_t col, Values& v) const {
+        const float4 a = lo[col / CHUNK], b = hi[col / CHUNK];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    }
+};
+
+// Partial sums of one block: its teams' sums, in order, to row blockIdx.x of (blocks, C).
+__device__ void write_partials(const float* sums, int64_t C, Plain<float> partials) {
+    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C; col += blockDim.x * blockDim.y * CHUNK) {
+        Values total = {}, one;
+        for (int team = 0; team < blockDim.y; team++) {
+            ColumnSums(const_cast<float*>(sums) + team * C, C).read(col, one);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) total[j] += one[j];
+        }
+        partials.store(blockIdx.x * C + col, total, true);
+    }
+}
+
+// xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain.
+// dgain += dy xhat, dbias += dy: by a block in shared memory, then through partials.
+template <class Held, bool RMS>
+__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
+                                                                       Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
+                                                                       int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
+                                                                       float* partials) {
+    using T = typename Held::Stream;
+    extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
+    const ColumnSums dgain(sums + threadIdx.y * C, C), dbias(sums + (blockDim.y + threadIdx.y) * C, C);
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row_column(c) >= C) continue;
+        dgain.zero(row_column(c));
+        if (!RMS) dbias.zero(row_column(c));
+    }
+    uint32_t top = 0;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+        const int64_t row = first + threadIdx.y;
+        auto live = [&](int c) { return row < rows && row_column(c) < C; };
+        typename Held::Raw raw_x[ROW_CHUNKS] = {};
+        typename Plain<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            const int64_t i = row * C + row_column(c);
+            raw_x[c] = in.load(i);
+            raw_dy[c] = dy.load(i);
+            if (g_in.data) raw_g[c] = g_in.load(i);
+        }
+        Values x[ROW_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
+        const float2 st = row_stats(x, C, RMS, eps);
+        if (row < rows && threadIdx.x == 0) stats[row] = st;
+
+        float mean[2] = {0, 0};  // of dy gain xhat, and of dy gain
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values d, w, dxhat;
+            dy.values(raw_dy[c], d);
+            gain.values(gain.load(row_column(c)), w);
+            if (!RMS) dbias.add(row_column(c), d);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                x[c][j] = (x[c][j] - st.x) * st.y;
+                mean[0] += d[j] * w[j] * x[c][j];
+                if (!RMS) mean[1] += d[j] * w[j];
+                dxhat[j] = d[j] * x[c][j];
+            }
+            dgain.add(row_column(c), dxhat);
+        }
+        team_sum(mean);
+        mean[0] /= static_cast<float>(C);
+        mean[1] /= static_cast<float>(C);
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            Values d, w, g;
+            dy.values(raw_dy[c], d);
+            gain.values(gain.load(row_column(c)), w);
+            g_in.values(raw_g[c], g);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) g[j] += st.y * (d[j] * w[j] - mean[1] - x[c][j] * mean[0]);
+            g_out.store(row * C + row_column(c), g, true);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(g[j]));
+        }
+    }
+    if (slot) raise_by_warp(&slot->amax, top);
+    __syncthreads();
+    write_partials(sums, C, {partials});
+    if (!RMS) write_partials(sums + blockDim.y * C, C, {partials + gridDim.x * C});
+}
+
+constexpr int NORM_BLOCKS_PER_SM = 4;
+int multiprocessors() {
+    static const int count = [] {
+        int device = 0, n = 0;
+        check(cudaGetDevice(&device), "Asking for the GPU failed");
+        check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "Asking for the GPU's multiprocessors failed");
+        return n;
+    }();
+    return count;
+}
+
+template <bool RMS, class Held>
+void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain,
+                      const View& dbias, float* workspace, cudaStream_t s) {
+    using T = typename Held::Stream;
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    const dim3 block = row_block(C);
+    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float);
+    auto kernel = norm_backward_kernel<Held, RMS>;
+    if (shared > 48 << 10)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
+    kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
+                                       n.stats, g_slot, workspace);
+    CHECK_LAUNCH("norm_backward");
+    reduce_partials(workspace, grid, dgain, s);
+    if (!RMS) reduce_partials(workspace + grid * C, grid, dbias, s);
+}
+
+}  // namespace
+
+void residual_add(const View& x, const View& a, const View& x_out, const Norm& next, TensorScale* y_slot, QuantStats* stats, cudaStream_t s) {
+    with_held(next.in, [&](auto in) {
+        using T = typename decltype(in)::Stream;
+        row<true>(SumSource<T>{plain<T>(x.codes), plain<T>(a.codes), x.cols}, x_out, next, in, y_slot, stats, s);
+    });
+}
+
+void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T, const View& x_out, const Norm& next,
+                       TensorScale* y_slot, QuantStats* stats, cudaStream_t s) {
+    with_held(next.in, [&](auto in) {
+        using S = typename decltype(in)::Stream;
+        const EmbeddingSource<S> sum{tokens, plain<S>(embedding.codes), plain<S>(positions.codes), T, embedding.cols};
+        row<true>(sum, x_out, next, in, y_slot, stats, s);
+    });
+}
+
+void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s) {
+    with_held(n.in, [&](auto in) { row<false>(StoredSource<decltype(in)>{in, n.in.cols}, View{}, n, in, y_slot, nullptr, s); });
+}
+
+size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float); }
+
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
+                   float* workspace, cudaStream_t s) {
+    if (n.in.rows == 0) return;
+    with_held(n.in, [&](auto in) {
+        if (n.rms)
+            norm_backward_as<true>(n, in, dy, g_in, g_out, g_slot, dgain, dbias, workspace, s);
+        else
+            norm_backward_as<false>(n, in, dy, g_in, g_out, g_slot, dgain, dbias, workspace, s);
+    });
+}
+
+// =====================================================================================================================
+// The ends of the network
+
+namespace {
+
+__global__ void rope_table_kernel(int64_t n, int half, double theta, float2* table) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const double angle = static_cast<double>(i / half) * pow(theta, -static_cast<double>(i % half) / half);
+    double sine, cosine;
+    sincos(angle, &sine, &cosine);
+    table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
+}
+
+// Four pairs (i, i + HS/2) of one head a thread.
+template <class T>
+__global__ void rope_kernel(T* qkv, Rope rope, int64_t cols, int64_t quads) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= quads) return;
+    const int half = static_cast<int>(rope.HS) / 2, per_row = static_cast<int>(rope.rotated_cols) / 8, quad = static_cast<int>(i % per_row) * 4;
+    const int64_t row = i / per_row;
+    const int angle = quad % half;
+    T* p = qkv + row * cols + int64_t(quad / half) * rope.HS + angle;
+    const float4* cs = reinterpret_cast<const float4*>(rope.table + row % rope.T * half + angle);
+    const float4 a = cs[0], b = cs[1], x = load4(p), y = load4(p + half);
+    const float2 c[4] = {{a.x, a.y}, {a.z, a.w}, {b.x, b.y}, {b.z, b.w}};
+    store4(p, {rotated(x.x, y.x, c[0], -1), rotated(x.y, y.y, c[1], -1), rotated(x.z, y.z, c[2], -1), rotated(x.w, y.w, c[3], -1)});
+    store4(p + half, {rotated(y.x, x.x, c[0], 1), rotated(y.y, x.y, c[1], 1), rotated(y.z, x.z, c[2], 1), rotated(y.w, x.w, c[3], 1)});
+}
+
+// A maximum and the sum of exponentials beneath it, as softmax wants them.
+struct Softmax {
+    float top = -INFINITY, sum = 0;
+    __device__ void merge(const Softmax& o) {
+        const float t = fmaxf(top, o.top);
+        sum = sum * weight(top, t) + o.sum * weight(o.top, t);
+        top = t;
+    }
+    static __device__ float weight(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
+};
+
+constexpr int LOSS_THREADS = 512;
+__device__ Softmax block_softmax(Softmax mine) {
+    __shared__ Softmax warps[LOSS_THREADS / 32];
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        Softmax other;
+        other.top = __shfl_down_sync(0xFFFFFFFFu, mine.top, lanes);
+        other.sum = __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes);
+        mine.merge(other);
+    }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    __syncthreads();
+    Softmax all = warps[0];
+    for (int w = 1; w < LOSS_THREADS / 32; w++) all.merge(warps[w]);
+    return all;
+}
+
+// A block a token. The second pass finds the row in L2.
+template <class T>
+__global__ void __launch_bounds__(LOSS_THREADS) cross_entropy_kernel(Plain<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
+                                                                     float* losses) {
+    const int64_t row = blockIdx.x, first = row * stride;
+    const int32_t target = targets[row];
+    const float correct = static_cast<float>(logits.data[first + target]);
+    constexpr int64_t STEP = LOSS_THREADS * CHUNK;
+    Softmax mine;
+#pragma unroll 4
+    for (int64_t col = threadIdx.x * CHUNK; col < V; col += STEP) {
+        Values x;
+        logits.values(logits.load(first + col), x);
+        Softmax chunk;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            if (col + j >= V) x[j] = -INFINITY;
+            chunk.top = fmaxf(chunk.top, x[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) chunk.sum += __expf(x[j] - chunk.top);
+        mine.merge(chunk);
+    }
+    const Softmax all = block_softmax(mine);
+    const float lse = all.top + logf(all.sum);
+    if (threadIdx.x == 0) losses[row] = lse - correct;
+    if (scale == 0) return;
+#pragma unroll 4
+    for (int64_t col = threadIdx.x * CHUNK; col < stride; col += STEP) {
+        Values x;
+        logits.values(logits.load(first + col), x);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = col + j < V ? (__expf(x[j] - lse) - (col + j == target)) * scale : 0.0f;
+        logits.store(first + col, x, true);
+    }
+}
+
+// Sums of a block's threads, the same order every time; thread 0 has the result.
+template <int THREADS>
+__device__ double block_sum(double x) {
+    __shared__ double parts[THREADS];
+    parts[threadIdx.x] = x;
+    for (int n = THREADS / 2; n > 0; n /= 2) {
+        __syncthreads();
+        if (threadIdx.x < n) parts[threadIdx.x] += parts[threadIdx.x + n];
+    }
+    return parts[0];
+}
+
+constexpr int SUM_THREADS = 1024;
+__global__ void __launch_bounds__(SUM_THREADS) loss_sum_kernel(const float* losses, int64_t n, double scale, double* total) {
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
+    sum = block_sum<SUM_THREADS>(sum);
+    if (threadIdx.x == 0) *total += scale * sum;
+}
+
+// gradient row = round(row + sum)
+template <class T>
+__device__ void add_to(Plain<T> gradient, int64_t i, const Values& sum) {
+    Values g;
+    gradient.values(gradient.load(i), g);
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) g[j] += sum[j];
+    gradient.store(i, g, true);
+}
+
+constexpr int EMBEDDING_THREADS = 128;
+dim3 embedding_grid(int64_t n, int64_t C) { return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)}; }
+
+// Sum of rows index(0) ... index(n - 1) of x at one chunk, in that order.
+template <class Held, class Index>
+__device__ void sum_rows(Held x, int64_t C, int64_t col, int n, Index index, Values& sum) {
+#pragma unroll 4
+    for (int i = 0; i < n; i++) {
+        Values v;
+        x.values(x.load(index(i) * C + col), v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
+    }
+}
+
+// Stage one: a chunk's rows. A token with one chunk is done with; others leave their chunks' sums in partials.
+template <class T>
+__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_chunks_kernel(Plain<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
+                                                                             Plain<T> gradient, Plain<float> partials) {
+    const int64_t col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+    if (col >= C) return;
+    const EmbeddingChunk chunk = chunks[blockIdx.x];
+    Values sum = {};
+    sum_rows(g, C, col, chunk.count, [&](int i) { return int64_t(order[chunk.first + i]); }, sum);
+    if (chunk.chunks == 1)
+        add_to(gradient, chunk.token * C + col, sum);
+    else
+        partials.store(blockIdx.x * C + col, sum, true);
+}
+
+// Stage two: the chunks of a token that has several, in order.
+template <class T>
+__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Plain<T> gradient,
+                                                                             Plain<float> partials) {
+    const int64_t col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+    const EmbeddingChunk chunk = chunks[blockIdx.x];
+    if (col >= C || chunk.chunks < 2) return;
+    Values sum = {};
+    sum_rows(partials, C, col, chunk.chunks, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
+    add_to(gradient, chunk.token * C + col, sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(EMBEDDING_THREADS) positions_kernel(Plain<T> g, int64_t rows, int64_t C, int64_t period, Plain<T> gradient) {
+    const int64_t t = blockIdx.x, col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+    if (col >= C) return;
+    Values sum = {};
+    sum_rows(g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; }, sum);
+    add_to(gradient, t * C + col, sum);
+}
+
+}  // namespace
+
+void rope_table(const ModelConfig& c, int64_t T, float2* table, cudaStream_t s) {
+    const int64_t half = c.HS() / 2;
+    rope_table_kernel<<<blocks(T * half, 256), 256, 0, s>>>(T * half, static_cast<int>(half), c.rope_theta, table);
+    CHECK_LAUNCH("rope_table");
+}
+
+void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) {
+    need(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0, "a head size is not a multiple of 8");
+    const int64_t quads = qkv.rows * r.rotated_cols / 8;
+    if (quads == 0) return;
+    with_stream(qkv, [&](auto x) {
+        rope_kernel<<<blocks(quads, 256), 256, 0, s>>>(x.data, r, qkv.cols, quads);
+        CHECK_LAUNCH("rope_forward");
+    });
+}
+
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses, cudaStream_t s) {
+    need(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
+    if (logits.rows == 0) return;
+    with_stream(logits, [&](auto x) {
+        cross_entropy_kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, 0, s>>>(x, logits.cols, V, targets, scale, losses);
+        CHECK_LAUNCH("cross_entropy");
+    });
+}
+
+void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaStream_t s) {
+    loss_sum_kernel<<<1, SUM_THREADS, 0, s>>>(losses, n, scale, total);
+    CHECK_LAUNCH("loss_sum");
+}
+
+int64_t embedding_chunks(int64_t N) { return N; }
+
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
+    std::vector<int32_t> first(V + 1, 0);
+    for (int64_t i = 0; i < N; i++) first[tokens[i] + 1]++;
+    for (int64_t t = 0; t < V; t++) first[t + 1] += first[t];
+    EmbeddingOrder out;
+    out.order.resize(N);
+    std::vector<int32_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < N; i++) out.order[next[tokens[i]]++] = static_cast<int32_t>(i);
+    // Tokens with several chunks come first: only their chunks need partial sums.
+    for (const bool several : {true, false})
+        for (int64_t t = 0; t < V; t++) {
+            const int32_t count = first[t + 1] - first[t], chunks = static_cast<int32_t>(ceil_div(count, EMBEDDING_CHUNK));
+            for (int32_t c = 0; c < chunks && several == (chunks > 1); c++)
+                out.chunks.push_back({static_cast<int32_t>(t), first[t] + c * EMBEDDING_CHUNK, std::min(EMBEDDING_CHUNK, count - c * EMBEDDING_CHUNK),
+                                      c ? 0 : chunks});
+        }
+    return out;
+}
+
+void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks, int64_t number_of_chunks, const View& gradient,
+                        float* workspace, cudaStream_t s) {
+    if (number_of_chunks == 0) return;
+    const dim3 grid = embedding_grid(number_of_chunks, g.cols);
+    with_stream(g, [&](auto x) {
+        using Held = decltype(x);
+        const Held out = plain<typename Held::Stream>(gradient.codes);
+        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, out, Plain<float>{workspace});
+        CHECK_LAUNCH("embedding_backward");
+        embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, out, Plain<float>{workspace});
+        CHECK_LAUNCH("embedding_backward, tokens");
+    });
+}
+
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
+    if (g.rows == 0) return;
+    with_stream(g, [&](auto x) {
+        using Held = decltype(x);
+        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(x, g.rows, g.cols, T,
+                                                                                                plain<typename Held::Stream>(gradient.codes));
+        CHECK_LAUNCH("positions_backward");
+    });
+}
+
+// =====================================================================================================================
+// Parameters
+
+namespace {
+
+__device__ void split(float master, uint16_t& weight, int16_t& remainder) {
+    const uint32_t bits = __float_as_uint(master);
+    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);  // nearest; ties away from zero, so that the remainder fits
+    remainder = static_cast<int16_t>(bits & 0xFFFFu);
+}
+__device__ float join(uint16_t weight, int16_t remainder) {
+    return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size, int64_t padded, float std, bool gain, int64_t live,
+                                  uint64_t seed, uint64_t index) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= padded) return;
+    const float value = i < size ? initial(std, gain, live, seed, index, i) : 0.0f;
+    if (values)
+        values[i] = value;
+    else
+        split(value, weights[i], remainders[i]);
+}
+
+__global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) split(master[i], weight[i], remainder[i]);
+}
+__global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) master[i] = join(weight[i], remainder[i]);
+}
+
+// Sum of squares of a chunk. In FP32 unless it leaves the middle of FP32's range, where squares would overflow or vanish.
+__device__ double sum_of_squares(const Values& v) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
+    if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
+    double exact = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) exact += double(v[j]) * v[j];
+    return exact;
+}
+
+constexpr int NORM_THREADS = 256, NORM_UNROLL = 4;
+template <class T>
+__global__ void __launch_bounds__(NORM_THREADS) squares_kernel(Plain<T> gradients, int64_t chunks, double* partials) {
+    double sum = 0;
+    const int64_t step = int64_t(GRADIENT_PARTIALS) * NORM_THREADS;
+    for (int64_t i = int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x; i < chunks; i += step * NORM_UNROLL) {
+        typename Plain<T>::Raw raw[NORM_UNROLL] = {};
+#pragma unroll
+        for (int u = 0; u < NORM_UNROLL; u++)
+            if (i + u * step < chunks) raw[u] = gradients.load((i + u * step) * CHUNK);
+#pragma unroll
+        for (int u = 0; u < NORM_UNROLL; u++) {
+            Values v;
+            gradients.values(raw[u], v);
+            sum += sum_of_squares(v);
+        }
+    }
+    sum = block_sum<NORM_THREADS>(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const double* partials, const double* loss, float clip, GradientState* state) {
+    const double norm = sqrt(block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]));
+    if (threadIdx.x != 0) return;
+    const bool finite = isfinite(norm) && (!loss || isfinite(*loss));
+    state->norm = norm;
+    state->scale = static_cast<float>(clip > 0 && norm > clip ? clip / norm : 1.0);
+    state->skip = !finite;
+    state->skipped += !finite;
+}
+
+}  // namespace
+
+void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, uint64_t seed, cudaStream_t s) {
+    const bool f32 = w.format == Format::F32;
+    const int64_t n = p.padded_size();
+    initialize_kernel<<<blocks(n, 256), 256, 0, s>>>(f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
+                                                     f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
+                                                     f32 ? nullptr : w.remainder + p.offset, p.size(), n, p.init_std, p.role.gain, live, seed, index);
+    CHECK_LAUNCH("initialize");
+}
+
+void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    split_kernel<<<blocks(n, 256), 256, 0, s>>>(master, weight, remainder, n);
+    CHECK_LAUNCH("split_master");
+}
+
+void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    join_kernel<<<blocks(n, 256), 256, 0, s>>>(weight, remainder, master, n);
+    CHECK_LAUNCH("join_master");
+}
+
+void gradient_norm(const void* gradients, Format format, int64_t total, const double* loss, float clip, GradientState* state, double* workspace,
+                   cudaStream_t s) {
+    need(total % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    if (format == Format::F32)
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<float>(gradients), total / CHUNK, workspace);
+    else
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<bf16>(gradients), total / CHUNK, workspace);
+    CHECK_LAUNCH("gradient_norm");
+    gradient_state_kernel<<<1, GRADIENT_PARTIALS, 0, s>>>(workspace, loss, clip, state);
+    CHECK_LAUNCH("gradient_norm, state");
+}
+
+// =====================================================================================================================
+// FP8 AdamW with dynamic range expansion (paper section 4)
+//
+// A lane has four consecutive elements of its warp's group of 128. At 85% of an H200's bandwidth a multiprocessor has to finish 1.3
+// elements a clock, which leaves about 100 instructions and 12 special functions (log2, exp2, roots, reciprocals) an element: hence the
+// fast ones, a table of log2(|code| / FMAX) in shared memory for decoding, and maxima through redux.
+
+namespace {
+
+constexpr int LANE = MOMENT_GROUP / 32;
+constexpr int ADAM_WARPS = 8, ADAM_BLOCKS_PER_SM = 4;
+using Quad = float[LANE];
+
+__device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_log2(float x) {  // subnormals too
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_log2_normal(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_sqrt(float x) {
+    float y;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// One moment's format as the kernel's argument.
+struct MomentFormat {
+    bool e5m2, expand;
+    float max, range;  // FMAX, and log2(FMAX / FMIN)
+};
+
+// (paper eq. 4) k = log_ratio(FMAX / FMIN), down to a multiple of 1/16, from 1/16 to 64.
+__device__ float expansion_factor(float range, float max, float min_nonzero) {
+    if (max == 0) return 1.0f;
+    const float ratio = fast_log2(max) - fast_log2(min_nonzero);
+    if (!(ratio * 64.0f > range)) return 64.0f;
+    return fmaxf(floorf(16.0f * range / ratio) * 0.0625f, 0.0625f);
+}
+
+// Within such a group magnitudes lie up to 2^(range / k) apart, which may leave FP32's normal range: it takes a careful path.
+__device__ bool wide(const MomentFormat& f, float k) { return f.range > 120.0f * k; }
+
+// What a group's lanes share when they encode it.
+struct GroupScale {
+    float max, k, inverse;  // inverse of max (expanded) or of the scale
+};
+
+template <Format F>
+struct MomentIo;  // of formats that hold the numbers themselves
+
+template <>
+struct MomentIo<Format::F32> {
+    struct Raw {
+        float4 v;
+    };
+    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const float4*>(static_cast<float*>(m.codes) + i)}; }
+    static __device__ void decode(const Raw& r, const MomentFormat&, const float*, Quad& x) { x[0] = r.v.x, x[1] = r.v.y, x[2] = r.v.z, x[3] = r.v.w; }
+    template <bool KEEP_POSITIVE>
+    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
+        *reinterpret_cast<float4*>(static_cast<float*>(m.codes) + i) = {x[0], x[1], x[2], x[3]};
+    }
+};
+
+template <>
+struct MomentIo<Format::BF16> {
+    struct Raw {
+        uint2 v;
+    };
+    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(m.codes) + i)}; }
+    static __device__ void decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
+        const float2 lo = unpack(r.v.x), hi = unpack(r.v.y);
+        x[0] = lo.x, x[1] = lo.y, x[2] = hi.x, x[3] = hi.y;
+    }
+    template <bool KEEP_POSITIVE>
+    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
+        *reinterpret_cast<uint2*>(static_cast<bf16*>(m.codes) + i) = {pack(x[0], x[1]), pack(x[2], x[3])};
+    }
+};
+
+template <>
+struct MomentIo<Format::E4M3> {  // E5M2 too
+    struct Raw {
+        uint32_t codes;
+        float max, k;
+    };
+    static __device__ Raw load(const MomentView& m, int64_t i, int64_t group, bool expand) {
+        return {*reinterpret_cast<const uint32_t*>(static_cast<uint8_t*>(m.codes) + i), m.max[group], expand ? m.k[group] : 1.0f};
+    }
+    // value = sign max (|code| / FMAX)^(1/k); the table has log2(|code| / FMAX), or without expansion |code|.
+    static __device__ void decode(const Raw& r, const MomentFormat& f, const float* table, Quad& x) {
+        const float inverse_k = __fdividef(1.0f, r.k), scale = r.max == 0 ? 0.0f : scale_of(f.max, r.max);
+        const bool careful = wide(f, r.k);
+#pragma unroll
+        for (int j = 0; j < LANE; j++) {
+            const float entry = table[r.codes >> 8 * j & 0x7Fu];
+            float y;
+            if (!f.expand) {
+                y = entry * scale;
+            } else if (!careful) {
+                y = r.max * fast_exp2(entry * inverse_k);
+            } else {  // the power alone may underflow
+                const float root = exp2f(0.5f * (entry * inverse_k));
+                y = root * r.max * root;
+            }
+            x[j] = y == 0 ? 0.0f : __uint_as_float(__float_as_uint(y) | (r.codes << (24 - 8 * j) & 0x80000000u));
+        }
+    }
+    // code = sign encode(FMAX (|x| / max)^k)
+    static __device__ float expanded(float x, const MomentFormat& f, const GroupScale& g, bool careful) {
+        const float a = fabsf(x);
+        const float log = careful ? log2f(a) - log2f(g.max) : fast_log2_normal(a * g.inverse);
+        return copysignf(f.max * fast_exp2(g.k * log), x);
+    }
+    template <bool KEEP_POSITIVE>
+    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Quad& x) {
+        const bool careful = wide(f, g.k) || g.max < 0x1p-100f;
+        Quad y;
+#pragma unroll
+        for (int j = 0; j < LANE; j++) y[j] = g.max == 0 ? 0.0f : f.expand ? expanded(x[j], f, g, careful) : x[j] * g.inverse;
+        uint32_t codes = f.e5m2 ? encode2(true, y[0], y[1]) | encode2(true, y[2], y[3]) << 16 : encode2(false, y[0], y[1]) | encode2(false, y[2], y[3]) << 16;
+        if (KEEP_POSITIVE && (!f.expand || careful)) {  // an expansion that is not careful makes no zeros
+#pragma unroll
+            for (int j = 0; j < LANE; j++)
+                if (x[j] > 0 && (codes >> 8 * j & 0xFFu) == 0) codes |= 1u << 8 * j;
+        }
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = codes;
+        if (threadIdx.x % 32 != 0) return;
+        m.max[group] = g.max;
+        if (f.expand) m.k[group] = g.k;
+    }
+};
+
+// Largest and smallest non-zero magnitude of a group, as bits.
+struct Extent {
+    uint32_t top, low;
+    __device__ explicit Extent(const Quad& x) : top(0), low(0xFFFFFFFFu) {
+#pragma unroll
+        for (int j = 0; j < LANE; j++) {
+            const uint32_t bits = magnitude(x[j]);
+            top = max(top, bits);
+            low = min(low, bits - 1);  // zero goes last
+        }
+        top = __reduce_max_sync(0xFFFFFFFFu, top);
+        low = __reduce_min_sync(0xFFFFFFFFu, low) + 1;
+    }
+};
+
+// Both moments' group scales: even lanes work out the first moment's, odd lanes the second's, and then they tell each other.
+__device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Quad& m, const Quad& v, GroupScale& gm, GroupScale& gv) {
+    const Extent em(m), ev(v);
+    const bool odd = threadIdx.x & 1;
+    const MomentFormat& f = odd ? fv : fm;
+    const float top = __uint_as_float(odd ? ev.top : em.top), low = __uint_as_float(odd ? ev.low : em.low);
+    const float k = f.expand ? expansion_factor(f.range, top, low) : 1.0f;
+    const float inverse = __frcp_rn(f.expand ? top : scale_of(f.max, top));
+    gm = {__uint_as_float(em.top), __shfl_sync(0xFFFFFFFFu, k, 0), __shfl_sync(0xFFFFFFFFu, inverse, 0)};
+    gv = {__uint_as_float(ev.top), __shfl_sync(0xFFFFFFFFu, k, 1), __shfl_sync(0xFFFFFFFFu, inverse, 1)};
+}
+
+// Four weights with their master and gradient.
+template <class T>
+struct WeightIo;
+
+template <>
+struct WeightIo<bf16> {
+    struct Raw {
+        uint2 w, r, g;
+    };
+    static __device__ Raw load(const Weights& w, const void* gradients, int64_t i) {
+        return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint2*>(w.remainder + i),
+                *reinterpret_cast<const uint2*>(static_cast<const bf16*>(gradients) + i)};
+    }
+    static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
+        const float2 lo = unpack(raw.g.x), hi = unpack(raw.g.y);
+        g[0] = lo.x, g[1] = lo.y, g[2] = hi.x, g[3] = hi.y;
+        master[0] = join(raw.w.x & 0xFFFF, static_cast<int16_t>(raw.r.x)), master[1] = join(raw.w.x >> 16, static_cast<int16_t>(raw.r.x >> 16));
+        master[2] = join(raw.w.y & 0xFFFF, static_cast<int16_t>(raw.r.y)), master[3] = join(raw.w.y >> 16, static_cast<int16_t>(raw.r.y >> 16));
+    }
+    // Stores; returns the largest magnitude of the new weights, as FP32 bits.
+    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
+        uint32_t b[LANE], top = 0;  // master's bits, rounded in the upper half
+#pragma unroll
+        for (int j = 0; j < LANE; j++) {
+            b[j] = __float_as_uint(master[j]) + 0x8000u;
+            top = max(top, b[j] & 0x7FFF0000u);
+        }
+        *reinterpret_cast<uint2*>(static_cast<bf16*>(w.values) + i) = {__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)};
+        // The lower halves without the 0x8000 again: it only flips their top bits.
+        *reinterpret_cast<uint2*>(w.remainder + i) = {__byte_perm(b[0], b[1], 0x5410) ^ 0x80008000u, __byte_perm(b[2], b[3], 0x5410) ^ 0x80008000u};
+        return top;
+    }
+};
+
+template <>
+struct WeightIo<float> {
+    struct Raw {
+        float4 w, g;
+    };
+    static __device__ Raw load(const Weights& w, const void* gradients, int64_t i) {
+        return {*reinterpret_cast<const float4*>(static_cast<float*>(w.values) + i), *reinterpret_cast<const float4*>(static_cast<const float*>(gradients) + i)};
+    }
+    static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
+        master[0] = raw.w.x, master[1] = raw.w.y, master[2] = raw.w.z, master[3] = raw.w.w;
+        g[0] = raw.g.x, g[1] = raw.g.y, g[2] = raw.g.z, g[3] = raw.g.w;
+    }
+    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
+        *reinterpret_cast<float4*>(static_cast<float*>(w.values) + i) = {master[0], master[1], master[2], master[3]};
+        return max(max(magnitude(master[0]), magnitude(master[1])), max(magnitude(master[2]), magnitude(master[3])));
+    }
+};
+
+// One step's numbers, worked out in double on the host.
+struct Factors {
+    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, inverse_bias1, inverse_bias2_root;
+};
+Factors factors(const AdamW& a) {
+    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
+    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.eps, a.weight_decay, static_cast<float>(1 / bias1),
+            static_cast<float>(1 / std::sqrt(bias2))};
+}
+
+struct AdamArguments {
+    Factors f;
+    MomentFormat m, v;
+    const Segment* segments;
+    int number_of_segments;
+    int64_t groups;
+    Weights w;
+    const void* gradients;
+    const GradientState* state;
+};
+
+// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) (paper algorithm 1)
+__device__ void adamw_element(const Factors& f, float decay, float g, float& m, float& v, float& w) {
+    m = __fmaf_rn(f.beta1, m, f.one_minus_beta1 * g) + 0.0f;  // no -0
+    v = __fmaf_rn(f.beta2, v, f.one_minus_beta2 * (g * g));
+    const float update = __fdividef(m * f.inverse_bias1, __fmaf_rn(fast_sqrt(v), f.inverse_bias2_root, f.eps));
+    w -= f.lr * __fmaf_rn(decay, w, update);
+}
+
+// A warp's groups of one segment: first, first + ADAM_WARPS, ... below last (counted in the flat order).
+template <class T, Format M, Format V>
+__device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int64_t first, int64_t last, const float* table_m,
+                                   const float* table_v) {
+    using W = WeightIo<T>;
+    using Im = MomentIo<M>;
+    using Iv = MomentIo<V>;
+    const int64_t start = segment.offset / MOMENT_GROUP;
+    const int lane = threadIdx.x % 32 * LANE;
+    const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
+    typename W::Raw next_w{};
+    typename Im::Raw next_m{};
+    typename Iv::Raw next_v{};
+    auto fetch = [&](int64_t group) {
+        const int64_t inside = (group - start) * MOMENT_GROUP + lane;
+        next_w = W::load(a.w, a.gradients, segment.offset + inside);
+        next_m = Im::load(segment.m, inside, group - start, a.m.expand);
+        next_v = Iv::load(segment.v, inside, group - start, a.v.expand);
+    };
+    uint32_t top = 0;
+    if (first < last) fetch(first);
+    for (int64_t group = first; group < last; group += ADAM_WARPS) {
+        Quad w, g, m, v;
+        W::decode(next_w, w, g);
+        Im::decode(next_m, a.m, table_m, m);
+        Iv::decode(next_v, a.v, table_v, v);
+        if (group + ADAM_WARPS < last) fetch(group + ADAM_WARPS);
+#pragma unroll
+        for (int j = 0; j < LANE; j++) adamw_element(a.f, decay, g[j] * scale, m[j], v[j], w[j]);
+        const int64_t inside = (group - start) * MOMENT_GROUP + lane;
+        top = max(top, W::store(a.w, segment.offset + inside, w));
+        GroupScale gm{}, gv{};
+        if (M == Format::E4M3 || V == Format::E4M3) group_scales(a.m, a.v, m, v, gm, gv);
+        Im::template store<false>(segment.m, inside, group - start, a.m, gm, m);
+        Iv::template store<true>(segment.v, inside, group - start, a.v, gv, v);
+    }
+    return top;
+}
+
+// A skipped step changes nothing, but the weights' amax is still wanted.
+template <class T>
+__device__ uint32_t weights_amax(const AdamArguments& a, int64_t first, int64_t last) {
+    uint32_t top = 0;
+    for (int64_t group = first; group < last; group += ADAM_WARPS)
+        for (int j = 0; j < LANE; j++)
+            top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[group * MOMENT_GROUP + threadIdx.x % 32 * LANE + j])));
+    return top;
+}
+
+// log2(|code| / FMAX) of the 128 magnitudes, or |code| where there is no expansion.
+__device__ void fill_table(const MomentFormat& f, float* table) {
+    for (uint32_t code = threadIdx.x; code < 128; code += blockDim.x) {
+        const float value = decode2(f.e5m2, code).x;
+        table[code] = f.expand ? log2f(value) - log2f(f.max) : value;
+    }
+}
+
+// A block has a run of consecutive groups; its warps take turns within each segment that the run meets.
+template <class T, Format M, Format V>
+__global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_kernel(const AdamArguments a) {
+    __shared__ float table_m[128], table_v[128];
+    fill_table(a.m, table_m);
+    fill_table(a.v, table_v);
+    __syncthreads();
+    const bool skip = a.state->skip;
+    const int64_t begin = a.groups * blockIdx.x / gridDim.x, end = a.groups * (blockIdx.x + 1) / gridDim.x;
+    int low = 0, high = a.number_of_segments - 1;  // the last segment that starts at or before this run
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (a.segments[middle].offset <= begin * MOMENT_GROUP) low = middle;
+        else high = middle - 1;
+    }
+    for (; low < a.number_of_segments; low++) {
+        const Segment segment = a.segments[low];
+        const int64_t start = segment.offset / MOMENT_GROUP, stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
+        if (start >= end) return;
+        const int64_t first = max(begin, start) + threadIdx.x / 32, last = min(end, stop);
+        uint32_t top;
+        if (skip)
+            top = weights_amax<T>(a, first, last);
+        else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
+            top = update_segment<T, Format::F32, Format::F32>(a, segment, first, last, table_m, table_v);
+        else
+            top = update_segment<T, M, V>(a, segment, first, last, table_m, table_v);
+        if (segment.amax) raise_by_warp(&segment.amax->amax, top);
+    }
+}
+
+MomentFormat moment_format(Format f, bool expand) {
+    if (!is_fp8(f)) return {false, false, 1, 1};
+    return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(static_cast<double>(info(f).max) / info(f).min))};
+}
+
+template <class T, Format M, Format V>
+void launch_adamw(const AdamArguments& a, cudaStream_t s) {
+    const int64_t wanted = ceil_div(a.groups, ADAM_WARPS);
+    const unsigned grid = static_cast<unsigned>(std::min<int64_t>(wanted, int64_t(multiprocessors()) * ADAM_BLOCKS_PER_SM));
+    adamw_kernel<T, M, V><<<grid, 32 * ADAM_WARPS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw");
+}
+
+// The kernel is compiled for formats by how they are stored: E5M2 goes with E4M3.
+template <class F>
+void with_format(Format f, F use) {
+    switch (f) {
+        case Format::F32: return use(std::integral_constant<Format, Format::F32>());
+        case Format::BF16: return use(std::integral_constant<Format, Format::BF16>());
+        default: return use(std::integral_constant<Format, Format::E4M3>());
+    }
+}
+
+}  // namespace
+
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, int64_t total, const Weights& w,
+           const void* gradients, const GradientState* state, cudaStream_t s) {
+    need(total % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    if (total == 0) return;
+    const AdamArguments arguments{factors(a), moment_format(optimizer.m, optimizer.expand), moment_format(optimizer.v, optimizer.expand), segments,
+                                  number_of_segments, total / MOMENT_GROUP, w, gradients, state};
+    with_format(optimizer.m, [&](auto m) {
+        with_format(optimizer.v, [&](auto v) {
+            if (w.format == Format::F32)
+                launch_adamw<float, decltype(m)::value, decltype(v)::value>(arguments, s);
+            else
+                launch_adamw<bf16, decltype(m)::value, decltype(v)::value>(arguments, s);
+        });
+    });
+}
+
+}  // namespace coat::gpu
