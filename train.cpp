@@ -2,13 +2,11 @@
 // nothing of either's inside: no CUDA and no file format is here.
 //
 // In order: the table of flags, what the flags make of a run, generated text, the log, and the loop.
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <climits>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -184,10 +182,19 @@ public:
     int64_t count(const std::string& name) const { return static_cast<int64_t>(real(name)); }
     double real(const std::string& name) const { return checked(*find_flag(name), values_.at(name)); }
 
-    Json remembered() const {  // what a checkpoint keeps
+    Json remembered() const {  // what a checkpoint keeps: as text, so that it comes back as it was given
         Json json;
         for (const Flag& flag : FLAGS)
             if (flag.resume != Resume::Free) json[flag.name] = text(flag.name);
+        return json;
+    }
+    Json typed() const {  // for the log
+        Json json;
+        for (const Flag& flag : FLAGS) {
+            if (flag.value == Value::Text) json[flag.name] = text(flag.name);
+            if (flag.value == Value::Count) json[flag.name] = count(flag.name);
+            if (flag.value == Value::Real) json[flag.name] = real(flag.name);
+        }
         return json;
     }
 
@@ -318,8 +325,16 @@ void need_folder(const std::string& out, const Setup& setup) {
                     std::to_string(checkpoint >> 20) + " MiB; free some, or choose another folder.");
 }
 
+bool saves(const Flags& flags) { return flags.count("steps") > 0 && !flags.text("out").empty(); }
+
+std::string parent_folder(const std::string& path) {
+    const fs::path whole = fs::absolute(path).lexically_normal();
+    return (whole.has_filename() ? whole : whole.parent_path()).parent_path().string();  // "out/step-000300/" has no file name
+}
+
 // A new run would remove the checkpoints of the run whose folder it shares.
-void need_no_other_run(const std::string& out) {
+void need_no_other_run(const std::string& out, const std::string& resumed) {
+    if (!resumed.empty() && parent_folder(resumed) == parent_folder(out + "/x")) return;
     std::string found;
     try {
         found = find_checkpoint(out);
@@ -500,7 +515,7 @@ private:
     void start_log() {
         if (!flags_.text("log").empty()) log_.open(flags_.text("log"), resumed_at_ > 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}, {"parameters", parameter_count(setup_.config)}};
-        line.update(flags_.remembered());
+        line.update(flags_.typed());
         log_.write(line);
     }
 
@@ -616,7 +631,7 @@ private:
         batch.fill(validation_, setup_.B * setup_.T);
         const QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
         if (std::all_of(std::begin(report.kinds), std::end(report.kinds), [](const QuantStats& s) { return s.elements == 0; })) return;
-        std::printf("\nQuantization    | SNR      | elements    | saturated | flushed to zero\n");
+        std::printf("\n%-17s | SNR      | elements    | saturated | flushed to zero\n", "Quantization");
         for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
             const QuantStats& s = report.kinds[kind];
             if (s.elements == 0) continue;
@@ -655,7 +670,7 @@ private:
 struct Origin {  // of a run: a checkpoint to go on from, or nothing
     std::string checkpoint;
     LoopState state;
-    Json settings = Json::object();
+    int64_t train_tokens = 0;
 };
 
 Origin find_origin(Flags& flags) {
@@ -664,21 +679,21 @@ Origin find_origin(Flags& flags) {
     origin.checkpoint = find_checkpoint(flags.text("resume"));
     origin.state = read_loop_state(origin.checkpoint);
     try {
-        origin.settings = Json::parse(origin.state.settings);
-        flags.take(origin.settings);
+        const Json settings = Json::parse(origin.state.settings);
+        origin.train_tokens = settings.at("train_tokens").get<int64_t>();
+        flags.take(settings);
     } catch (const Json::exception&) {
         throw Error("--resume " + shown(origin.checkpoint) + " has no settings of this program in its trainer.json; start from its weights with --model.");
     }
-    if (!flags.given("out")) flags.set("out", fs::absolute(origin.checkpoint).lexically_normal().parent_path().string());
+    if (!flags.given("out")) flags.set("out", parent_folder(origin.checkpoint));
     return origin;
 }
 
 // The order and the position of the training data mean something for these very tokens alone.
 void need_same_data(const Origin& origin, const Corpus& corpus) {
-    const int64_t was = origin.settings.value("train_tokens", corpus.train.size());
-    if (was != corpus.train.size())
-        throw Error("--data has " + std::to_string(corpus.train.size()) + " training tokens, but the checkpoint's run had " + std::to_string(was) +
-                    "; name the same data again.");
+    if (!origin.checkpoint.empty() && origin.train_tokens != corpus.train.size())
+        throw Error("--data has " + std::to_string(corpus.train.size()) + " training tokens, but the checkpoint's run had " +
+                    std::to_string(origin.train_tokens) + "; name the same data again.");
 }
 
 void need_steps_left(const Flags& flags, const Origin& origin) {
@@ -687,7 +702,10 @@ void need_steps_left(const Flags& flags, const Origin& origin) {
                 "; give a larger --steps to go on.");
 }
 
-void tell_about_data(const Corpus& corpus, const Setup& setup) {
+void tell_about_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
+    std::printf("\n");
+    if (!origin.checkpoint.empty())
+        std::printf("Going on from %s, step %lld.\n", origin.checkpoint.c_str(), static_cast<long long>(origin.state.step));
     if (corpus.vocabulary.empty())
         std::printf("Samples will not be printed: the token files have no table of their vocabulary beside them (data/tokenize.py writes it).\n");
     else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
@@ -697,17 +715,13 @@ void tell_about_data(const Corpus& corpus, const Setup& setup) {
 
 int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup, const Origin& origin) {
     const Schedule& schedule = find_row(schedules(), flags.text("schedule"), "--schedule");
-    const bool fresh = origin.checkpoint.empty(), saves = flags.count("steps") > 0 && !flags.text("out").empty();
-    if (saves && (fresh || fs::absolute(origin.checkpoint).lexically_normal().parent_path() != fs::absolute(flags.text("out")).lexically_normal()))
-        need_no_other_run(flags.text("out"));
     if (!std::strcmp(device.name, "cpu")) need_memory(setup);
     const std::unique_ptr<Model> model = device.make(setup);
-    if (!fresh) load_checkpoint(origin.checkpoint, *model);
+    if (!origin.checkpoint.empty()) load_checkpoint(origin.checkpoint, *model);
     else if (!is_named_model(flags.text("model"))) load_weights(flags.text("model"), *model);
     Training training(flags, corpus, schedule, *model, origin.state);
-    if (saves) need_folder(flags.text("out"), setup);
+    if (saves(flags)) need_folder(flags.text("out"), setup);
     finish_at_interrupt();
-    std::printf("\n");
     return training.run();
 }
 
@@ -727,6 +741,7 @@ int run(int argc, char** argv) {
     find_row(schedules(), flags.text("schedule"), "--schedule");
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
     need_steps_left(flags, origin);
+    if (!plan_only && saves(flags)) need_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
     if (!plan_only || (setup.config.V == 0 && chose_data)) corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
@@ -743,7 +758,7 @@ int run(int argc, char** argv) {
     print_precision_plan(setup);
     print_memory_plan(setup);
     if (plan_only) return 0;
-    tell_about_data(*corpus, setup);
+    tell_about_start(origin, *corpus, setup);
     std::fflush(stdout);
     try {
         return train(device, flags, *corpus, setup, origin);
