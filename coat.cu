@@ -202,7 +202,7 @@ struct StoredSource {
     int64_t width;
 
     __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col) const { return x.load(row * width + col); }
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return x.load(row * width + col); }
     __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const { x.values(raw, v[0]); }
 };
 
@@ -217,7 +217,7 @@ struct SumSource {  // x + a
     int64_t width;
 
     __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col) const { return {x.load(row * width + col), a.load(row * width + col)}; }
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return {x.load(row * width + col), a.load(row * width + col)}; }
     __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
         Values other;
         x.values(raw.x, v[0]);
@@ -239,7 +239,7 @@ struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
     int64_t period, width;
 
     __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col) const {
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
         Raw raw{};
         raw.e = embedding.load(tokens[row] * width + col);
         if (positions.data) raw.p = positions.load(row % period * width + col);
@@ -293,7 +293,7 @@ struct NormSource {
         affine.load(col, c.gain, c.bias);
         return c;
     }
-    __device__ Raw load(int64_t row, int64_t col) const { return {in.load(row * width + col), stats[row]}; }
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return {in.load(row * width + col), stats[row]}; }
     __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[1]) const {
         Values x;
         in.values(raw.x, x);
@@ -322,7 +322,7 @@ struct ActivationSource {  // silu(gate) * up, or gelu(up)
     int64_t width;
 
     __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col) const {
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
         Raw raw;
 #pragma unroll
         for (int h = 0; h < (GATED ? 2 : 1); h++) raw.half[h] = up.load((row * (GATED ? 2 : 1) + h) * width + col);
@@ -352,7 +352,7 @@ struct ActivationBackwardSource {
     int64_t width;
 
     __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col) const {
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
         Raw raw;
 #pragma unroll
         for (int h = 0; h < PLANES; h++) raw.half[h] = up.load((row * PLANES + h) * width + col);
@@ -381,17 +381,22 @@ struct ActivationBackwardSource {
 };
 
 // Four stream elements, for rotations: half a head may be a multiple of four only.
-__device__ float4 load4(const bf16* p) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(p);
+__device__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
+__device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ float4 values4(uint2 raw) {
     const float2 lo = unpack(raw.x), hi = unpack(raw.y);
     return {lo.x, lo.y, hi.x, hi.y};
 }
-__device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ float4 values4(float4 raw) { return raw; }
 __device__ void store4(bf16* p, float4 v) { *reinterpret_cast<uint2*>(p) = {pack(v.x, v.y), pack(v.z, v.w)}; }
 __device__ void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
-__device__ float rotated(float own, float partner, float2 cs, float sign) {
-    return __fmaf_rn(own, cs.x, __fmul_rn(__fmul_rn(sign, partner), cs.y));
+// Four pairs of (own, partner) turned by four angles.
+__device__ float rotated(float own, float partner, float cosine, float sine) { return __fmaf_rn(own, cosine, __fmul_rn(partner, sine)); }
+__device__ float4 rotated(float4 own, float4 partner, const float2* table, float sign) {
+    const float4 a = reinterpret_cast<const float4*>(table)[0], b = reinterpret_cast<const float4*>(table)[1];
+    return {rotated(own.x, partner.x, a.x, sign * a.y), rotated(own.y, partner.y, a.z, sign * a.w), rotated(own.z, partner.z, b.x, sign * b.y),
+            rotated(own.w, partner.w, b.z, sign * b.w)};
 }
 
 template <class T>
@@ -403,8 +408,7 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
     };
     struct Raw {
         typename Plain<T>::Raw own;
-        float4 partner[2];
-        float2 cs[2][4];
+        decltype(load4(static_cast<const T*>(nullptr))) partner[2];
     };
     Plain<T> x;
     Rope rope;
@@ -421,30 +425,22 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
         }
         return c;
     }
-    __device__ Raw load(int64_t row, int64_t col) const {
+    __device__ Raw load(int64_t row, int64_t col, const Column& c) const {
         Raw raw;
-        const Column c = column(col);
-        const float2* angles = rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * (rope.HS / 2);
         raw.own = x.load(row * width + col);
 #pragma unroll
-        for (int q = 0; q < 2; q++) {
-            if (c.partner[q] == 0) continue;
-            raw.partner[q] = load4(x.data + row * width + col + 4 * q + c.partner[q]);
-            const float4* cs = reinterpret_cast<const float4*>(angles + c.angle[q]);
-            const float4 a = cs[0], b = cs[1];
-            raw.cs[q][0] = {a.x, a.y}, raw.cs[q][1] = {a.z, a.w}, raw.cs[q][2] = {b.x, b.y}, raw.cs[q][3] = {b.z, b.w};
-        }
+        for (int q = 0; q < 2; q++) raw.partner[q] = load4(x.data + row * width + col + 4 * q + c.partner[q]);
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[1]) const {
+    __device__ void compute(const Raw& raw, const Column& c, int64_t row, int64_t, Values (&v)[1]) const {
+        const float2* angles = rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * (rope.HS / 2);
         x.values(raw.own, v[0]);
 #pragma unroll
         for (int q = 0; q < 2; q++) {
             if (c.partner[q] == 0) continue;
-            const float sign = c.partner[q] > 0 ? 1.0f : -1.0f;
-            const float partner[4] = {raw.partner[q].x, raw.partner[q].y, raw.partner[q].z, raw.partner[q].w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) v[0][4 * q + j] = rotated(v[0][4 * q + j], partner[j], raw.cs[q][j], sign);
+            float* own = v[0] + 4 * q;
+            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + c.angle[q], c.partner[q] > 0 ? 1.0f : -1.0f);
+            own[0] = r.x, own[1] = r.y, own[2] = r.z, own[3] = r.w;
         }
     }
 };
@@ -478,7 +474,7 @@ __device__ void for_tile_rows(const Source& x, const TilePlace& at, int64_t rows
         typename Source::Raw raw[BATCH] = {};
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (inside && at.row + first + i < rows) raw[i] = x.load(at.row + first + i, at.col);
+            if (inside && at.row + first + i < rows) raw[i] = x.load(at.row + first + i, at.col, column);
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             Values v[Source::PLANES] = {};
@@ -673,7 +669,7 @@ __global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int
 #pragma unroll 4
         for (int64_t row = blockIdx.y * ACROSS + at.down; row < rows; row += step) {
             Values v[PLANES];
-            x.compute(x.load(row, at.col), column, row, at.col, v);
+            x.compute(x.load(row, at.col, column), column, row, at.col, v);
 #pragma unroll
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -929,7 +925,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) row_kernel(Source sum, int64_t
     typename Source::Raw raw[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
-        if (row < rows && row_column(c) < C) raw[c] = sum.load(row, row_column(c));
+        if (row < rows && row_column(c) < C) raw[c] = sum.load(row, row_column(c), {});
     Values v[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
@@ -1007,6 +1003,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
                                                                        int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
                                                                        float* partials) {
     using T = typename Held::Stream;
+    constexpr bool EARLY = sizeof(T) < 4;  // FP32 rows leave no registers for g
     extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
     const ColumnSums dgain(sums + threadIdx.y * C, C), dbias(sums + (blockDim.y + threadIdx.y) * C, C);
 #pragma unroll
@@ -1027,7 +1024,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
             const int64_t i = row * C + row_column(c);
             raw_x[c] = in.load(i);
             raw_dy[c] = dy.load(i);
-            if (g_in.data) raw_g[c] = g_in.load(i);
+            if (EARLY && g_in.data) raw_g[c] = g_in.load(i);
         }
         Values x[ROW_CHUNKS];
 #pragma unroll
@@ -1061,6 +1058,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
             Values d, w, g;
             dy.values(raw_dy[c], d);
             gain.values(gain.load(row_column(c)), w);
+            if (!EARLY && g_in.data) raw_g[c] = g_in.load(row * C + row_column(c));
             g_in.values(raw_g[c], g);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) g[j] += st.y * (d[j] * w[j] - mean[1] - x[c][j] * mean[0]);
@@ -1162,11 +1160,10 @@ __global__ void rope_kernel(T* qkv, Rope rope, int64_t cols, int64_t quads) {
     const int64_t row = i / per_row;
     const int angle = quad % half;
     T* p = qkv + row * cols + int64_t(quad / half) * rope.HS + angle;
-    const float4* cs = reinterpret_cast<const float4*>(rope.table + row % rope.T * half + angle);
-    const float4 a = cs[0], b = cs[1], x = load4(p), y = load4(p + half);
-    const float2 c[4] = {{a.x, a.y}, {a.z, a.w}, {b.x, b.y}, {b.z, b.w}};
-    store4(p, {rotated(x.x, y.x, c[0], -1), rotated(x.y, y.y, c[1], -1), rotated(x.z, y.z, c[2], -1), rotated(x.w, y.w, c[3], -1)});
-    store4(p + half, {rotated(y.x, x.x, c[0], 1), rotated(y.y, x.y, c[1], 1), rotated(y.z, x.z, c[2], 1), rotated(y.w, x.w, c[3], 1)});
+    const float2* table = rope.table + row % rope.T * half + angle;
+    const float4 x = values4(load4(p)), y = values4(load4(p + half));
+    store4(p, rotated(x, y, table, -1));
+    store4(p + half, rotated(y, x, table, 1));
 }
 
 // A maximum and the sum of exponentials beneath it, as softmax wants them.
@@ -1514,7 +1511,7 @@ void gradient_norm(const void* gradients, Format format, int64_t total, const do
 namespace {
 
 constexpr int LANE = MOMENT_GROUP / 32;
-constexpr int ADAM_WARPS = 8, ADAM_BLOCKS_PER_SM = 4;
+constexpr int ADAM_WARPS = 8, ADAM_BLOCKS_PER_SM = 3;
 using Quad = float[LANE];
 
 __device__ float fast_exp2(float x) {
@@ -1664,7 +1661,7 @@ struct Extent {
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Quad& m, const Quad& v, GroupScale& gm, GroupScale& gv) {
     const Extent em(m), ev(v);
     const bool odd = threadIdx.x & 1;
-    const MomentFormat& f = odd ? fv : fm;
+    const MomentFormat f{odd ? fv.e5m2 : fm.e5m2, odd ? fv.expand : fm.expand, odd ? fv.max : fm.max, odd ? fv.range : fm.range};
     const float top = __uint_as_float(odd ? ev.top : em.top), low = __uint_as_float(odd ? ev.low : em.low);
     const float k = f.expand ? expansion_factor(f.range, top, low) : 1.0f;
     const float inverse = __frcp_rn(f.expand ? top : scale_of(f.max, top));
