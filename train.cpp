@@ -148,7 +148,7 @@ public:
             const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
             const Flag* flag = find_flag(name);
             if (!flag)
-                throw Error("--" + shown(name) + " is not a flag; did you mean --" + nearest_flag(name) + " (./train --help lists all)?");
+                throw Error("--" + shown(name) + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
             if (flag->value == Value::None && equals != std::string::npos)
                 throw Error("--" + name + " takes no value; write it alone.");
             const bool separate = flag->value != Value::None && equals == std::string::npos;
@@ -441,7 +441,6 @@ void finish_at_interrupt() {  // the step is finished first; a second signal end
     action.sa_handler = [](int signal) { interrupted = signal; };
     action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
     for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
-    std::signal(SIGXFSZ, SIG_IGN);  // a file that grows too large is a failed write, with a sentence
 }
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -771,6 +770,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a failed write, which gets a sentence, and not the program's end
     try {
         return run(argc, argv);
     } catch (const Error& error) {

@@ -1,0 +1,444 @@
+// test_program.cpp - the program as a user meets it: ./train runs in a folder of its own, and what it prints, leaves behind and
+// exits with is looked at. Bad input first: each gets one sentence that names the file or flag, exit code 1, and no file is
+// lost or half-written. Then the plan, whose functions are also tested by themselves.
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../plan.h"
+
+namespace {
+
+using namespace coat;
+namespace fs = std::filesystem;
+
+std::string read_file(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write_file(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+// An empty folder with a text in it that is large enough for the tiny runs here; it goes when the test ends.
+struct Folder {
+    fs::path path;
+    Folder() {
+        std::string name = (fs::temp_directory_path() / "coat-test-XXXXXX").string();
+        REQUIRE(mkdtemp(name.data()) != nullptr);
+        path = name;
+        std::string text;
+        for (int i = 0; i < 1500; i++) text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
+        write_file(path / "text", text);
+    }
+    ~Folder() { fs::remove_all(path); }
+    Folder(const Folder&) = delete;
+
+    std::map<std::string, std::string> files() const {  // every file's bytes
+        std::map<std::string, std::string> all;
+        for (const auto& entry : fs::recursive_directory_iterator(path))
+            if (entry.is_regular_file()) all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
+        return all;
+    }
+};
+
+struct Ended {
+    int code;
+    std::string out, error;
+};
+
+std::string program() {
+    const char* named = std::getenv("COAT_TRAIN");
+    return fs::absolute(named ? named : "./train").string();
+}
+
+// A shell command in the folder; what it prints is kept outside it.
+Ended shell(const Folder& folder, const std::string& command) {
+    const std::string kept = folder.path.string() + "-printed";
+    const std::string whole = "cd '" + folder.path.string() + "' && { " + command + "\n} >'" + kept + ".out' 2>'" + kept + ".err'";
+    const int status = std::system(whole.c_str());
+    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(kept + ".out"), read_file(kept + ".err")};
+    fs::remove(kept + ".out");
+    fs::remove(kept + ".err");
+    return ended;
+}
+
+// A run that takes a fraction of a second; flags may be given again by the test only if they are not these.
+constexpr const char* TINY = " --device cpu --data text --batch 2 --seq 16 --sample-every 0 ";
+Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "'" + program() + "' " + flags); }
+Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
+
+void check_one_sentence(const Ended& ended, const std::string& names) {
+    CAPTURE(ended.error);
+    CHECK(ended.code == 1);
+    CHECK(ended.error.find(names) != std::string::npos);
+    CHECK(ended.error.compare(0, 7, "train: ") == 0);
+    REQUIRE(ended.error.size() > 2);
+    CHECK(ended.error.find('\n') == ended.error.size() - 1);  // one line
+    CHECK(ended.error.find(". ") == std::string::npos);        // one sentence
+    CHECK(ended.error[ended.error.size() - 2] == '.');
+}
+
+void check_refused(const Folder& folder, const std::string& flags, const std::string& names) {
+    CAPTURE(flags);
+    const auto before = folder.files();
+    check_one_sentence(train(folder, flags), names);
+    CHECK(folder.files() == before);  // nothing lost, nothing half-written
+}
+
+std::string token_file(uint32_t magic, uint32_t count, const std::vector<uint16_t>& tokens) {
+    uint32_t header[256] = {magic, 1, count};
+    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
+    return bytes.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
+}
+
+double number_after(const std::string& text, const std::string& words) {
+    const size_t at = text.find(words);
+    REQUIRE_MESSAGE(at != std::string::npos, "\"" << words << "\" is not in the output");
+    return std::strtod(text.c_str() + at + words.size(), nullptr);
+}
+
+std::string weights_and_state(const fs::path& checkpoint) {
+    for (const char* file : {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"})
+        REQUIRE(fs::exists(checkpoint / file));
+    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors") + read_file(checkpoint / "trainer.json");
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST_CASE("program: --help lists every flag, its default and the tables") {
+    Folder folder;
+    for (const char* flag : {"--help", "-h"}) {
+        const Ended ended = train(folder, flag);
+        CHECK(ended.code == 0);
+        CHECK(ended.error.empty());
+        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "data", "batch", "seq", "accumulate", "steps",
+                                 "lr", "warmup", "schedule", "weight-decay", "clip", "seed", "out", "save-every", "resume", "eval-every",
+                                 "sample-every", "prompt", "log", "plan", "help"})
+            CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
+        for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
+        for (const Recipe& r : recipes()) CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
+        for (const OptimizerFormat& o : optimizers()) CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
+    }
+}
+
+TEST_CASE("program: a flag or a value that is not known is refused in one sentence") {
+    Folder folder;
+    const std::string cases[][2] = {
+        {"--bacth 4", "--batch"},  // the nearest flag is suggested
+        {"--resum out", "--resume"},
+        {"text", "text"},
+        {"-x", "-x"},
+        {"--", "--"},
+        {"--batch", "--batch"},
+        {"--batch 2 --batch 3", "--batch"},
+        {"--plan=1", "--plan"},
+        {"--batch 0", "--batch"},
+        {"--batch -1", "--batch"},
+        {"--batch 2.5", "--batch"},
+        {"--batch 1e3", "--batch"},
+        {"--batch two", "--batch"},
+        {"--batch ''", "--batch"},
+        {"--batch 99999999999999999999999", "--batch"},
+        {"--batch=0x10", "--batch"},
+        {"--seq 0", "--seq"},
+        {"--accumulate 0", "--accumulate"},
+        {"--steps -5", "--steps"},
+        {"--steps 18446744073709551617", "--steps"},
+        {"--lr nan", "--lr"},
+        {"--lr inf", "--lr"},
+        {"--lr -1", "--lr"},
+        {"--lr 1e400", "--lr"},
+        {"--lr 1e", "--lr"},
+        {"--lr 0.1x", "--lr"},
+        {"--weight-decay -0.1", "--weight-decay"},
+        {"--clip nan", "--clip"},
+        {"--seed -1", "--seed"},
+        {"--warmup x", "--warmup"},
+        {"--device tpu", "--device"},
+        {"--recipe fp9", "--recipe"},
+        {"--optimizer sgd", "--optimizer"},
+        {"--m-format int8", "--m-format"},
+        {"--v-format e3m4", "--v-format"},
+        {"--schedule step", "--schedule"},
+        {"--model llama-tinny", "--model"},
+        {"--model nowhere/model", "--model"},
+    };
+    for (const auto& [flags, names] : cases) check_refused(folder, flags, names);
+}
+
+TEST_CASE("program: shapes and sizes that cannot work are refused before anything is allocated") {
+    Folder folder;
+    fs::create_directory(folder.path / "empty");
+    check_refused(folder, "--device cpu --data text --model empty", "config.json");
+    check_refused(folder, "--device cpu --data text --seq 512", "--seq");  // llama-tiny has 256 positions
+    check_refused(folder, "--plan --model llama-3-8b --batch 1048576 --seq 8192", "--batch");
+    check_refused(folder, "--device cpu --data text --model llama-30b --batch 100000 --seq 2048", "memory");
+    check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'", "--prompt");
+    check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
+}
+
+TEST_CASE("program: data that cannot be trained on is refused") {
+    Folder folder;
+    write_file(folder.path / "nothing", "");
+    write_file(folder.path / "short", "too few bytes for a batch");
+    write_file(folder.path / "cut.bin", token_file(20240520, 1000, {1, 2, 3}));
+    write_file(folder.path / "magic.bin", token_file(12345678, 3, {1, 2, 3}));
+    write_file(folder.path / "header.bin", std::string("abc"));
+    write_file(folder.path / "large.bin", token_file(20240520, 60000, std::vector<uint16_t>(60000, 50300)));
+    fs::create_directory(folder.path / "hollow");
+    const std::string tiny_run = "--device cpu --batch 2 --seq 16 --sample-every 0 --out '' --data ";
+    for (const char* file : {"missing", "nothing", "short", "cut.bin", "magic.bin", "header.bin", "hollow"})
+        check_refused(folder, tiny_run + file, std::string(file) == "short" ? "--" : file);
+    check_refused(folder, tiny_run + "large.bin --model gpt2", "50300");  // gpt2 has 50257 tokens
+}
+
+TEST_CASE("program: a folder or file that cannot be written is refused before training") {
+    Folder folder;
+    check_refused(folder, TINY + std::string("--steps 2 --out text/out"), "--out");
+    check_refused(folder, TINY + std::string("--steps 2 --out '' --log nowhere/log"), "--log");
+    check_refused(folder, TINY + std::string("--steps 2 --out '' --log /"), "--log");
+}
+
+TEST_CASE("program: a full disk leaves no half-written checkpoint, and keeps the one before") {
+    Folder folder;
+    const std::string run = "'" + program() + "'" + TINY;
+    // A limit on the size of a file stands for the disk: a checkpoint of the tiny model has files of more than a megabyte.
+    check_one_sentence(shell(folder, "ulimit -f 100; " + run + "--steps 2 --out full"), "full");
+    CHECK((!fs::exists(folder.path / "full") || fs::is_empty(folder.path / "full")));
+    REQUIRE(tiny(folder, "--steps 2 --schedule constant --out kept").code == 0);
+    const auto before = folder.files();
+    check_one_sentence(shell(folder, "ulimit -f 100; '" + program() + "' --device cpu --resume kept --steps 4"), "kept");
+    CHECK(folder.files() == before);
+    check_one_sentence(shell(folder, "ulimit -f 1; " + run + "--steps 2 --out '' --log log > /dev/null"), "--log");
+}
+
+TEST_CASE("program: a checkpoint that is missing, damaged or of another run is refused") {
+    Folder folder;
+    check_refused(folder, "--device cpu --resume nowhere", "nowhere");
+    fs::create_directory(folder.path / "hollow");
+    check_refused(folder, "--device cpu --resume hollow", "hollow");
+    REQUIRE(tiny(folder, "--steps 2").code == 0);  // into out/
+    const std::string resume = "--device cpu --resume out --steps 4 ";
+    check_refused(folder, resume + "--recipe fp32", "--recipe");
+    check_refused(folder, resume + "--optimizer fp8", "--optimizer");
+    check_refused(folder, resume + "--m-format e5m2", "--m-format");
+    check_refused(folder, resume + "--model gpt2-tiny", "--model");
+    check_refused(folder, resume + "--batch 4", "--batch");
+    check_refused(folder, resume + "--seq 32", "--seq");
+    check_refused(folder, resume + "--lr 1e-4", "--lr");
+    check_refused(folder, resume + "--seed 2", "--seed");
+    check_refused(folder, "--device cpu --resume out --steps 1", "--steps");
+    check_refused(folder, "--device cpu --resume out", "--steps");
+    check_refused(folder, TINY + std::string("--steps 2"), "--out");  // would replace another run's checkpoint
+    write_file(folder.path / "other", std::string(50000, 'a'));
+    check_refused(folder, resume + "--data other", "--data");
+
+    const fs::path checkpoint = folder.path / "out" / "step-000002";
+    for (const char* file : {"model.safetensors", "optimizer.safetensors", "trainer.json", "config.json"}) {
+        const std::string whole = read_file(checkpoint / file);
+        for (const std::string& damaged : {whole.substr(0, whole.size() / 2), std::string(), std::string("[]")}) {
+            write_file(checkpoint / file, damaged);
+            check_refused(folder, "--device cpu --resume out/step-000002 --steps 4", "step-000002");
+        }
+        fs::remove(checkpoint / file);
+        check_refused(folder, "--device cpu --resume out/step-000002 --steps 4", "step-000002");
+        write_file(checkpoint / file, whole);
+    }
+    CHECK(train(folder, resume).code == 0);  // whole again
+}
+
+TEST_CASE("program: weights that are not finite are refused at the first validation") {
+    Folder folder;
+    REQUIRE(tiny(folder, "--steps 1 --out good").code == 0);
+    fs::copy(folder.path / "good" / "step-000001", folder.path / "bad");
+    std::string weights = read_file(folder.path / "bad" / "model.safetensors");
+    std::fill(weights.end() - 2000, weights.end(), '\xFF');  // BF16's NaN
+    write_file(folder.path / "bad" / "model.safetensors", weights);
+    check_refused(folder, TINY + std::string("--steps 2 --out '' --model bad"), "bad");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST_CASE("program: --plan prints COAT's memory for Llama-2-7B and allocates nothing of it") {
+    Folder folder;
+    // 7B weights alone are 13 GB: an address space of one is not enough for any of the run. Sanitizers need more than all.
+    const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
+    const Ended ended = shell(folder, limit + "'" + program() + "' --plan --model llama-2-7b --batch 8 --seq 2048");
+    CHECK(ended.code == 0);
+    CHECK(number_after(ended.out, "saved activations: ") <= 16.5);
+    CHECK(number_after(ended.out, "saved activations: ") >= 16.0);
+    CHECK(number_after(ended.out, "optimizer states: ") <= 2.2);
+    CHECK(number_after(ended.out, "optimizer states: ") >= 2.0);
+    CHECK(ended.out.find("C bytes per token and layer") != std::string::npos);
+    CHECK(ended.out.find("bytes per parameter") != std::string::npos);
+    for (const ModelConfig& c : models())
+        for (const Recipe& r : recipes()) CHECK(train(folder, "--plan --batch 1 --seq 128 --model " + c.name + " --recipe " + r.name).code == 0);
+    CHECK(folder.files().size() == 1);  // only the text
+}
+
+TEST_CASE("program: --steps 0 evaluates and writes nothing") {
+    Folder folder;
+    const Ended ended = tiny(folder, "--steps 0");
+    CHECK(ended.code == 0);
+    CHECK(number_after(ended.out, "validation | step 0 | loss ") == doctest::Approx(std::log(256.0)).epsilon(0.05));  // knows nothing yet
+    CHECK(folder.files().size() == 1);
+}
+
+TEST_CASE("program: a run tells each step, validates, samples, saves and logs, in lines that can be parsed") {
+    Folder folder;
+    const Ended ended = train(folder, "--device cpu --data text --batch 4 --seq 32 --steps 12 --warmup 2 --lr 1e-2 --eval-every 5 --sample-every 6 "
+                                      "--prompt 'int ' --log log");
+    CHECK(ended.error.empty());
+    REQUIRE(ended.code == 0);
+    int steps = 0;
+    std::istringstream lines(ended.out);
+    for (std::string line; std::getline(lines, line);) {
+        int step, of;
+        double loss, norm, lr, ms, rate;
+        steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s", &step, &of, &loss, &norm, &lr, &ms,
+                             &rate) == 7;
+    }
+    CHECK(steps == 12);
+    CHECK(ended.out.find("sample | step 6\n----------\nint ") != std::string::npos);
+    CHECK(ended.out.find("expansion factor k") != std::string::npos);
+    CHECK(fs::exists(folder.path / "out" / "step-000012" / "model.safetensors"));
+
+    std::map<std::string, int> kinds;
+    std::istringstream log(read_file(folder.path / "log"));
+    nlohmann::json last;
+    for (std::string line; std::getline(log, line);) {
+        last = nlohmann::json::parse(line);
+        const std::string kind = last.at("kind");
+        if (kind == "step") CHECK(last.at("step") == kinds[kind] + 1);
+        for (const char* field : {"loss", "grad_norm", "lr", "ms", "tokens_per_second"})
+            if (kind == "step") CHECK(last.at(field).is_number());
+        kinds[kind]++;
+    }
+    CHECK(kinds == std::map<std::string, int>{{"settings", 1}, {"step", 12}, {"validation", 4}, {"end", 1}});
+    CHECK(last.at("kind") == "end");
+    CHECK(last.at("validation").get<double>() < last.at("first_validation").get<double>() - 0.5);  // it learnt
+}
+
+TEST_CASE("program: the same seed gives the same bits, another seed does not") {
+    Folder folder;
+    for (const char* run : {"--out a", "--out b", "--out c --seed 2"}) REQUIRE(tiny(folder, std::string("--steps 4 ") + run).code == 0);
+    CHECK(weights_and_state(folder.path / "a/step-000004") == weights_and_state(folder.path / "b/step-000004"));
+    CHECK(weights_and_state(folder.path / "a/step-000004") != weights_and_state(folder.path / "c/step-000004"));
+}
+
+TEST_CASE("program: stopping by Ctrl-C saves, and going on gives the bits of a run that was not stopped") {
+    Folder folder;
+    for (const char* formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32"}) {
+        CAPTURE(formats);
+        fs::remove_all(folder.path / "whole");
+        fs::remove_all(folder.path / "parts");
+        const std::string flags = std::string(formats) + " --steps 40 --eval-every 7 --warmup 10 ";
+        REQUIRE(tiny(folder, flags + "--out whole").code == 0);
+        const Ended stopped = shell(folder, "'" + program() + "'" + TINY + flags + "--out parts --log log > printed & pid=$!\n"
+                                            "until grep -q 'step  3/40' printed || ! kill -0 $pid; do sleep 0.01; done\n"
+                                            "kill -INT $pid; wait $pid");
+        CHECK(stopped.code == 130);
+        CHECK(read_file(folder.path / "printed").find("--resume parts") != std::string::npos);
+        REQUIRE(!fs::exists(folder.path / "parts/step-000040"));
+        REQUIRE(train(folder, "--device cpu --resume parts --log log").code == 0);
+        CHECK(weights_and_state(folder.path / "whole/step-000040") == weights_and_state(folder.path / "parts/step-000040"));
+
+        std::istringstream log(read_file(folder.path / "log"));  // has every step once
+        int steps = 0;
+        for (std::string line; std::getline(log, line);) steps += nlohmann::json::parse(line).at("kind") == "step";
+        CHECK(steps == 40);
+        fs::remove(folder.path / "log");
+    }
+}
+
+TEST_CASE("program: a finished run goes on when --steps grows") {
+    Folder folder;
+    REQUIRE(tiny(folder, "--schedule constant --steps 6 --out whole").code == 0);
+    REQUIRE(tiny(folder, "--schedule constant --steps 3 --out parts").code == 0);
+    REQUIRE(train(folder, "--device cpu --resume parts --steps 6").code == 0);
+    CHECK(weights_and_state(folder.path / "whole/step-000006") == weights_and_state(folder.path / "parts/step-000006"));
+    CHECK(!fs::exists(folder.path / "parts/step-000003"));
+}
+
+TEST_CASE("program: a saved model is a folder that another run starts from") {
+    Folder folder;
+    REQUIRE(tiny(folder, "--steps 8 --lr 1e-2 --warmup 1").code == 0);
+    const double trained = number_after(tiny(folder, "--steps 0 --model out/step-000008").out, "validation | step 0 | loss ");
+    const double resumed = number_after(train(folder, "--device cpu --resume out --steps 0").out, "validation | step 8 | loss ");
+    CHECK(trained < std::log(256.0) - 0.5);
+    // The folder's weights are BF16, the run's master is FP32: in the coat recipe GEMMs read BF16 weights, so the loss is the same.
+    CHECK(trained == resumed);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST_CASE("plan: the learning rate warms up, decays to a tenth, and never leaves its bounds") {
+    const double peak = 3e-3;
+    for (const Schedule& s : schedules()) {
+        CAPTURE(s.name);
+        CHECK(learning_rate(s, peak, 20, 300, 0) == static_cast<float>(peak / 20));
+        CHECK(learning_rate(s, peak, 20, 300, 19) == static_cast<float>(peak));
+        CHECK(learning_rate(s, peak, 20, 300, 20) == static_cast<float>(peak));
+        const double end = std::string(s.name) == "constant" ? peak : peak / 10;
+        CHECK(learning_rate(s, peak, 20, 300, 300) == doctest::Approx(end));
+        for (int64_t step = 21; step < 400; step++) {
+            CHECK(learning_rate(s, peak, 20, 300, step) <= learning_rate(s, peak, 20, 300, step - 1));
+            CHECK(learning_rate(s, peak, 20, 300, step) >= static_cast<float>(end * (1 - 1e-6)));
+        }
+        CHECK(learning_rate(s, peak, 0, 1, 0) == static_cast<float>(peak));
+        CHECK(learning_rate(s, peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // a warm-up that does not end
+    }
+    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+}
+
+TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary names, padded to groups") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (const OptimizerFormat& optimizer : optimizers()) {
+                CAPTURE(model.name);
+                CAPTURE(recipe.name);
+                CAPTURE(optimizer.name);
+                Setup s{model, recipe, optimizer, 3, 48};
+                if (s.config.V == 0) s.config.V = 256;
+                const std::vector<MemoryRow> plan = memory_plan(s);
+                const auto params = parameters(s.config);
+                int64_t state = 0;  // everything but remainders, which are the weights' part
+                for (const StateTensor& t : optimizer_tensors(s.config, optimizer))
+                    if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
+                int64_t weights = 0;
+                for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders
+                const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
+                CHECK(total_bytes(plan, Category::Optimizer) >= state);
+                CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
+                CHECK(total_bytes(plan, Category::Weights) >= weights);
+                CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
+                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.stream).bytes;
+                CHECK(total_bytes(plan, Category::Activations) ==
+                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
+            }
+}
+
+TEST_CASE("plan: a linear layer that cannot run in FP8 is said to fall back") {
+    auto falls_back = [](int64_t T) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, T};
+        int rows = 0;
+        for (const PrecisionRow& row : precision_plan(s)) {
+            const bool said = row.name.find("falls back") != std::string::npos;
+            if (said) CHECK(row.input.find("e4m3") == std::string::npos);
+            rows += said;
+        }
+        return rows;
+    };
+    CHECK(falls_back(64) == 0);
+    CHECK(falls_back(65) == 6);  // four linear layers, and the two GEMMs of their backward
+}
