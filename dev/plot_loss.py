@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Draws the loss curves of runs from their logs (./train --log FILE) as one SVG.
+
+    python3 dev/plot_loss.py fp32.jsonl coat.jsonl > loss.svg
+
+A thin line is the training loss of each step, smoothed; dots joined by a thick line are the validation loss. Each run is named at its
+end by its recipe, or as NAME=FILE says. Only Python's standard library is needed.
+"""
+import json
+import math
+import sys
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 62, 190, 54, 52
+COLORS = ["#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#4a5568"]
+
+
+def read(argument):
+    """One run: {"name", "train": {step: loss}, "validation": {step: loss}}. A step that a resumed run did again counts once."""
+    name, _, path = argument.rpartition("=")
+    run = {"name": name, "train": {}, "validation": {}}
+    try:
+        with open(path, encoding="utf-8") as log:
+            lines = [json.loads(line) for line in log if line.strip()]
+    except OSError as error:
+        sys.exit(f"{path} cannot be read ({error.strerror}); make it with ./train --log {path}.")
+    except ValueError:
+        sys.exit(f"{path} is not a log of JSON lines; make one with ./train --log {path}.")
+    for line in lines:
+        if line["kind"] == "settings":
+            run["name"] = name or line["recipe"]
+            for curve in ("train", "validation"):  # a resumed run begins again at its checkpoint
+                run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
+        if line["kind"] == "step" and line["loss"] is not None:
+            run["train"][line["step"]] = line["loss"]
+        if line["kind"] == "validation":
+            run["validation"][line["step"]] = line["loss"]
+    if not run["train"]:
+        sys.exit(f"{path} has no steps; give the log of a run that trained.")
+    return run
+
+
+def smoothed(points):
+    """Exponential mean over about 10 steps, without its bias at the start."""
+    keep, mean, weight, out = 0.9, 0.0, 0.0, []
+    for step, loss in sorted(points.items()):
+        mean, weight = keep * mean + (1 - keep) * loss, keep * weight + (1 - keep)
+        out.append((step, mean / weight))
+    return out
+
+
+def ticks(low, high, count):
+    """Round numbers in [low, high], about count of them."""
+    raw = (high - low) / count
+    power = 10 ** math.floor(math.log10(raw))
+    spacing = min((m * power for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
+    first = math.ceil(low / spacing - 1e-9)
+    return [n * spacing for n in range(first, math.floor(high / spacing + 1e-9) + 1)]
+
+
+def spread(labels, gap):
+    """Moves labels (y, ...) apart so that they stay readable."""
+    labels = sorted(labels)
+    for i in range(1, len(labels)):
+        labels[i][0] = max(labels[i][0], labels[i - 1][0] + gap)
+    return labels
+
+
+def escape(text):
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def draw(runs):
+    losses = [loss for run in runs for curve in ("train", "validation") for loss in run[curve].values()]
+    low, high = min(losses), max(losses)
+    low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
+    last = max(max(run["train"]) for run in runs)
+
+    def x(step):
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+    def y(loss):
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
+
+    def line(points, color, width, opacity):
+        path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points)
+        return (f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" stroke-opacity="{opacity}" '
+                f'stroke-linejoin="round" stroke-linecap="round"/>')
+
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+           f'font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#3b4252">',
+           f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+           f'<text x="{LEFT}" y="26" font-size="17" font-weight="bold" fill="#1a202c">Loss, nats per token</text>',
+           f'<text x="{LEFT}" y="44" font-size="12" fill="#718096">dots: validation; thin: training, smoothed over about 10 steps</text>']
+    for loss in ticks(low, high, 6):
+        svg.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#e8ecf1"/>')
+        svg.append(f'<text x="{LEFT - 10}" y="{y(loss) + 4.5:.1f}" text-anchor="end">{loss:g}</text>')
+    for step in ticks(0, last, 6):
+        svg.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step:g}</text>')
+    svg.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}" stroke="#a0aec0"/>')
+    svg.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">step</text>')
+
+    labels = []
+    for run, color in zip(runs, COLORS * len(runs)):
+        svg.append(line(smoothed(run["train"]), color, 1.2, 0.55))
+        validation = sorted(run["validation"].items())
+        svg.append(line(validation, color, 2.2, 1))
+        svg += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3.4" fill="{color}" stroke="#ffffff"/>' for step, loss in validation]
+        step, loss = validation[-1] if validation else max(run["train"].items())
+        labels.append([y(loss), f'{escape(run["name"])}  {loss:.3f}', color, x(step)])
+    for at, text, color, end in spread(labels, 18):
+        svg.append(f'<text x="{end + 12:.1f}" y="{at + 4.5:.1f}" font-weight="bold" fill="{color}">{text}</text>')
+    return "\n".join(svg + ["</svg>"])
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__.strip())
+    print(draw([read(argument) for argument in sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    main()
