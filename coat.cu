@@ -255,7 +255,7 @@ struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
     }
 };
 
-// y = (x - mean) / std * gain + bias. Without a bias -0 is added, which changes nothing (+0 would turn -0 into +0).
+// y = (x - mean) / std * gain + bias, where no bias is 0
 __device__ float normalized(float x, float2 stats, float gain, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), gain, bias);
 }
@@ -267,7 +267,7 @@ struct Affine {
     __device__ void load(int64_t col, Values& g, Values& b) const {
         gain.values(gain.load(col), g);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) b[j] = -0.0f;
+        for (int j = 0; j < CHUNK; j++) b[j] = 0;
         if (bias.data) bias.values(bias.load(col), b);
     }
 };
@@ -617,6 +617,8 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_
     });
 }
 
+__device__ void count(int64_t* total, unsigned n) { atomicAdd(reinterpret_cast<unsigned long long*>(total), n); }
+
 // What quantizing does to a tensor: a kernel of its own, so that training pays nothing for the report.
 template <class Source>
 __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, bool groups, Fp8 format, const TensorScale* slot,
@@ -641,7 +643,6 @@ __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t
     });
     atomicAdd(&stats->signal, signal);
     atomicAdd(&stats->noise, noise);
-    auto count = [](int64_t* total, unsigned n) { atomicAdd(reinterpret_cast<unsigned long long*>(total), n); };
     count(&stats->elements, elements);
     count(&stats->saturated, saturated);
     count(&stats->flushed, flushed);
@@ -1624,7 +1625,7 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
         return copysignf(f.max * fast_exp2(g.k * log), x);
     }
     template <bool KEEP_POSITIVE>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Quad& x) {
+    static __device__ uint32_t encode(const MomentFormat& f, const GroupScale& g, const Quad& x) {
         const bool careful = wide(f, g.k) || g.max < 0x1p-100f;
         Quad y;
 #pragma unroll
@@ -1635,7 +1636,11 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
             for (int j = 0; j < LANE; j++)
                 if (x[j] > 0 && (codes >> 8 * j & 0xFFu) == 0) codes |= 1u << 8 * j;
         }
-        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = codes;
+        return codes;
+    }
+    template <bool KEEP_POSITIVE>
+    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Quad& x) {
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = encode<KEEP_POSITIVE>(f, g, x);
         if (threadIdx.x % 32 != 0) return;
         m.max[group] = g.max;
         if (f.expand) m.k[group] = g.k;
@@ -1839,6 +1844,36 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
     }
 }
 
+// For the report: what a moment that one more gradient leads to would lose. A warp a group; nothing is changed.
+template <class T, bool SECOND>
+__global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentFormat f, Factors factors, MomentView moment, Plain<T> gradients,
+                                                                         int64_t size, QuantStats* stats) {
+    using Io = MomentIo<Format::E4M3>;
+    __shared__ float table[128];
+    fill_table(f, table);
+    __syncthreads();
+    const int64_t group = int64_t(blockIdx.x) * ADAM_WARPS + threadIdx.x / 32, i = group * MOMENT_GROUP + threadIdx.x % 32 * LANE;
+    if (group * MOMENT_GROUP >= size) return;
+    Quad x, back, w{}, other{};
+    Io::decode(Io::load(moment, i, group, f.expand), f, table, x);
+    for (int j = 0; j < LANE; j++) {
+        const float g = static_cast<float>(gradients.data[i + j]);
+        if (SECOND) adamw_element(factors, 0, g, other[j], x[j], w[j]);
+        else adamw_element(factors, 0, g, x[j], other[j], w[j]);
+    }
+    GroupScale scale{}, unused{};
+    group_scales(f, f, x, x, scale, unused);
+    const uint32_t codes = Io::encode<SECOND>(f, scale, x);
+    Io::decode({codes, scale.max, scale.k}, f, table, back);
+    for (int j = 0; j < LANE && i + j < size; j++) {
+        const double error = double(x[j]) - double(back[j]);
+        atomicAdd(&stats->signal, double(x[j]) * x[j]);
+        atomicAdd(&stats->noise, error * error);
+        count(&stats->elements, 1);
+        count(&stats->flushed, x[j] != 0 && (codes >> 8 * j & 0x7Fu) == 0);
+    }
+}
+
 MomentFormat moment_format(Format f, bool expand) {
     if (!is_fp8(f)) return {false, false, 1, 1};
     return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(static_cast<double>(info(f).max) / info(f).min))};
@@ -1878,6 +1913,24 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
                 launch_adamw<bf16, decltype(m)::value, decltype(v)::value>(arguments, s);
         });
     });
+}
+
+void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, const void* gradients, Format format, QuantStats* first,
+                     QuantStats* second, cudaStream_t s) {
+    const unsigned grid = blocks(segment.size, MOMENT_GROUP * ADAM_WARPS);
+    const Factors f = factors({1, 0.0f});
+    auto measure_as = [&](auto held) {
+        held.data += segment.offset;
+        if (is_fp8(segment.m.format))
+            measure_moment_kernel<typename decltype(held)::Stream, false><<<grid, 32 * ADAM_WARPS, 0, s>>>(
+                moment_format(segment.m.format, optimizer.expand), f, segment.m, held, segment.size, first);
+        if (is_fp8(segment.v.format))
+            measure_moment_kernel<typename decltype(held)::Stream, true><<<grid, 32 * ADAM_WARPS, 0, s>>>(
+                moment_format(segment.v.format, optimizer.expand), f, segment.v, held, segment.size, second);
+        CHECK_LAUNCH("measure_moments");
+    };
+    if (format == Format::F32) measure_as(plain<float>(gradients));
+    else measure_as(plain<bf16>(gradients));
 }
 
 }  // namespace coat::gpu

@@ -1,7 +1,7 @@
 // coat.cuh - the method on the GPU: quantizers, the precision flow's elementwise kernels and the FP8 optimizer (coat.cu).
 //
 // The rule of this interface: a tensor that elementwise work can compute again is never stored; it is a `Computed`, the rule
-// that yields its FP32 values, and there are four verbs for it: amax, quantize, column_sums, measure. Per-tensor scaling thus takes two
+// that yields its FP32 values, and there are three verbs for it: amax, quantize, column_sums. Per-tensor scaling thus takes two
 // passes, amax(t) and quantize(t), without an intermediate in memory; a producer that holds a whole row leaves the next
 // norm's amax behind and saves the first. No function allocates or waits; all launch on the given CUDA stream.
 //
@@ -176,5 +176,10 @@ void gradient_norm(const void* gradients, Format format, int64_t total, const do
 // Zero the segments' amax slots first; they are filled even if the step is skipped.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, int64_t total, const Weights& w,
            const void* gradients, const GradientState* state, cudaStream_t s);
+
+// For the report: adds what encoding the FP8 moments that these gradients (total, flat order) lead to would lose. segment: a host copy of
+// one row. first, second: device memory. Nothing else is changed.
+void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, const void* gradients, Format format, QuantStats* first,
+                     QuantStats* second, cudaStream_t s);
 
 }  // namespace coat::gpu
