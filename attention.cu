@@ -9,7 +9,10 @@
 // computation with the roles of rows and columns exchanged: see Owner.
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
 #include "attention.cuh"
+#include "attention_sm90.cuh"
 
 namespace coat {
 namespace {
@@ -586,12 +589,20 @@ void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t
 
 bool tensor_cores_fit(const AttentionShape& s) { return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128); }
 
+bool is_hopper() {
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device), "attention");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attention");
+    return major == 9;
+}
+
 AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(s.format == Format::F32 || s.format == Format::BF16))
         throw Error("Attention on the GPU needs fp32 or bf16, a head size that is a multiple of 8 up to 256, and query heads that are a "
                     "multiple of key/value heads; change the model's config.");
     if (wanted != AttentionKernel::Best) return wanted;
-    return tensor_cores_fit(s) ? AttentionKernel::TensorCores : AttentionKernel::Simple;
+    if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
+    return is_hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
 }
 
 size_t delta_bytes(const AttentionShape& s) { return round_up(s.B * s.NH * s.T * int64_t(sizeof(float)), 256); }
@@ -610,6 +621,7 @@ void attention_forward(const AttentionShape& s, const void* qkv, void* out, floa
     const AttentionKernel kernel = choose(s, wanted);
     if (s.format == Format::F32)
         return simple::forward(s, static_cast<const float*>(qkv), static_cast<float*>(out), lse, stream);
+    if (kernel == AttentionKernel::Hopper) return sm90::attention_forward(s, qkv, out, lse, stream);
     const bf16* in = static_cast<const bf16*>(qkv);
     bf16* to = static_cast<bf16*>(out);
     if (kernel == AttentionKernel::Simple) return simple::forward(s, in, to, lse, stream);
@@ -621,11 +633,14 @@ void attention_backward(const AttentionShape& s, const void* qkv, const void* ou
     const AttentionKernel kernel = choose(s, wanted);
     if (s.format == Format::F32)
         return simple::backward(s, with_delta<float>(s, qkv, out, lse, dout, dqkv, workspace, stream), stream);
+    if (kernel == AttentionKernel::Hopper) return sm90::attention_backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
     const BackwardArgs<bf16> args = with_delta<bf16>(s, qkv, out, lse, dout, dqkv, workspace, stream);
     if (kernel == AttentionKernel::Simple) return simple::backward(s, args, stream);
     s.HS == 64 ? mma::backward<64>(s, args, stream) : mma::backward<128>(s, args, stream);
 }
 
-size_t attention_workspace(const AttentionShape& s) { return delta_bytes(s); }
+size_t attention_workspace(const AttentionShape& s) {
+    return std::max<size_t>(delta_bytes(s), tensor_cores_fit(s) ? sm90::attention_workspace(s) : 0);
+}
 
 }  // namespace coat

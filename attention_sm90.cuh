@@ -1,0 +1,13 @@
+// attention_sm90.cuh - what attention.cu knows of the kernels for Hopper. The caller checks that the GPU is one, that the format is BF16
+// and that the head size is 64 or 128.
+#pragma once
+#include "attention.cuh"
+
+namespace coat::sm90 {
+
+void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream);
+void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
+                        void* workspace, cudaStream_t stream);
+size_t attention_workspace(const AttentionShape& shape);
+
+}  // namespace coat::sm90
