@@ -4,7 +4,7 @@
 // A fused kernel is checked in two steps: its FP32 values against double, and then its codes, byte for byte, against the
 // reference's quantization of those very values. Outputs are poisoned first, and nobody may write behind them.
 #include <cmath>
-#include <functional>
+#include <memory>
 
 #include "../coat.cuh"
 #include "gpu.h"
@@ -561,4 +561,443 @@ GPU_TEST_CASE("cross-entropy and its gradient; the sum of losses") {
                 for (float l : losses.read()) expected += l;
                 CHECK(total.read()[0] == doctest::Approx(2 + 0.5 * expected).epsilon(1e-14));
             }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parameters and the optimizer
+
+GPU_TEST_CASE("initial weights, and splitting and joining masters, equal the reference's") {
+    FRESH_RANDOM(rng);
+    ModelConfig c = find_row(models(), "gpt2-tiny", "--model");
+    c.V = 65, c.L = 1;
+    const std::vector<Param> params = parameters(c);
+    const int64_t total = params.back().offset + params.back().padded_size();
+    for (Format f : {Format::F32, Format::BF16}) {
+        Buffer<uint8_t> values(total * info(f).bytes);
+        Buffer<int16_t> remainder(total);
+        for (size_t i = 0; i < params.size(); i++)
+            gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i], i, live_elements(c, params[i]), 7, 0);
+        const Bytes got = values.read();
+        const auto rest = remainder.read();
+        int64_t wrong = 0;
+        for (size_t i = 0; i < params.size(); i++)
+            for (int64_t e = 0; e < params[i].padded_size(); e++) {
+                const Param& p = params[i];
+                const float expected = e < p.size() ? initial(p.init_std, p.role.gain, live_elements(c, p), 7, i, e) : 0.0f;
+                uint16_t weight;
+                int16_t remains;
+                reference::split_master(expected, &weight, &remains);
+                if (f == Format::F32) wrong += std::memcmp(&got[4 * (p.offset + e)], &expected, 4) != 0;
+                else wrong += std::memcmp(&got[2 * (p.offset + e)], &weight, 2) != 0 || rest[p.offset + e] != remains;
+            }
+        CHECK(wrong == 0);
+        CHECK(values.intact());
+    }
+    Floats masters(100001);
+    for (size_t i = 0; i < masters.size(); i++) {
+        const uint32_t bits = i < 65536 ? 0x3F800000u + static_cast<uint32_t>(i) : static_cast<uint32_t>(rng.bits()) & 0xBFFFFFFFu;
+        std::memcpy(&masters[i], &bits, 4);
+    }
+    const int64_t n = static_cast<int64_t>(masters.size());
+    const Buffer<float> in(masters);
+    Buffer<float> out(n);
+    Buffer<uint16_t> weight(n);
+    Buffer<int16_t> remainder(n);
+    gpu::split_master(in.get(), weight.get(), remainder.get(), n, 0);
+    gpu::join_master(weight.get(), remainder.get(), out.get(), n, 0);
+    CHECK(same_bytes(out.read(), masters));
+    const auto w = weight.read();
+    const auto r = remainder.read();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t ew;
+        int16_t er;
+        reference::split_master(masters[i], &ew, &er);
+        wrong += ew != w[i] || er != r[i];
+    }
+    CHECK(wrong == 0);
+}
+
+GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
+    FRESH_RANDOM(rng);
+    auto state_of = [&](const Floats& g, Format f, double loss, float clip) {
+        const Tensor x(g, f);
+        Buffer<gpu::GradientState> state(1);
+        state.zero();
+        Buffer<double> workspace(gpu::GRADIENT_PARTIALS), dloss(1);
+        dloss.write({loss});
+        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(), workspace.get(), 0);
+        CHECK(workspace.intact());
+        return state.read()[0];
+    };
+    for (Format f : {Format::F32, Format::BF16})
+        for (int64_t n : {128, 128 * 1001, 128 * 40000})
+            for (double size : {1e-25, 1e-6, 1.0, 1e25}) {
+                const Floats g = normals(rng, f, n, size);
+                double sum = 0;
+                for (float v : g) sum += double(v) * v;
+                const gpu::GradientState s = state_of(g, f, 1.0, 1.0f);
+                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));  // chunks of 8 in FP32, the rest in double
+                CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
+                CHECK(s.skip == 0);
+                CHECK(state_of(g, f, 1.0, 0.0f).scale == 1.0f);
+                CHECK(state_of(g, f, 1.0, 1.0f).norm == s.norm);
+            }
+    for (float bad : {INFINITY, NAN}) {
+        Floats g = normals(rng, Format::BF16, 128 * 999);
+        CHECK(state_of(g, Format::BF16, bad, 1.0f).skip == 1);
+        g[rng.below(128 * 999)] = bad;
+        const gpu::GradientState s = state_of(g, Format::BF16, 1.0, 1.0f);
+        CHECK(s.skip == 1);
+        CHECK(s.skipped == 1);
+    }
+}
+
+namespace {
+
+// A parameter's share of the flat order with its state on the host.
+struct HostParam {
+    int64_t size, offset;
+    bool decays;
+    Format m_format, v_format;
+    reference::Moment m, v;
+    int64_t padded() const { return round_up(size, MOMENT_GROUP); }
+};
+
+struct DeviceMoment {
+    Buffer<uint8_t> codes;
+    Buffer<float> max, k;
+    Format format;
+    bool expand;
+    DeviceMoment(const reference::Moment& m, int64_t padded)
+        : codes(padded * info(m.format).bytes), max(static_cast<int64_t>(m.max.size())), k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand) {
+        codes.zero();
+        codes.write(m.codes);
+        max.write(m.max);
+        k.write(m.k);
+    }
+    gpu::MomentView view() const { return {codes.get(), max.get(), expand ? k.get() : nullptr, format}; }
+    bool intact() const { return codes.intact() && max.intact() && k.intact(); }
+};
+
+// The new state of one moment and what it should hold: `exact` +- `error` before it is rounded to its format.
+void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second) {
+    const int64_t n = static_cast<int64_t>(exact.size());
+    const Bytes codes = d.codes.read();
+    CHECK(d.intact());
+    for (size_t i = n * info(d.format).bytes; i < codes.size(); i++) REQUIRE(codes[i] == 0);  // padding
+    if (!is_fp8(d.format)) {
+        Floats got(n);
+        Doubles bound = error;
+        for (int64_t i = 0; i < n; i++) {
+            uint16_t bits;
+            std::memcpy(&bits, &codes[2 * i], 2);
+            if (d.format == Format::F32) std::memcpy(&got[i], &codes[4 * i], 4);
+            else got[i] = reference::from_bf16(bits), bound[i] += half_ulp(Format::BF16) * (std::abs(exact[i]) + error[i]) + 0x1p-134;
+        }
+        return check_close(got, exact, bound);
+    }
+    const Floats max = d.max.read(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
+    const double fmax = info(d.format).max, range = std::log2(fmax / info(d.format).min);
+    int64_t bad_max = 0, bad_k = 0, bad_codes = 0, vanished = 0;
+    for (int64_t g = 0; g < static_cast<int64_t>(max.size()); g++) {
+        const int64_t first = g * MOMENT_GROUP, last = std::min<int64_t>(n, first + MOMENT_GROUP);
+        double top = 0, top_error = 0, low = INFINITY, low_error = 0;
+        for (int64_t i = first; i < last; i++) {
+            const double a = std::abs(exact[i]);
+            if (a > top) top = a;
+            top_error = std::max(top_error, error[i]);
+            if (a > 0 && a < low) low = a, low_error = error[i];
+        }
+        bad_max += !(std::abs(max[g] - top) <= top_error);
+        if (max[g] == 0) {
+            for (int64_t i = first; i < last; i++) bad_codes += codes[i] != 0;
+            bad_k += k[g] != 1;
+            continue;
+        }
+        // log2 is good to two units of 2^-23 of a number up to 149; what may be the smallest may also be another by its error, or zero.
+        const double ratio = std::log2(top) - std::log2(low);
+        const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + (low_error < low / 2 ? 2 * low_error / low : INFINITY));
+        const double most = ratio - ratio_error > 0 ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY, least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
+        const double k_most = std::min(64.0, std::max(1.0, std::floor(most)) / 16), k_least = std::min(64.0, std::max(1.0, std::floor(least)) / 16);
+        if (d.expand) bad_k += k[g] < k_least || k[g] > k_most || k[g] * 16 != std::floor(k[g] * 16);
+        // lg2.approx is good to 2^-22 below 1 in size and to 2 units of 2^-23 relative beyond, the quotient before it to 2 u, k log2 to u
+        // relative; ex2.approx to 2^-22. (The careful path subtracts two logarithms of up to 149.)
+        const bool careful = range > 120 * k[g] || max[g] < 0x1p-100f;
+        const double log_error = careful ? 2 * 150 * 0x1p-23 : 0x1p-21;
+        const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
+        for (int64_t i = first; i < last; i++) {
+            auto encoded = [&](double a, double with) {
+                return reference::encode(d.format, static_cast<float>(std::min(fmax, fmax * std::pow(std::max(0.0, a) / max[g], double(k[g])) * with)));
+            };
+            const int a = codes[i] & 0x7F, lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error), highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
+            const bool kept = second && exact[i] > 0 && a == 1 && lowest == 0;
+            bad_codes += !kept && (a < lowest || a > highest);
+            bad_codes += std::abs(exact[i]) > error[i] && a > 0 && (codes[i] & 0x80) != (exact[i] < 0 ? 0x80 : 0);
+            vanished += second && exact[i] - error[i] > 0 && a == 0;
+        }
+    }
+    CHECK(bad_max == 0);
+    CHECK(bad_k == 0);
+    CHECK(bad_codes == 0);
+    CHECK(vanished == 0);
+}
+
+// What a moment's state means, in double, and how far off FP32 may be: the table of logarithms and 1/k to 2 units each of a number up to
+// log2(FMAX/FMIN), ex2.approx to 2^-22, a product.
+void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& error) {
+    Floats held(n);
+    x.resize(n), error.assign(n, 0.0);
+    if (!is_fp8(m.format)) {
+        m.load(0, n, held.data());
+        x = doubles(held);
+        return;
+    }
+    const double fmax = info(m.format).max, range = std::log2(fmax / info(m.format).min);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t g = i / MOMENT_GROUP;
+        const double k = m.expand ? m.k[g] : 1, code = reference::decode(m.format, m.codes[i]);
+        x[i] = code == 0 || m.max[g] == 0 ? 0.0 : std::copysign(m.max[g] * std::pow(std::abs(code) / fmax, 1 / k), code);
+        error[i] = std::abs(x[i]) * (m.expand ? range / k * 0x1p-21 + 0x1p-20 : 8 * U) + (x[i] != 0 ? 0x1p-147 : 0);
+    }
+}
+
+const OptimizerFormat OPTIMIZERS[] = {
+    {"coat", Format::E4M3, Format::E4M3, true, ""},  {"fp8", Format::E4M3, Format::E4M3, false, ""}, {"m, e5m2", Format::E4M3, Format::E5M2, true, ""},
+    {"e5m2, m", Format::E5M2, Format::E4M3, false, ""}, {"e5m2", Format::E5M2, Format::E5M2, true, ""}, {"bf16", Format::BF16, Format::BF16, false, ""},
+    {"fp32", Format::F32, Format::F32, false, ""},   {"fp32, e4m3", Format::F32, Format::E4M3, true, ""}, {"e4m3, bf16", Format::E4M3, Format::BF16, true, ""},
+};
+
+struct AdamRun {
+    std::vector<HostParam> params;
+    int64_t total = 0;
+    Floats master, gradient;  // flat, padded
+    Format stream;
+    OptimizerFormat optimizer;
+
+    AdamRun(Random& rng, Format stream, const OptimizerFormat& o, const Distribution& of_gradients, bool old_state) : stream(stream), optimizer(o) {
+        for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
+            HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
+            if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // a gain
+            p.m.init(p.m_format, o.expand, size);
+            p.v.init(p.v_format, o.expand, size);
+            if (old_state) {
+                Floats m(size), v(size);
+                for (int64_t i = 0; i < size; i++) {
+                    v[i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
+                    m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
+                    if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;  // rows of tokens that never came
+                }
+                p.m.store(0, size, m.data(), false);
+                p.v.store(0, size, v.data(), true);
+            }
+            total += p.padded();
+            params.push_back(std::move(p));
+        }
+        master.assign(total, 0.0f), gradient.assign(total, 0.0f);
+        for (const HostParam& p : params)
+            for (int64_t i = 0; i < p.size; i++) {
+                master[p.offset + i] = static_cast<float>(0.02 * rng.normal());
+                gradient[p.offset + i] = reference::round_to(stream, of_gradients.draw(rng, i));
+            }
+    }
+
+    struct Result {
+        std::vector<std::unique_ptr<DeviceMoment>> m, v;
+        Floats master;
+        std::vector<uint16_t> weight;
+        std::vector<TensorScale> amax;
+        bool intact;
+    };
+    Result step(const AdamW& a, float scale, bool skip) const {
+        Result r;
+        const int64_t n = static_cast<int64_t>(params.size());
+        Buffer<TensorScale> slots(n);
+        slots.zero();
+        std::vector<gpu::Segment> table;
+        for (int64_t i = 0; i < n; i++) {
+            r.m.push_back(std::make_unique<DeviceMoment>(params[i].m, params[i].padded()));
+            r.v.push_back(std::make_unique<DeviceMoment>(params[i].v, params[i].padded()));
+            table.push_back({params[i].offset, params[i].size, r.m[i]->view(), r.v[i]->view(), params[i].decays, slots.get() + i});
+        }
+        const Buffer<gpu::Segment> segments(table);
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, scale, skip, 0}});
+        const Tensor g(gradient, stream);
+        Buffer<float> masters(master);
+        Buffer<uint16_t> weight(total);
+        Buffer<int16_t> remainder(total);
+        gpu::split_master(masters.get(), weight.get(), remainder.get(), total, 0);
+        const bool f32 = stream == Format::F32;
+        gpu::adamw(a, optimizer, segments.get(), static_cast<int>(n), total, {f32 ? static_cast<void*>(masters.get()) : weight.get(), f32 ? nullptr : remainder.get(), stream},
+                   g.codes.get(), state.get(), 0);
+        if (!f32) gpu::join_master(weight.get(), remainder.get(), masters.get(), total, 0);
+        r.master = masters.read(), r.weight = weight.read(), r.amax = slots.read();
+        r.intact = masters.intact() && weight.intact() && remainder.intact() && slots.intact();
+        return r;
+    }
+};
+
+}  // namespace
+
+GPU_TEST_CASE("AdamW in every format of moments: weights, moments, codes, amax") {
+    FRESH_RANDOM(rng);
+    for (Format stream : {Format::BF16, Format::F32})
+        for (const OptimizerFormat& o : OPTIMIZERS)
+            for (const char* kind : {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
+                const Distribution& d = *std::find_if(distributions().begin(), distributions().end(), [&](auto& x) { return x.name == kind; });
+                CAPTURE(o.name);
+                CAPTURE(d.name);
+                const AdamRun run(rng, stream, o, d, true);
+                AdamW a{3, 1e-3f};
+                const float scale = 0.25f;
+                const AdamRun::Result r = run.step(a, scale, false), again = run.step(a, scale, false);
+                CHECK(r.intact);
+                CHECK(same_bytes(r.master, again.master));
+                const double bias1 = 1 - std::pow(double(a.beta1), 3), bias2 = std::sqrt(1 - std::pow(double(a.beta2), 3));
+                for (size_t i = 0; i < run.params.size(); i++) {
+                    const HostParam& p = run.params[i];
+                    CAPTURE(p.size);
+                    Doubles m, v, em, ev, w(p.size), ew(p.size);
+                    decode_exactly(p.m, p.size, m, em);
+                    decode_exactly(p.v, p.size, v, ev);
+                    float top = 0;
+                    Floats got(p.size);
+                    for (int64_t e = 0; e < p.size; e++) {
+                        const double g = double(run.gradient[p.offset + e]) * scale, old = run.master[p.offset + e];
+                        const double b1 = a.beta1, c1 = 1 - a.beta1, b2 = a.beta2, c2 = 1 - a.beta2;
+                        em[e] = b1 * em[e] + 4 * U * (std::abs(b1 * m[e]) + std::abs(c1 * g)) + (m[e] != 0 || g != 0 ? 0x1p-147 : 0);
+                        m[e] = b1 * m[e] + c1 * g;
+                        ev[e] = b2 * ev[e] + 6 * U * (b2 * v[e] + c2 * g * g) + (v[e] != 0 || g != 0 ? 0x1p-147 : 0);
+                        v[e] = b2 * v[e] + c2 * g * g;
+                        const double root = std::sqrt(v[e]), root_error = v[e] > 0 ? std::min(ev[e] / root, std::sqrt(ev[e])) : std::sqrt(ev[e]);
+                        const double below = root / bias2 + a.eps, update = m[e] / bias1 / below, decay = p.decays ? a.weight_decay : 0;
+                        const double update_error = em[e] / bias1 / below + std::abs(update) * (root_error / bias2 / below + 32 * U);
+                        w[e] = old - a.lr * (update + decay * old);
+                        ew[e] = a.lr * (update_error + 8 * U * std::abs(decay * old)) + 4 * U * std::abs(w[e]) + 2 * U * std::abs(old);
+                        got[e] = r.master[p.offset + e];
+                        uint16_t bits = r.weight[p.offset + e];
+                        top = std::max(top, std::abs(stream == Format::F32 ? got[e] : reference::from_bf16(bits)));
+                    }
+                    check_close(got, w, ew);
+                    for (int64_t e = p.size; e < p.padded(); e++) REQUIRE(r.master[p.offset + e] == 0);
+                    CHECK(r.amax[i].amax == top);
+                    check_moment(*r.m[i], m, em, false);
+                    check_moment(*r.v[i], v, ev, true);
+                    CHECK(same_bytes(r.m[i]->codes.read(), again.m[i]->codes.read()));
+                    CHECK(same_bytes(r.v[i]->codes.read(), again.v[i]->codes.read()));
+                }
+            }
+}
+
+// beta = 0 and no old state hand the kernel's encoder exactly g and g^2, so that its codes can be held against the reference's. Both take
+// logarithms and powers in FP32: they may disagree where a power falls on the border between two codes, whose distance is at least
+// 1/16 of the value. With an error d of the powers at most 2 * 16 d of the codes differ in expectation, each by one step.
+GPU_TEST_CASE("FP8 moments have the reference's codes") {
+    FRESH_RANDOM(rng);
+    for (const OptimizerFormat& o : OPTIMIZERS) {
+        if (!is_fp8(o.m) && !is_fp8(o.v)) continue;
+        for (const Distribution& d : distributions()) {
+            if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares are no numbers
+            CAPTURE(o.name);
+            CAPTURE(d.name);
+            const AdamRun run(rng, Format::F32, o, d, false);
+            const AdamRun::Result r = run.step({1, 1e-3f, 0.0f, 0.0f}, 1.0f, false);
+            int64_t groups = 0, other_k = 0, elements = 0, differ = 0, far = 0;
+            double allowed = 0;
+            for (size_t i = 0; i < run.params.size(); i++) {
+                const HostParam& p = run.params[i];
+                const float* g = &run.gradient[p.offset];
+                Floats square(p.size);
+                for (int64_t e = 0; e < p.size; e++) square[e] = g[e] * g[e];
+                for (bool second : {false, true}) {
+                    const DeviceMoment& got = second ? *r.v[i] : *r.m[i];
+                    if (!is_fp8(got.format)) continue;
+                    reference::Moment expected;
+                    expected.init(got.format, o.expand, p.size);
+                    expected.store(0, p.size, second ? square.data() : g, second);
+                    const Bytes codes = got.codes.read();
+                    const Floats max = got.max.read(), k = o.expand ? got.k.read() : Floats(max.size(), 1.0f);
+                    CHECK(same_bytes(max, expected.max));
+                    for (size_t group = 0; group < max.size(); group++) {
+                        groups++;
+                        const float k_expected = o.expand ? expected.k[group] : 1.0f;
+                        if (k[group] != k_expected) {
+                            far += std::abs(k[group] - k_expected) > 1.0f / 16;
+                            other_k++;
+                            continue;
+                        }
+                        // The reference subtracts two logarithms, each rounded to u of its size.
+                        const double size = max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
+                        const double error = o.expand ? k[group] * (4 * U * size + 0x1p-20) + 0x1p-18 : 0;
+                        for (int64_t e = group * MOMENT_GROUP; e < std::min<int64_t>(p.size, (group + 1) * MOMENT_GROUP); e++) {
+                            elements++;
+                            allowed += 32 * error;
+                            differ += codes[e] != expected.codes[e];
+                            far += std::abs(codes[e] - expected.codes[e]) > 1;
+                        }
+                    }
+                }
+            }
+            CAPTURE(elements);
+            CAPTURE(differ);
+            CHECK(differ <= allowed + 6 * std::sqrt(allowed));  // six standard deviations of so rare an event; 0 without expansion
+            CHECK(far == 0);
+            CHECK(other_k <= groups / 50 + 2);  // k falls on a multiple of 1/16 within 16 k^2 / range * the logarithms' error of 2^-16
+        }
+    }
+}
+
+GPU_TEST_CASE("a skipped step changes nothing and still leaves the weights' amax") {
+    FRESH_RANDOM(rng);
+    for (Format stream : {Format::BF16, Format::F32}) {
+        const AdamRun run(rng, stream, OPTIMIZERS[0], distributions()[0], true);
+        const AdamRun::Result r = run.step({3, 1e-3f}, 1.0f, true);
+        CHECK(same_bytes(r.master, run.master));
+        for (size_t i = 0; i < run.params.size(); i++) {
+            const HostParam& p = run.params[i];
+            Bytes m = r.m[i]->codes.read(), v = r.v[i]->codes.read();
+            m.resize(p.m.codes.size()), v.resize(p.v.codes.size());
+            CHECK(same_bytes(m, p.m.codes));
+            CHECK(same_bytes(v, p.v.codes));
+            CHECK(same_bytes(r.m[i]->max.read(), p.m.max));
+            float top = 0;
+            for (int64_t e = 0; e < p.size; e++) {
+                uint16_t weight;
+                int16_t remainder;
+                reference::split_master(run.master[p.offset + e], &weight, &remainder);
+                top = std::max(top, std::abs(stream == Format::F32 ? run.master[p.offset + e] : reference::from_bf16(weight)));
+            }
+            CHECK(r.amax[i].amax == top);
+        }
+    }
+}
+
+GPU_TEST_CASE("what encoding the moments loses is measured as in the reference") {
+    FRESH_RANDOM(rng);
+    for (const OptimizerFormat& o : {OPTIMIZERS[0], OPTIMIZERS[1]}) {
+        const AdamRun run(rng, Format::BF16, o, distributions()[0], true);
+        const HostParam& p = run.params.back();
+        const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
+        Buffer<QuantStats> stats(2);
+        stats.zero();
+        const Tensor g(run.gradient, Format::BF16);
+        gpu::measure_moments(o, {p.offset, p.size, m.view(), v.view(), true, nullptr}, g.codes.get(), Format::BF16, stats.get(), stats.get() + 1, 0);
+        QuantStats expected[2];
+        Floats hm(p.size), hv(p.size), unused(p.size);
+        p.m.load(0, p.size, hm.data());
+        p.v.load(0, p.size, hv.data());
+        reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), p.size, &run.gradient[p.offset], unused.data(), hm.data(), hv.data());
+        reference::Moment after_m = p.m, after_v = p.v;
+        after_m.store(0, p.size, hm.data(), false, &expected[0]);
+        after_v.store(0, p.size, hv.data(), true, &expected[1]);
+        const auto got = stats.read();
+        for (int i : {0, 1}) {
+            CHECK(got[i].elements == expected[i].elements);
+            CHECK(got[i].flushed == expected[i].flushed);
+            CHECK(got[i].signal == doctest::Approx(expected[i].signal).epsilon(1e-5));  // decoded moments differ by a few 1e-6
+            // A code that differs adds or takes away a step's error: 50000 elements, at most a few in a thousand. A k that differs, 2% of a group.
+            CHECK(got[i].noise == doctest::Approx(expected[i].noise).epsilon(0.02));
+        }
+        CHECK(same_bytes(m.max.read(), p.m.max));
+    }
 }
