@@ -580,7 +580,7 @@ TEST_CASE("expansion: on moments of a real run it lowers the errors of m, of v a
     //                                                          E5M2      37.02  35.96     40.30  36.00
     //                                                          E5M2+Exp  17.79  15.48     23.84  15.57
     // What holds there in every row and column is what is asked for here: expansion helps either moment whatever the other has;
-    // without it E4M3 beats E5M2; and the best pair is E4M3+Exp for both, with E5M2+Exp for the second about as good.
+    // without it E4M3 beats E5M2; and E4M3+Exp is the best first moment, with the second in E4M3+Exp or E5M2+Exp, equal within 10%.
     const RealMoments& exact = real_moments();
     double mse[4][4];
     std::string table;
@@ -600,9 +600,9 @@ TEST_CASE("expansion: on moments of a real run it lowers the errors of m, of v a
         CHECK(mse[0][other] < mse[2][other]);  // without expansion, three bits of mantissa beat two
         CHECK(mse[other][0] < mse[other][2]);
     }
-    CHECK(mse[1][1] < 1.02 * mse[1][3]);
-    CHECK(mse[1][3] < 1.1 * mse[1][1]);
-    CHECK(mse[0][0] / mse[1][1] > 1.2);
+    CHECK(std::fabs(mse[1][3] / mse[1][1] - 1) < 0.1);
+    for (int i : {0, 2, 3}) CHECK(mse[1][1] < mse[i][1]);
+    CHECK(mse[0][0] / mse[1][1] > 1.63);  // the paper's headline
     for (int format = 0; format < 4; format += 2) {
         CHECK(relative_mse(exact.m, stored(STORAGES[format + 1], false, exact.m)) < relative_mse(exact.m, stored(STORAGES[format], false, exact.m)));
         CHECK(relative_mse(exact.v, stored(STORAGES[format + 1], true, exact.v)) < relative_mse(exact.v, stored(STORAGES[format], true, exact.v)));
