@@ -1,0 +1,95 @@
+// data/file.h - files as the operating system has them: mapped to be read, checked and synced when written.
+//
+// Every other file of data/ goes through these few lines, so that a failed read or write is always an Error that names the
+// path, and a half-written file never stays behind.
+#pragma once
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../coat.h"
+
+namespace coat {
+
+// A whole file, read only. Pages are read when touched, so that a file larger than memory works. Copies share the mapping.
+struct MappedFile {
+    std::string path;
+    std::shared_ptr<const void> memory;  // null where the file is empty
+    int64_t bytes = 0;
+    const uint8_t* data() const { return static_cast<const uint8_t*>(memory.get()); }
+};
+
+inline MappedFile map_file(const std::string& path) {
+    auto fail = [&](int error) -> MappedFile {
+        throw Error("Cannot read " + path + " (" + std::strerror(error) + "); check the path and its permissions.");
+    };
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking, since path may be a pipe
+    if (file < 0) return fail(errno);
+    std::unique_ptr<const int, void (*)(const int*)> closer(&file, [](const int* f) { ::close(*f); });
+    struct stat status;
+    if (::fstat(file, &status)) return fail(errno);
+    if (!S_ISREG(status.st_mode)) throw Error(path + " is not a regular file; give a file.");
+    MappedFile map{path, nullptr, status.st_size};
+    if (!map.bytes) return map;
+    const size_t length = static_cast<size_t>(map.bytes);
+    void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED) return fail(errno);
+    map.memory = std::shared_ptr<const void>(memory, [length](const void* m) { ::munmap(const_cast<void*>(m), length); });
+    return map;
+}
+
+// A file being written. Unless finish() was reached it is removed again.
+class OutputFile {
+public:
+    explicit OutputFile(const std::string& path) : path_(path) {
+        file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+        if (file_ < 0) fail();
+    }
+    OutputFile(const OutputFile&) = delete;
+    OutputFile& operator=(const OutputFile&) = delete;
+    ~OutputFile() {
+        if (file_ < 0) return;
+        ::close(file_);
+        ::unlink(path_.c_str());
+    }
+    void write(const void* data, int64_t bytes) {
+        const char* next = static_cast<const char*>(data);
+        while (bytes > 0) {
+            const ssize_t written = ::write(file_, next, static_cast<size_t>(bytes));
+            if (written < 0 && errno == EINTR) continue;
+            if (written < 0) fail();
+            next += written;
+            bytes -= written;
+        }
+    }
+    void finish() {  // on the disk, not only in the page cache
+        if (::fsync(file_)) fail();
+        const int file = file_;
+        file_ = -1;
+        if (::close(file)) fail();
+    }
+
+private:
+    [[noreturn]] void fail() const {
+        throw Error("Cannot write " + path_ + " (" + std::strerror(errno) + "); free some space, or give another folder with --out.");
+    }
+    std::string path_;
+    int file_ = -1;
+};
+
+// A renamed or new file is on the disk only when its folder is. Some file systems cannot sync a folder and say EINVAL.
+inline void sync_folder(const std::string& folder) {
+    const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
+    const int error = errno;
+    if (file >= 0) ::close(file);
+    if (!ok) throw Error("Cannot sync " + folder + " (" + std::strerror(error) + "); check the disk, or give another folder with --out.");
+}
+
+}  // namespace coat

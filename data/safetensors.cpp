@@ -1,0 +1,264 @@
+// data/safetensors.cpp - the reader that believes no header, and the writer that leaves no half file.
+//
+// A header can lie about everything: its own length, types, shapes, where the bytes are. All of it is compared with the size of
+// the file before any tensor is handed out, so that what reads a tensor needs no check of its own.
+#include "safetensors.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "../coat.h"
+
+namespace coat {
+
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int64_t LENGTH_BYTES = 8;
+constexpr uint64_t MAX_HEADER = 100'000'000;  // the official reader's limit
+
+struct Dtype {
+    const char* name;
+    int bytes;
+};
+constexpr Dtype DTYPES[] = {
+    {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
+    {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4},     {"I64", 8},     {"U64", 8},     {"F64", 8}, {"C64", 8},
+};
+
+[[noreturn]] void refuse(const std::string& path, const std::string& why) {
+    throw Error(path + " is not a whole safetensors file (" + why + "); download it again, or choose another.");
+}
+
+// A name from a file, fit for a message of one line.
+std::string shown(const std::string& name) {
+    std::string out = name.substr(0, 100);
+    for (char& c : out)
+        if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
+    return "'" + out + "'";
+}
+
+// Bytes of a tensor; -1 if the type is unknown or no such tensor fits into memory.
+int64_t bytes_of(const TensorInfo& t) {
+    const auto type = std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](const Dtype& d) { return t.dtype == d.name; });
+    if (type == std::end(DTYPES)) return -1;
+    int64_t bytes = type->bytes;
+    for (int64_t n : t.shape)
+        if (n < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
+    return bytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading
+
+struct Mapped {
+    std::shared_ptr<const uint8_t> data;
+    int64_t bytes;
+};
+
+Mapped map_file(const std::string& path) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) throw Error(path + " cannot be read (" + std::strerror(errno) + "); give a folder that has it.");
+    struct stat status;
+    const bool regular = fstat(file, &status) == 0 && S_ISREG(status.st_mode);
+    const size_t size = regular ? static_cast<size_t>(status.st_size) : 0;
+    void* data = size > LENGTH_BYTES ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
+    const int error = errno;
+    close(file);
+    if (!regular) refuse(path, "it is not a regular file");
+    if (size <= LENGTH_BYTES) refuse(path, "it has only " + std::to_string(size) + " bytes");
+    if (data == MAP_FAILED) throw Error(path + " cannot be mapped into memory (" + std::strerror(error) + "); free some memory.");
+    auto unmap = [size](const uint8_t* p) { munmap(const_cast<uint8_t*>(p), size); };
+    return {{static_cast<const uint8_t*>(data), unmap}, static_cast<int64_t>(size)};
+}
+
+int64_t header_bytes(const std::string& path, const Mapped& file) {
+    uint64_t length;
+    std::memcpy(&length, file.data.get(), sizeof length);
+    if (length > MAX_HEADER) refuse(path, "its header would have " + std::to_string(length) + " bytes, more than 100 MB");
+    if (static_cast<int64_t>(length) > file.bytes - LENGTH_BYTES)
+        refuse(path, "its header would have " + std::to_string(length) + " bytes, but the file has " + std::to_string(file.bytes));
+    return static_cast<int64_t>(length);
+}
+
+// The header as JSON. A name given twice is refused, since readers would differ on which one counts; so is nesting beyond
+// {name: {shape: [n]}}, which no header needs and which could fill the memory.
+Json parse_header(const std::string& path, const uint8_t* text, int64_t length) {
+    std::set<std::string> names[3];  // by depth
+    auto look = [&](int depth, Json::parse_event_t event, Json& parsed) {
+        if (depth > (event == Json::parse_event_t::object_start ? 1 : 3)) refuse(path, "its header is nested too deeply");
+        if (event == Json::parse_event_t::object_start) names[depth + 1].clear();
+        if (event == Json::parse_event_t::key && !names[depth].insert(parsed.get<std::string>()).second)
+            refuse(path, "its header says " + shown(parsed.get<std::string>()) + " twice");
+        return true;
+    };
+    if (length == 0 || text[0] != '{') refuse(path, "its header is not a JSON object");
+    Json header = Json::parse(text, text + length, look, false);
+    if (!header.is_object()) refuse(path, "its header is not a JSON object");
+    return header;
+}
+
+std::map<std::string, std::string> take_metadata(const std::string& path, Json& header) {
+    std::map<std::string, std::string> metadata;
+    const auto found = header.find("__metadata__");
+    if (found == header.end()) return metadata;
+    if (!found->is_object()) refuse(path, "its metadata is not a JSON object");
+    for (const auto& [key, value] : found->items()) {
+        if (!value.is_string()) refuse(path, "the value of " + shown(key) + " in its metadata is not text");
+        metadata[key] = value.get<std::string>();
+    }
+    header.erase(found);
+    return metadata;
+}
+
+std::vector<int64_t> counts(const std::string& path, const std::string& name, const Json& entry, const char* field) {
+    std::vector<int64_t> numbers;
+    if (!entry.contains(field) || !entry[field].is_array()) refuse(path, "tensor " + shown(name) + " has no list " + field);
+    for (const Json& n : entry[field]) {
+        if (!n.is_number_unsigned() || n.get<uint64_t>() > INT64_MAX)
+            refuse(path, "tensor " + shown(name) + " has a number in " + field + " that is not a count");
+        numbers.push_back(n.get<int64_t>());
+    }
+    return numbers;
+}
+
+struct Placed {
+    TensorInfo info;
+    int64_t begin, end;
+};
+
+Placed placed(const std::string& path, const std::string& name, const Json& entry) {
+    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string()) refuse(path, "tensor " + shown(name) + " has no dtype");
+    const TensorInfo info{name, entry["dtype"].get<std::string>(), counts(path, name, entry, "shape")};
+    const std::vector<int64_t> offsets = counts(path, name, entry, "data_offsets");
+    if (offsets.size() != 2 || offsets[0] > offsets[1]) refuse(path, "tensor " + shown(name) + " has data_offsets that are no range");
+    const int64_t bytes = bytes_of(info), range = offsets[1] - offsets[0];
+    if (bytes != range)
+        refuse(path, "tensor " + shown(name) + ", " + shown(info.dtype) + " " + shape_text(info.shape) + ", cannot be the " + std::to_string(range) +
+                         " bytes that its data_offsets say");
+    return {info, offsets[0], offsets[1]};
+}
+
+}  // namespace
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+    std::string text;
+    for (int64_t n : shape) text += (text.empty() ? "" : ", ") + std::to_string(n);
+    return "[" + text + "]";
+}
+
+Safetensors::Safetensors(const std::string& path) : path_(path) {
+    const Mapped file = map_file(path);
+    file_ = file.data;
+    const int64_t length = header_bytes(path, file), start = LENGTH_BYTES + length;
+    Json header = parse_header(path, file_.get() + LENGTH_BYTES, length);
+    metadata_ = take_metadata(path, header);
+    std::vector<Placed> all;
+    for (const auto& [name, entry] : header.items()) all.push_back(placed(path, name, entry));
+    std::sort(all.begin(), all.end(), [](const Placed& a, const Placed& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+    int64_t at = 0;
+    for (const Placed& p : all) {
+        if (p.begin != at) refuse(path, "tensor " + shown(p.info.name) + (p.begin < at ? " overlaps the one before" : " comes after a hole"));
+        at = p.end;
+    }
+    if (at != file.bytes - start)
+        refuse(path, "its tensors take " + std::to_string(at) + " bytes, but " + std::to_string(file.bytes - start) + " follow the header");
+    for (const Placed& p : all) {
+        index_[p.info.name] = tensors_.size();
+        tensors_.push_back({p.info, file_.get() + start + p.begin, p.end - p.begin});
+    }
+}
+
+const Tensor* Safetensors::find(const std::string& name) const {
+    const auto found = index_.find(name);
+    return found == index_.end() ? nullptr : &tensors_[found->second];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Writing
+
+void OutputFile::check(bool ok) const {
+    if (!ok) throw Error(path_ + " cannot be written (" + std::strerror(errno) + "); free some space on the disk, or choose another folder.");
+}
+
+OutputFile::OutputFile(const std::string& path) : path_(path), file_(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+    check(file_ >= 0);
+}
+
+OutputFile::~OutputFile() {
+    if (file_ >= 0) close(file_);
+    if (!finished_) unlink(path_.c_str());
+}
+
+void OutputFile::write(const void* data, int64_t bytes) {
+    const char* at = static_cast<const char*>(data);
+    while (bytes > 0) {
+        const ssize_t written = ::write(file_, at, static_cast<size_t>(bytes));
+        if (written < 0 && errno == EINTR) continue;
+        check(written > 0);
+        at += written;
+        bytes -= written;
+    }
+}
+
+void OutputFile::finish() {
+    check(fsync(file_) == 0);  // some file systems tell only here, or at close, that the disk was full
+    const int closed = close(file_);
+    file_ = -1;
+    check(closed == 0);
+    finished_ = true;
+}
+
+void write_file(const std::string& path, const std::string& bytes) {
+    OutputFile file(path);
+    file.write(bytes.data(), static_cast<int64_t>(bytes.size()));
+    file.finish();
+}
+
+void sync_folder(const std::string& path) {
+    const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool synced = folder >= 0 && (fsync(folder) == 0 || errno == EINVAL);  // EINVAL: a file system that syncs no folders
+    const int error = errno;
+    if (folder >= 0) close(folder);
+    if (!synced) throw Error("The folder " + path + " cannot be synced (" + std::strerror(error) + "); choose another.");
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
+                                     const std::map<std::string, std::string>& metadata)
+    : file_(path) {
+    nlohmann::ordered_json header;
+    if (!metadata.empty()) header["__metadata__"] = metadata;
+    for (const TensorInfo& t : tensors) {
+        const int64_t bytes = bytes_of(t);
+        if (bytes < 0 || header.contains(t.name)) throw std::logic_error("no safetensors file can hold the tensor " + t.name);
+        header[t.name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
+        left_ += bytes;
+    }
+    std::string text = header.is_null() ? "{}" : header.dump();
+    text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)), ' ');  // tensors begin at a multiple of 8
+    const uint64_t length = text.size();
+    file_.write(&length, sizeof length);
+    file_.write(text.data(), static_cast<int64_t>(length));
+}
+
+void SafetensorsWriter::write(const void* data, int64_t bytes) {
+    file_.write(data, bytes);
+    left_ -= bytes;
+}
+
+void SafetensorsWriter::finish() {
+    if (left_ != 0) throw std::logic_error("the tensors' bytes are not those that the header promises");
+    file_.finish();
+}
+
+}  // namespace coat
