@@ -11,29 +11,35 @@
 
 namespace coat {
 
-// Tokens of one or two or four bytes each, in memory or mapped from a file. Copies share the memory.
+// Tokens of one, two or four bytes each, in memory or mapped from files. Copies and parts share the memory.
 class TokenStream {
 public:
     TokenStream() = default;
-    TokenStream(std::shared_ptr<const void> memory, int width, int64_t count) : memory_(std::move(memory)), width_(width), count_(count) {}
+    TokenStream(std::shared_ptr<const void> memory, int width, int64_t count);
     int64_t size() const { return count_; }
     int32_t operator[](int64_t i) const;
     TokenStream part(int64_t first, int64_t count) const;
+    void append(const TokenStream& other);  // data sets come in many files
+    int64_t largest() const;                // of all tokens, read as unsigned; -1 if there are none
 
 private:
-    std::shared_ptr<const void> memory_;
-    int width_ = 1;
+    struct Segment {
+        std::shared_ptr<const void> memory;
+        int width;
+        int64_t first, count;  // the tokens [first, first + count) of the stream
+    };
+    std::vector<Segment> segments_;
     int64_t count_ = 0;
 };
 
-// Turns tokens into text and back: pieces[t] are the bytes of token t. Bytes are their own pieces.
+// Turns tokens into text and back: pieces[t] are the bytes of token t, none if it has no text. Bytes are their own pieces.
 class Vocabulary {
 public:
     static Vocabulary bytes();
-    static Vocabulary read(const std::string& path);  // the table that data/tokenize.py writes beside its token files
+    static Vocabulary read(const std::string& path);  // vocabulary.json, which data/tokenize.py writes beside its token files: llm.c's
     int64_t size() const { return static_cast<int64_t>(pieces_.size()); }
     std::string decode(const std::vector<int32_t>& tokens) const;       // a token without a piece shows as <17>
-    std::vector<int32_t> encode(const std::string& text) const;         // longest piece first
+    std::vector<int32_t> encode(const std::string& text) const;         // longest piece first; INT32_MAX where no piece fits
     bool empty() const { return pieces_.empty(); }
 
 private:
@@ -42,12 +48,14 @@ private:
 
 struct Corpus {
     TokenStream train, validation;
-    Vocabulary vocabulary;    // empty if a token file has no table beside it: samples are then not printed, and train.cpp says so
-    int64_t tokens_in_use;    // one more than the largest token: what the model's vocabulary must hold
-    std::string description;  // one line for the start-up table: what, how many files, how many tokens
+    Vocabulary vocabulary;      // empty if a token file has no table beside it: samples are then not printed, and train.cpp says so
+    int64_t tokens_in_use = 0;  // what the model's vocabulary must hold: one more than the largest token, and the whole table
+    std::string description;    // one line for the start-up table: what, how many files, how many tokens
 };
 
 // data: "" for the compiler's headers, or paths separated by commas: text files, folders of them, or token files (*.bin).
+// Token files with _val in their names, as llm.c's have, are held out; where there are none it is the last tenth. The table of
+// x_train.bin and x_val.bin is x_tokenizer.bin or tokenizer.bin in the same folder.
 // Throws Error on a missing, empty, truncated or wrong-magic file.
 Corpus load_corpus(const std::string& data);
 
@@ -62,7 +70,7 @@ public:
     void next(int32_t* tokens, int32_t* targets);  // (B, T) each
     int64_t windows() const { return windows_; }
     Position position() const { return position_; }
-    void seek(Position p) { position_ = p; }
+    void seek(Position p);  // Error if these data have no such window
 
 private:
     TokenStream stream_;

@@ -1,0 +1,403 @@
+// data/tokens.cpp - text and token files to streams of tokens, and streams to micro-batches (tokens.h).
+#include "tokens.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <unordered_set>
+#include <nlohmann/json.hpp>
+
+#include "file.h"
+
+#ifndef COAT_HEADERS
+#define COAT_HEADERS ""  // the Makefile's list of the compiler's header folders, separated by colons
+#endif
+
+namespace coat {
+namespace fs = std::filesystem;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// TokenStream
+
+TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count) : count_(count) {
+    if (count) segments_.push_back({std::move(memory), width, 0, count});
+}
+
+int32_t TokenStream::operator[](int64_t i) const {
+    const auto after = std::upper_bound(segments_.begin(), segments_.end(), i, [](int64_t at, const Segment& s) { return at < s.first; });
+    const Segment& s = *std::prev(after);
+    const void* memory = s.memory.get();
+    i -= s.first;
+    return s.width == 1   ? static_cast<const uint8_t*>(memory)[i]
+           : s.width == 2 ? static_cast<const uint16_t*>(memory)[i]
+                          : static_cast<int32_t>(static_cast<const uint32_t*>(memory)[i]);
+}
+
+TokenStream TokenStream::part(int64_t first, int64_t count) const {
+    TokenStream result;
+    for (const Segment& s : segments_) {
+        const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
+        if (begin >= end) continue;
+        const auto* memory = static_cast<const uint8_t*>(s.memory.get()) + (begin - s.first) * s.width;
+        result.append(TokenStream(std::shared_ptr<const void>(s.memory, memory), s.width, end - begin));
+    }
+    return result;
+}
+
+void TokenStream::append(const TokenStream& other) {
+    for (Segment s : other.segments_) {
+        s.first = count_;
+        count_ += s.count;
+        segments_.push_back(std::move(s));
+    }
+}
+
+template <class Token>
+static int64_t largest_of(const void* memory, int64_t count) {
+    const Token* tokens = static_cast<const Token*>(memory);
+    Token most = 0;
+    for (int64_t i = 0; i < count; i++) most = std::max(most, tokens[i]);
+    return static_cast<int64_t>(most);
+}
+
+int64_t TokenStream::largest() const {
+    int64_t most = -1;
+    for (const Segment& s : segments_) {
+        const auto scan = s.width == 1 ? largest_of<uint8_t> : s.width == 2 ? largest_of<uint16_t> : largest_of<uint32_t>;
+        most = std::max(most, scan(s.memory.get(), s.count));
+    }
+    return most;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Vocabulary
+
+Vocabulary Vocabulary::bytes() {
+    Vocabulary v;
+    for (int byte = 0; byte < 256; byte++) v.pieces_.push_back(std::string(1, static_cast<char>(byte)));
+    return v;
+}
+
+// In the table a piece is text whose code points U+0000 to U+00FF stand for the bytes: JSON has no other bytes. False on
+// other code points.
+static bool bytes_of(const std::string& utf8, std::string* bytes) {
+    for (size_t i = 0; i < utf8.size(); i++) {
+        const auto c = static_cast<uint8_t>(utf8[i]);
+        if (c >= 0x80 && ((c != 0xC2 && c != 0xC3) || ++i == utf8.size())) return false;
+        *bytes += static_cast<char>(c < 0x80 ? c : (c & 3) << 6 | (utf8[i] & 0x3F));
+    }
+    return true;
+}
+
+Vocabulary Vocabulary::read(const std::string& path) {
+    auto need = [&](bool ok) {
+        if (!ok) throw Error(path + " is not a vocabulary table of version 1; write it again with data/tokenize.py.");
+    };
+    using nlohmann::json;
+    const MappedFile file = map_file(path);
+    const json table = json::parse(file.data(), file.data() + file.bytes, nullptr, /*allow_exceptions=*/false);
+    need(table.is_object() && table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
+    const json pieces = table.value("pieces", json());
+    need(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
+    Vocabulary v;
+    for (const json& piece : pieces) {
+        need(piece.is_string());
+        v.pieces_.emplace_back();
+        need(bytes_of(piece.get_ref<const std::string&>(), &v.pieces_.back()));
+    }
+    return v;
+}
+
+std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
+    std::string text;
+    for (int32_t t : tokens) {
+        const bool known = t >= 0 && t < size() && !pieces_[static_cast<size_t>(t)].empty();
+        text += known ? pieces_[static_cast<size_t>(t)] : "<" + std::to_string(t) + ">";
+    }
+    return text;
+}
+
+std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
+    std::vector<int32_t> tokens;
+    for (size_t at = 0; at < text.size();) {
+        size_t best = 0, length = 0;
+        for (size_t t = 0; t < pieces_.size(); t++) {
+            const std::string& piece = pieces_[t];
+            if (piece.size() > length && text.compare(at, piece.size(), piece) == 0) best = t, length = piece.size();
+        }
+        if (!length) throw Error("The vocabulary has no piece for \"" + text.substr(at, 1) + "\"; give another --prompt.");
+        tokens.push_back(static_cast<int32_t>(best));
+        at += length;
+    }
+    return tokens;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Corpora. Text is bytes; its files come in the byte order of their paths, whatever the locale.
+
+namespace {
+
+constexpr int64_t MIB = 1 << 20;
+constexpr int64_t MAX_HEADERS = 32 * MIB;      // of text in all: enough, and read within a blink
+constexpr int64_t MAX_HEADER_FILE = MIB / 4;   // larger headers are generated tables of numbers, not code
+constexpr size_t HELD_OUT_FILE = 20;           // every 20th file is held out,
+constexpr int64_t HELD_OUT_PART = 10;          // or, of fewer files, the last tenth
+
+const char* VOCABULARY_FILE = "vocabulary.json";
+
+std::vector<std::string> split(const std::string& list, char separator) {
+    std::vector<std::string> items;
+    for (size_t begin = 0; begin <= list.size();) {
+        const size_t end = std::min(list.find(separator, begin), list.size());
+        if (end > begin) items.push_back(list.substr(begin, end - begin));
+        begin = end + 1;
+    }
+    return items;
+}
+
+bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
+
+// All regular files under a folder but hidden ones, in the byte order of their paths.
+std::vector<std::string> files_under(const std::string& folder) {
+    std::vector<std::string> paths;
+    try {
+        const auto options = fs::directory_options::skip_permission_denied;
+        for (auto entry = fs::recursive_directory_iterator(folder, options); entry != fs::recursive_directory_iterator(); ++entry) {
+            const bool hidden = entry->path().filename().string()[0] == '.';
+            if (hidden && entry->is_directory()) entry.disable_recursion_pending();
+            if (!hidden && entry->is_regular_file()) paths.push_back(entry->path().string());
+        }
+    } catch (const fs::filesystem_error& e) {
+        throw Error("Cannot read folder " + folder + " (" + e.code().message() + "); check the path and its permissions.");
+    }
+    std::sort(paths.begin(), paths.end());
+    return paths;
+}
+
+// Texts to train on and to validate with. No text is taken twice, under whatever names: a copy of a file that is trained on
+// would make validation easier than it is.
+class TextCollection {
+public:
+    // False if it is not text (has a NUL) or was taken before.
+    bool add(const MappedFile& file) {
+        std::string text(reinterpret_cast<const char*>(file.data()), static_cast<size_t>(file.bytes));
+        if (text.empty() || text.find('\0') != std::string::npos) return false;
+        if (!seen_.insert(std::hash<std::string>()(text)).second) return false;
+        bytes_ += file.bytes;
+        texts_.push_back(std::move(text));
+        return true;
+    }
+    bool empty() const { return texts_.empty(); }
+    int64_t bytes() const { return bytes_; }
+
+    Corpus corpus(const std::string& what) const {
+        const bool by_file = texts_.size() >= HELD_OUT_FILE;
+        std::string train, validation;
+        for (size_t i = 0; i < texts_.size(); i++) {
+            const bool held_out = by_file && i % HELD_OUT_FILE == HELD_OUT_FILE / 2;
+            (held_out ? validation : train) += texts_[i];
+        }
+        Corpus c;
+        c.train = stream(std::move(train));
+        c.validation = stream(std::move(validation));
+        if (!by_file) hold_out_the_end(c);
+        c.vocabulary = Vocabulary::bytes();
+        c.tokens_in_use = c.vocabulary.size();
+        c.description = what + ": " + std::to_string(texts_.size()) + " files, " + std::to_string(c.train.size()) + " bytes to train on, " +
+                        std::to_string(c.validation.size()) + " held out (" + (by_file ? "every 20th file" : "the last tenth") + ")";
+        return c;
+    }
+
+    static void hold_out_the_end(Corpus& c) {
+        const int64_t held_out = ceil_div(c.train.size(), HELD_OUT_PART), kept = c.train.size() - held_out;
+        c.validation = c.train.part(kept, held_out);
+        c.train = c.train.part(0, kept);
+    }
+
+private:
+    static TokenStream stream(std::string text) {
+        auto memory = std::make_shared<const std::string>(std::move(text));
+        const int64_t count = static_cast<int64_t>(memory->size());
+        return TokenStream(std::shared_ptr<const void>(memory, memory->data()), 1, count);
+    }
+    std::vector<std::string> texts_;
+    std::unordered_set<size_t> seen_;
+    int64_t bytes_ = 0;
+};
+
+Corpus load_headers(const std::string& folders) {
+    TextCollection texts;
+    std::string present;
+    for (const std::string& folder : split(folders, ':')) {
+        if (!fs::is_directory(folder)) continue;
+        present += (present.empty() ? "" : ", ") + folder;
+        for (const std::string& path : files_under(folder)) {
+            std::error_code unreadable;
+            const auto bytes = static_cast<int64_t>(fs::file_size(path, unreadable));
+            if (unreadable || bytes > MAX_HEADER_FILE || texts.bytes() + bytes > MAX_HEADERS) continue;
+            texts.add(map_file(path));
+        }
+    }
+    if (texts.empty()) throw Error("The compiler's headers are not on this machine (looked in \"" + folders + "\"); give text with --data.");
+    return texts.corpus("C and C++ headers of this machine (" + present + ")");
+}
+
+Corpus load_text(const std::string& data, const std::vector<std::string>& paths) {
+    TextCollection texts;
+    for (const std::string& path : paths) {
+        if (fs::is_directory(path)) {
+            for (const std::string& file : files_under(path)) texts.add(map_file(file));
+            continue;
+        }
+        const MappedFile file = map_file(path);
+        if (!file.bytes) throw Error("--data " + path + " is empty; give a text file or a token file.");
+        if (std::memchr(file.data(), 0, static_cast<size_t>(file.bytes)))
+            throw Error("--data " + path + " is not text, it holds NUL bytes; give a text file, or a token file whose name ends in .bin.");
+        texts.add(file);
+    }
+    if (texts.empty()) throw Error("--data " + data + " holds no text; give text files, folders of them, or token files (*.bin).");
+    return texts.corpus(data);
+}
+
+// llm.c's token files: 256 int32 (magic, version, number of tokens), then the tokens.
+struct TokenFormat {
+    int32_t magic;
+    int width;
+};
+constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2}, {20240801, 4}};
+constexpr int64_t TOKEN_HEADER = 256 * 4;
+
+TokenStream read_token_file(const std::string& path) {
+    auto need = [&](bool ok, const std::string& what) {
+        if (!ok) throw Error("--data " + path + " " + what + "; write it again with data/tokenize.py.");
+    };
+    const MappedFile file = map_file(path);
+    need(file.bytes >= TOKEN_HEADER, "is truncated: it is shorter than a token file's header");
+    int32_t header[3];
+    std::memcpy(header, file.data(), sizeof header);
+    const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS), [&](const TokenFormat& f) { return f.magic == header[0]; });
+    need(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " + std::to_string(header[0]) + ", not 20240520 or 20240801");
+    need(header[1] == 1, "is a token file of version " + std::to_string(header[1]) + ", not 1");
+    const int64_t count = header[2], bytes = file.bytes - TOKEN_HEADER;
+    need(count > 0, "holds no tokens");
+    need(bytes == count * format->width, "is truncated or damaged: " + std::to_string(count) + " tokens need " + std::to_string(count * format->width) +
+                                             " bytes, it has " + std::to_string(bytes));
+    const TokenStream tokens(std::shared_ptr<const void>(file.memory, file.data() + TOKEN_HEADER), format->width, count);
+    need(tokens.largest() <= INT32_MAX, "is damaged: it holds token " + std::to_string(tokens.largest()));
+    return tokens;
+}
+
+Corpus load_tokens(const std::string& data, const std::vector<std::string>& paths) {
+    Corpus c;
+    TokenStream unnamed;
+    for (const std::string& path : paths) {
+        const std::string name = fs::path(path).filename().string();
+        const bool train = name.find("train") != std::string::npos, validation = name.find("val") != std::string::npos;
+        (train ? c.train : validation ? c.validation : unnamed).append(read_token_file(path));
+    }
+    const bool named = c.train.size() && c.validation.size();
+    c.train.append(unnamed);
+    if (!named) {
+        c.train.append(c.validation);
+        TextCollection::hold_out_the_end(c);
+    }
+    c.tokens_in_use = 1 + std::max(c.train.largest(), c.validation.largest());
+
+    const std::string table = (fs::path(paths[0]).parent_path() / VOCABULARY_FILE).string();
+    if (fs::exists(table)) {
+        c.vocabulary = Vocabulary::read(table);
+        if (c.vocabulary.size() < c.tokens_in_use)
+            throw Error("--data " + paths[0] + ": token " + std::to_string(c.tokens_in_use - 1) + " is beyond the " + std::to_string(c.vocabulary.size()) +
+                        " of " + table + "; write both again with data/tokenize.py.");
+        c.tokens_in_use = c.vocabulary.size();
+    }
+    c.description = data + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
+                    std::to_string(c.validation.size()) + " held out (" + (named ? "the files named val" : "the last tenth") + ")";
+    return c;
+}
+
+// A folder with token files stands for them; other paths stand for themselves.
+std::vector<std::string> expand(const std::string& path) {
+    if (!fs::is_directory(path)) return {path};
+    std::vector<std::string> tokens;
+    for (const std::string& file : files_under(path))
+        if (is_token_file(file)) tokens.push_back(file);
+    return tokens.empty() ? std::vector<std::string>{path} : tokens;
+}
+
+}  // namespace
+
+Corpus load_corpus(const std::string& data) {
+    if (data.empty()) return load_headers(COAT_HEADERS);
+    std::vector<std::string> paths;
+    for (const std::string& path : split(data, ',')) {
+        if (!fs::exists(path)) throw Error("--data " + path + " does not exist; give text files, folders of them, or token files (*.bin).");
+        for (const std::string& file : expand(path)) paths.push_back(file);
+    }
+    const auto tokens = std::count_if(paths.begin(), paths.end(), is_token_file);
+    if (tokens == 0) return load_text(data, paths);
+    if (tokens == static_cast<int64_t>(paths.size())) return load_tokens(data, paths);
+    throw Error("--data " + data + " mixes token files (*.bin) and text; give one kind.");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loader
+
+static uint64_t mix(uint64_t z) {  // splitmix64's finalizer
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+// Element i of a permutation of [0, n): a Feistel network permutes [0, 4^half) whatever its round function; walking its
+// cycle until a value falls below n makes that a permutation of [0, n). No table, so an epoch of any length costs nothing.
+static int64_t permute(uint64_t key, int64_t n, int64_t i) {
+    constexpr uint64_t ROUNDS = 6;
+    int half = 1;
+    while (int64_t{1} << 2 * half < n) half++;
+    const uint64_t mask = (uint64_t{1} << half) - 1;
+    auto x = static_cast<uint64_t>(i);
+    do {
+        uint64_t left = x >> half, right = x & mask;
+        for (uint64_t round = 0; round < ROUNDS; round++) {
+            const uint64_t next = left ^ (mix(key + mix((round << 32) + right)) & mask);
+            left = right;
+            right = next;
+        }
+        x = left << half | right;
+    } while (x >= static_cast<uint64_t>(n));
+    return static_cast<int64_t>(x);
+}
+
+Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle)
+    : stream_(std::move(stream)), B_(B), T_(T), windows_(0), seed_(seed), shuffle_(shuffle) {
+    if (B < 1 || T < 1) throw Error("--batch and --seq must be at least 1.");
+    windows_ = (stream_.size() - 1) / T;
+    if (stream_.size() <= T || windows_ < B)
+        throw Error("--data has " + std::to_string(stream_.size()) + " tokens in one of its parts (to train on, or held out), fewer than one batch of --batch " +
+                    std::to_string(B) + " and --seq " + std::to_string(T) + " needs; give more text, or make --batch or --seq smaller.");
+}
+
+void Loader::next(int32_t* tokens, int32_t* targets) {
+    for (int64_t b = 0; b < B_; b++) {
+        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * static_cast<uint64_t>(position_.epoch + 1));
+        const int64_t window = shuffle_ ? permute(key, windows_, position_.window) : position_.window;
+        for (int64_t t = 0; t < T_; t++) {
+            tokens[b * T_ + t] = stream_[window * T_ + t];
+            targets[b * T_ + t] = stream_[window * T_ + t + 1];
+        }
+        if (++position_.window == windows_) position_ = {position_.epoch + 1, 0};
+    }
+}
+
+void Loader::seek(Position p) {
+    if (p.epoch < 0 || p.window < 0 || p.window >= windows_)
+        throw Error("The run stopped at window " + std::to_string(p.window) + " of its data, but --data has " + std::to_string(windows_) +
+                    " of them; give the same --data, --batch and --seq.");
+    position_ = p;
+}
+
+}  // namespace coat
