@@ -4,19 +4,10 @@
 // the file before any tensor is handed out, so that what reads a tensor needs no check of its own.
 #include "safetensors.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
-
-#include "../coat.h"
 
 namespace coat {
 
@@ -61,30 +52,10 @@ int64_t bytes_of(const TensorInfo& t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-struct Mapped {
-    std::shared_ptr<const uint8_t> data;
-    int64_t bytes;
-};
-
-Mapped map_file(const std::string& path) {
-    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) throw Error(path + " cannot be read (" + std::strerror(errno) + "); give a folder that has it.");
-    struct stat status;
-    const bool regular = fstat(file, &status) == 0 && S_ISREG(status.st_mode);
-    const size_t size = regular ? static_cast<size_t>(status.st_size) : 0;
-    void* data = size > LENGTH_BYTES ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0) : MAP_FAILED;
-    const int error = errno;
-    close(file);
-    if (!regular) refuse(path, "it is not a regular file");
-    if (size <= LENGTH_BYTES) refuse(path, "it has only " + std::to_string(size) + " bytes");
-    if (data == MAP_FAILED) throw Error(path + " cannot be mapped into memory (" + std::strerror(error) + "); free some memory.");
-    auto unmap = [size](const uint8_t* p) { munmap(const_cast<uint8_t*>(p), size); };
-    return {{static_cast<const uint8_t*>(data), unmap}, static_cast<int64_t>(size)};
-}
-
-int64_t header_bytes(const std::string& path, const Mapped& file) {
+int64_t header_bytes(const std::string& path, const MappedFile& file) {
+    if (file.bytes < LENGTH_BYTES) refuse(path, "it has only " + std::to_string(file.bytes) + " bytes");
     uint64_t length;
-    std::memcpy(&length, file.data.get(), sizeof length);
+    std::memcpy(&length, file.data(), sizeof length);
     if (length > MAX_HEADER) refuse(path, "its header would have " + std::to_string(length) + " bytes, more than 100 MB");
     if (static_cast<int64_t>(length) > file.bytes - LENGTH_BYTES)
         refuse(path, "its header would have " + std::to_string(length) + " bytes, but the file has " + std::to_string(file.bytes));
@@ -157,11 +128,9 @@ std::string shape_text(const std::vector<int64_t>& shape) {
     return "[" + text + "]";
 }
 
-Safetensors::Safetensors(const std::string& path) : path_(path) {
-    const Mapped file = map_file(path);
-    file_ = file.data;
-    const int64_t length = header_bytes(path, file), start = LENGTH_BYTES + length;
-    Json header = parse_header(path, file_.get() + LENGTH_BYTES, length);
+Safetensors::Safetensors(const std::string& path) : file_(map_file(path)) {
+    const int64_t length = header_bytes(path, file_), start = LENGTH_BYTES + length;
+    Json header = parse_header(path, file_.data() + LENGTH_BYTES, length);
     metadata_ = take_metadata(path, header);
     std::vector<Placed> all;
     for (const auto& [name, entry] : header.items()) all.push_back(placed(path, name, entry));
@@ -171,11 +140,11 @@ Safetensors::Safetensors(const std::string& path) : path_(path) {
         if (p.begin != at) refuse(path, "tensor " + shown(p.info.name) + (p.begin < at ? " overlaps the one before" : " comes after a hole"));
         at = p.end;
     }
-    if (at != file.bytes - start)
-        refuse(path, "its tensors take " + std::to_string(at) + " bytes, but " + std::to_string(file.bytes - start) + " follow the header");
+    if (at != file_.bytes - start)
+        refuse(path, "its tensors take " + std::to_string(at) + " bytes, but " + std::to_string(file_.bytes - start) + " follow the header");
     for (const Placed& p : all) {
         index_[p.info.name] = tensors_.size();
-        tensors_.push_back({p.info, file_.get() + start + p.begin, p.end - p.begin});
+        tensors_.push_back({p.info, file_.data() + start + p.begin, p.end - p.begin});
     }
 }
 
@@ -186,52 +155,6 @@ const Tensor* Safetensors::find(const std::string& name) const {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Writing
-
-void OutputFile::check(bool ok) const {
-    if (!ok) throw Error(path_ + " cannot be written (" + std::strerror(errno) + "); free some space on the disk, or choose another folder.");
-}
-
-OutputFile::OutputFile(const std::string& path) : path_(path), file_(open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-    check(file_ >= 0);
-}
-
-OutputFile::~OutputFile() {
-    if (file_ >= 0) close(file_);
-    if (!finished_) unlink(path_.c_str());
-}
-
-void OutputFile::write(const void* data, int64_t bytes) {
-    const char* at = static_cast<const char*>(data);
-    while (bytes > 0) {
-        const ssize_t written = ::write(file_, at, static_cast<size_t>(bytes));
-        if (written < 0 && errno == EINTR) continue;
-        check(written > 0);
-        at += written;
-        bytes -= written;
-    }
-}
-
-void OutputFile::finish() {
-    check(fsync(file_) == 0);  // some file systems tell only here, or at close, that the disk was full
-    const int closed = close(file_);
-    file_ = -1;
-    check(closed == 0);
-    finished_ = true;
-}
-
-void write_file(const std::string& path, const std::string& bytes) {
-    OutputFile file(path);
-    file.write(bytes.data(), static_cast<int64_t>(bytes.size()));
-    file.finish();
-}
-
-void sync_folder(const std::string& path) {
-    const int folder = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const bool synced = folder >= 0 && (fsync(folder) == 0 || errno == EINVAL);  // EINVAL: a file system that syncs no folders
-    const int error = errno;
-    if (folder >= 0) close(folder);
-    if (!synced) throw Error("The folder " + path + " cannot be synced (" + std::strerror(error) + "); choose another.");
-}
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
                                      const std::map<std::string, std::string>& metadata)

@@ -1,13 +1,14 @@
-// data/safetensors.h - safetensors files in and out, and files that are whole on the disk or not there (safetensors.cpp).
+// data/safetensors.h - safetensors files in and out (safetensors.cpp).
 //
 // The format: an 8-byte little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, the tensors' bytes without
 // a gap (https://huggingface.co/docs/safetensors). What a header says is believed only after it has been checked.
 #pragma once
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
+
+#include "file.h"
 
 namespace coat {
 
@@ -27,38 +28,17 @@ std::string shape_text(const std::vector<int64_t>& shape);  // "[50257, 768]"
 class Safetensors {
 public:
     explicit Safetensors(const std::string& path);  // Error where the header is not true of the file
-    const std::string& path() const { return path_; }
+    const std::string& path() const { return file_.path; }
     const std::vector<Tensor>& tensors() const { return tensors_; }  // in the order of their bytes
     const std::map<std::string, std::string>& metadata() const { return metadata_; }
     const Tensor* find(const std::string& name) const;  // null if there is none
 
 private:
-    std::string path_;
-    std::shared_ptr<const uint8_t> file_;
+    MappedFile file_;
     std::vector<Tensor> tensors_;
     std::map<std::string, size_t> index_;
     std::map<std::string, std::string> metadata_;
 };
-
-// A file that is written from its start. It stays only if finish() has seen every byte of it on the disk: else it is removed.
-class OutputFile {
-public:
-    explicit OutputFile(const std::string& path);
-    ~OutputFile();
-    OutputFile(const OutputFile&) = delete;
-    OutputFile& operator=(const OutputFile&) = delete;
-    void write(const void* data, int64_t bytes);  // Error if the disk is full
-    void finish();
-
-private:
-    void check(bool ok) const;
-    std::string path_;
-    int file_;
-    bool finished_ = false;
-};
-
-void write_file(const std::string& path, const std::string& bytes);
-void sync_folder(const std::string& path);  // so that names made or changed in it outlive a power cut
 
 // Tensors lie in the file in the order of the table. Their bytes are streamed in that order, in pieces of any size, so that no
 // more than a piece need be in memory.
