@@ -284,8 +284,10 @@ uint8_t encode_expanded(Format fp8, float x, float max, float k) {
 float decode_expanded(Format fp8, uint8_t code, float max, float k) {
     const float c = decode(fp8, code);
     if (c == 0 || max == 0) return 0.0f;
-    const float magnitude = max * std::exp2((std::log2(std::abs(c)) - std::log2(info(fp8).max)) / k);
-    return std::copysign(magnitude, c);
+    // The power's root, twice: in a group wider than FP32's exponents the power underflows where its product with max does not.
+    // What lies below FP32 altogether stays its smallest number: a second moment that is not zero never becomes zero.
+    const float root = std::exp2((std::log2(std::abs(c)) - std::log2(info(fp8).max)) / (2 * k));
+    return std::copysign(std::max(max * root * root, std::numeric_limits<float>::denorm_min()), c);
 }
 
 void encode_group(Format fp8, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
