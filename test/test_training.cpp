@@ -65,9 +65,9 @@ double mean(const std::vector<double>& x, size_t first, size_t last) {
 
 TEST_CASE("training: 300 steps in fp32, bf16 and coat from one seed learn the text and stay within a band") {
     // The text's entropy is 1.21 nats a token; a model that knows nothing has log 50 = 3.91. The band is about the mean of the last
-    // 50 steps: 0.02 nats for coat, what the project promises of its main job, and a quarter of that for bf16.
-    const size_t steps = static_cast<size_t>(count(300, 8));
-    for (const Architecture& arch : {LLAMA, GPT2}) {
+    // 50 steps: 0.01 nats, half of what the project promises of its main job (measured: 0.001). GPT-2 takes a shorter run.
+    for (const auto& [arch, full] : {std::pair{LLAMA, 300}, std::pair{GPT2, 150}}) {
+        const size_t steps = static_cast<size_t>(count(full, 8));
         std::map<std::string, double> last;
         for (const char* recipe : RECIPES) {
             Training training(setup_of(recipe, arch, 8, 32));
@@ -76,15 +76,15 @@ TEST_CASE("training: 300 steps in fp32, bf16 and coat from one seed learn the te
             CHECK(std::fabs(loss[0] - std::log(50.0)) < 0.1);
             CHECK(mean(loss, steps - 3, steps) < loss[0]);
             if (quick()) continue;
-            last[recipe] = mean(loss, 250, 300);
-            CHECK(last[recipe] < 1.5);
+            last[recipe] = mean(loss, steps - 50, steps);
+            CHECK(last[recipe] < 1.6);
             CHECK(last[recipe] > 1.1);
-            for (size_t i = 100; i < 300; i += 50) CHECK(mean(loss, i, i + 50) < mean(loss, i - 50, i) + 0.02);  // no late rise
+            for (size_t i = 100; i < steps; i += 50) CHECK(mean(loss, i, i + 50) < mean(loss, i - 50, i) + 0.02);  // no late rise
         }
         if (quick()) continue;
         INFO(std::string(arch.name), ": fp32 ", last["fp32"], ", bf16 ", last["bf16"], ", coat ", last["coat"]);
-        CHECK(std::fabs(last["bf16"] - last["fp32"]) < 0.005);
-        CHECK(std::fabs(last["coat"] - last["fp32"]) < 0.02);
+        CHECK(std::fabs(last["bf16"] - last["fp32"]) < 0.01);
+        CHECK(std::fabs(last["coat"] - last["fp32"]) < 0.01);
     }
 }
 
