@@ -312,7 +312,6 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
         if (c.vocabulary.size() < c.tokens_in_use)
             throw Error("--data " + paths[0] + ": token " + std::to_string(c.tokens_in_use - 1) + " is beyond the " + std::to_string(c.vocabulary.size()) +
                         " of " + table + "; write both again with data/tokenize.py.");
-        c.tokens_in_use = c.vocabulary.size();
     }
     c.description = data + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
                     std::to_string(c.validation.size()) + " held out (" + (named ? "the files named val" : "the last tenth") + ")";

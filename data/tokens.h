@@ -49,7 +49,7 @@ private:
 struct Corpus {
     TokenStream train, validation;
     Vocabulary vocabulary;      // empty if a token file has no table beside it: samples are then not printed, and train.cpp says so
-    int64_t tokens_in_use = 0;  // what the model's vocabulary must hold: one more than the largest token, and the whole table
+    int64_t tokens_in_use = 0;  // what the model's vocabulary must hold: one more than the largest token; 256 for text
     std::string description;    // one line for the start-up table: what, how many files, how many tokens
 };
 
