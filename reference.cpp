@@ -749,6 +749,7 @@ public:
     const std::vector<Param> params;
     std::vector<Tensor> weights, gradients;  // by parameter; values of the stream format
     QuantStats* stats = nullptr;             // one per Kind; null: not measured
+    bool finite = true;                      // no tensor that went to FP8 had a NaN or an infinity, which a code would hide
 
     Network(const ModelConfig& c, const Recipe& r) : config(c), recipe(r), params(parameters(c)) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
@@ -813,7 +814,13 @@ private:
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
 
     // --- Residual pair: the stream goes on in stream format, the next norm reads the quantized input -------------------
-    Kept<Real> norm_input(const Tensor& sum) { return keep(sum, N_, config.C, recipe.nonlinear, stats_of(Kind::NormInput)); }
+    Kept<Real> hold(const Tensor& x, int64_t rows, int64_t cols, const Quant& q, Kind kind) {
+        if constexpr (std::is_same_v<Real, float>)
+            if (q.fp8()) finite = finite && std::isfinite(amax(x.data(), rows * cols));
+        return keep(x, rows, cols, q, stats_of(kind));
+    }
+
+    Kept<Real> norm_input(const Tensor& sum) { return hold(sum, N_, config.C, recipe.nonlinear, Kind::NormInput); }
 
     static Tensor added(const Tensor& x, const Tensor& y) {
         Tensor sum(x.size());
@@ -823,7 +830,7 @@ private:
 
     // --- Linear layers: quantized per tensor just in time, multiplied, rounded ----------------------------------------
     Tensor operand(const Tensor& x, int64_t rows, int64_t cols, const Quant& q, Kind kind) {
-        return recall(keep(x, rows, cols, q, stats_of(kind)));
+        return recall(hold(x, rows, cols, q, kind));
     }
 
     Tensor linear_forward(const std::string& name, const Tensor& x) {  // x (N, in) FP32 -> (N, out) stream
@@ -932,7 +939,7 @@ private:
 
         s.norm2_input = norm_input(middle);
         const Tensor up = linear_forward(name + "up", norm(name + "norm2", recall(s.norm2_input)));
-        s.up = keep(up, N_, config.up_cols(), recipe.nonlinear, stats_of(Kind::ActivationInput));
+        s.up = hold(up, N_, config.up_cols(), recipe.nonlinear, Kind::ActivationInput);
         const Tensor next = added(rounded(middle), linear_forward(name + "down", activation(recall(s.up))));
         saved_.push_back(std::move(s));
         return next;
@@ -984,13 +991,14 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         clear_gradients();
+        network_.finite = true;
         const int64_t N = setup_.B * setup_.T;
         double loss = 0;
         for (int64_t a = 0; a < setup_.accumulate; a++)
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / static_cast<double>(N * setup_.accumulate));
         loss /= static_cast<double>(N * setup_.accumulate);
         const double norm = gradient_norm();
-        const bool skipped = !std::isfinite(loss) || !std::isfinite(norm);
+        const bool skipped = !network_.finite || !std::isfinite(loss) || !std::isfinite(norm);
         if (!skipped) update(adamw, norm);
         return {loss, norm, skipped};
     }
