@@ -121,8 +121,8 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
     for (size_t at = 0; at < text.size();) {
         size_t best = 0, length = 0;
         for (size_t t = 0; t < pieces_.size(); t++) {
-            const std::string& piece = pieces_[t];
-            if (piece.size() > length && text.compare(at, piece.size(), piece) == 0) best = t, length = piece.size();
+            const std::string& piece = pieces_[t];  // of equal ones the last: in Llama 2 the first are a fallback that text does not use
+            if (!piece.empty() && piece.size() >= length && text.compare(at, piece.size(), piece) == 0) best = t, length = piece.size();
         }
         if (!length) throw Error("The vocabulary has no piece for \"" + text.substr(at, 1) + "\"; give another --prompt.");
         tokens.push_back(static_cast<int32_t>(best));
@@ -266,8 +266,9 @@ Corpus load_text(const std::string& data, const std::vector<std::string>& paths)
 struct TokenFormat {
     int32_t magic;
     int width;
+    int32_t newest_version;
 };
-constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2}, {20240801, 4}};
+constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2, 1}, {20240801, 4, 7}};  // llm.c calls its first version with 4 bytes 7
 constexpr int64_t TOKEN_HEADER = 256 * 4;
 
 TokenStream read_token_file(const std::string& path) {
@@ -280,7 +281,7 @@ TokenStream read_token_file(const std::string& path) {
     std::memcpy(header, file.data(), sizeof header);
     const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS), [&](const TokenFormat& f) { return f.magic == header[0]; });
     need(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " + std::to_string(header[0]) + ", not 20240520 or 20240801");
-    need(header[1] == 1, "is a token file of version " + std::to_string(header[1]) + ", not 1");
+    need(header[1] == 1 || header[1] == format->newest_version, "is a token file of version " + std::to_string(header[1]) + ", which is not known");
     const int64_t count = header[2], bytes = file.bytes - TOKEN_HEADER;
     need(count > 0, "holds no tokens");
     need(bytes == count * format->width, "is truncated or damaged: " + std::to_string(count) + " tokens need " + std::to_string(count * format->width) +
@@ -298,8 +299,8 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
         const bool train = name.find("train") != std::string::npos, validation = name.find("val") != std::string::npos;
         (train ? c.train : validation ? c.validation : unnamed).append(read_token_file(path));
     }
-    const bool named = c.train.size() && c.validation.size();
     c.train.append(unnamed);
+    const bool named = c.train.size() && c.validation.size();
     if (!named) {
         c.train.append(c.validation);
         TextCollection::hold_out_the_end(c);
@@ -333,7 +334,8 @@ Corpus load_corpus(const std::string& data) {
     if (data.empty()) return load_headers(COAT_HEADERS);
     std::vector<std::string> paths;
     for (const std::string& path : split(data, ',')) {
-        if (!fs::exists(path)) throw Error("--data " + path + " does not exist; give text files, folders of them, or token files (*.bin).");
+        std::error_code unreachable;
+        if (!fs::exists(path, unreachable)) throw Error("--data " + path + " does not exist; give text files, folders of them, or token files (*.bin).");
         for (const std::string& file : expand(path)) paths.push_back(file);
     }
     const auto tokens = std::count_if(paths.begin(), paths.end(), is_token_file);

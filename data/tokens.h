@@ -36,10 +36,10 @@ private:
 class Vocabulary {
 public:
     static Vocabulary bytes();
-    static Vocabulary read(const std::string& path);  // vocabulary.json, which data/tokenize.py writes beside its token files: llm.c's
+    static Vocabulary read(const std::string& path);  // vocabulary.json, which data/tokenize.py writes beside its token files
     int64_t size() const { return static_cast<int64_t>(pieces_.size()); }
     std::string decode(const std::vector<int32_t>& tokens) const;       // a token without a piece shows as <17>
-    std::vector<int32_t> encode(const std::string& text) const;         // longest piece first; INT32_MAX where no piece fits
+    std::vector<int32_t> encode(const std::string& text) const;         // longest piece first; Error where no piece fits
     bool empty() const { return pieces_.empty(); }
 
 private:
@@ -54,8 +54,8 @@ struct Corpus {
 };
 
 // data: "" for the compiler's headers, or paths separated by commas: text files, folders of them, or token files (*.bin).
-// Token files with _val in their names, as llm.c's have, are held out; where there are none it is the last tenth. The table of
-// x_train.bin and x_val.bin is x_tokenizer.bin or tokenizer.bin in the same folder.
+// Token files with val in their names, as llm.c's have, are held out; where there are none it is the last tenth. Their table is
+// vocabulary.json in the folder of the first.
 // Throws Error on a missing, empty, truncated or wrong-magic file.
 Corpus load_corpus(const std::string& data);
 
