@@ -56,7 +56,7 @@ $(PROGRAM): $(call object,train.cpp) $(OBJECTS)
 $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 test: $(PROGRAM) $(O)/tests
-	COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
+	OMP_WAIT_POLICY=passive COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
 
 $(O)/%.cpp.o: %.cpp $(O)/flags | need-json
 	@mkdir -p $(@D)

@@ -767,9 +767,18 @@ int run(int argc, char** argv) {
     }
 }
 
+// GNU's OpenMP spins at the end of every parallel loop unless it is told not to before main; on a machine that has other work
+// too, a step then takes several times as long. So the program starts itself once more with the setting (if it cannot, it goes on).
+void wait_without_spinning(char** argv) {
+    if (std::getenv("OMP_WAIT_POLICY")) return;
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    execv("/proc/self/exe", argv);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+    wait_without_spinning(argv);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a failed write, which gets a sentence, and not the program's end
     try {
         return run(argc, argv);
