@@ -154,6 +154,208 @@ Setup bf16_beside(Setup s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// One GPU
+
+namespace {
+
+enum Phase : uint32_t {  // of a step; backward has one for each of a linear layer's two GEMMs
+    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_UP = 1 << 2, FORWARD_DOWN = 1 << 3, HEAD = 1 << 4,
+    DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6, ACTIVATION_BACKWARD = 1 << 7, UP_DGRAD = 1 << 8, UP_WGRAD = 1 << 9,
+    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11, ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
+    EMBEDDING_BACKWARD = 1 << 16
+};
+constexpr uint32_t ALWAYS = ~0u;
+constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | FORWARD_DOWN;
+constexpr uint32_t WGRADS = DOWN_WGRAD | UP_WGRAD | OUT_WGRAD | QKV_WGRAD, DGRADS = DOWN_DGRAD | UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
+constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD, QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
+
+struct WorkRow {
+    Work work;
+    const char* name;
+    uint32_t phases;
+    int64_t bytes;
+};
+
+// What attention's backward needs on any GPU (attention.cu): FP32 sums of dq and statistics in tiles of 64 queries where the tensor
+// cores do it, a number for each query and head elsewhere.
+int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t T) {
+    const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tiles = B * c.NH * ceil_div(T, 64);
+    const bool tensor_cores = stream == Format::BF16 && (c.HS() == 64 || c.HS() == 128);
+    return tensor_cores ? std::max(simple, round_up(tiles * (2 * 64 + 64 * c.HS() + 1) * 4, GPU_ALIGNMENT)) : simple;
+}
+
+std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
+    const ModelConfig& c = s.config;
+    const Recipe r = recipe_on_gpu(s.recipe, facts.fp8_gemm);
+    const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T, V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
+    const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
+    const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
+    const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes, w = q.w.fp8() ? 1 : 0;  // a weight in stream format is used where it lies
+    const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8();
+
+    // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
+    const int64_t up_bytes = r.nonlinear.bytes(N, U);
+    const bool du_in_place = g == info(r.nonlinear.format).bytes, dqkv_in_place = N * QKV * stream <= up_bytes;
+    const uint32_t codes_phases = (fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0) | (fp8 || c.arch.rope ? QKV_BACKWARD : 0) |
+                                  (du_in_place ? 0 : UP_BACKWARD);
+    const int64_t weight = std::max(std::max(QKV, U) * C, std::max(Q, F) * C) * w;
+    int64_t linear = 0;
+    for (const Param& p : parameters(c)) linear += p.role.linear ? p.size() : 0;
+
+    return {
+        {Work::GemmScratch, "GEMM scratch", ALWAYS, 32 << 20},
+        {Work::NormPartials, "partial sums of gains' gradients", ALWAYS, 8 * facts.multiprocessors * C * 4},
+        {Work::Tokens, "tokens", ALWAYS, std::max(batch, N) * 4},
+        {Work::Targets, "targets", ALWAYS, std::max(batch, N) * 4},
+        {Work::EmbeddingOrder, "tokens in order", ALWAYS, batch * 4},
+        {Work::EmbeddingChunks, "runs of equal tokens", ALWAYS, batch * 16},
+        {Work::Losses, "losses", ALWAYS, N * 4},
+        {Work::NormStatistics, "norms' statistics", ALWAYS, N * 8},
+        {Work::RopeTable, "sines and cosines", ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
+        {Work::Scales, "per-tensor scales", ALWAYS, (parameter_rows + 8 * c.L) * 16},
+        {Work::Segments, "table of parameters", ALWAYS, parameter_rows * 128},
+        {Work::Results, "results", ALWAYS, 16 << 10},
+        {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? 2 * w * linear : 0},
+        {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
+        {Work::Activation, "operand x", FORWARD | WGRADS, N * std::max({C, fp8 ? Q : 0, F}) * x},
+        {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
+        {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
+        {Work::Branch, "a branch's output or its gradient", FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD,
+         N * std::max(C, Q) * stream},
+        {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
+        {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
+        {Work::Gradient, "operand g", codes_phases, N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g},
+        {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? N * std::max(U, QKV) * g : 0},
+        {Work::HiddenGradient, "gradient of the activation", DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
+        {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD, dqkv_in_place ? 0 : N * QKV * stream},
+        {Work::Attention, "attention's scratch", ATTENTION_BACKWARD, attention_bytes(c, r.stream, s.B, s.T)},
+        {Work::ColumnPartials, "partial sums of biases' gradients", DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
+         c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0},
+        {Work::EmbeddingPartials, "partial sums of embeddings' gradients", EMBEDDING_BACKWARD, s.B * s.T * C * 4},
+    };
+}
+
+// Each buffer, large ones first, at the lowest place where nobody is who shares a phase with it. Returns the end of the highest.
+int64_t pack(std::vector<WorkRow> rows, Place* places) {
+    std::stable_sort(rows.begin(), rows.end(), [](const WorkRow& a, const WorkRow& b) { return a.bytes > b.bytes; });
+    int64_t end = 0;
+    for (size_t i = 0; i < rows.size(); i++) {
+        Place& here = places[static_cast<int>(rows[i].work)];
+        here = {0, round_up(rows[i].bytes, GPU_ALIGNMENT)};
+        for (size_t j = 0; j < i;) {
+            const Place& there = places[static_cast<int>(rows[j].work)];
+            const bool meet = rows[i].phases & rows[j].phases && here.offset < there.offset + there.bytes && there.offset < here.offset + here.bytes;
+            if (meet) here.offset = there.offset + there.bytes, j = 0;
+            else j++;
+        }
+        end = std::max(end, here.offset + here.bytes);
+    }
+    return end;
+}
+
+// How many layers' saved activations are still wanted when the gradient of this parameter is first written.
+int64_t layers_alive(const ModelConfig& c, const Param& p) {
+    const std::string prefix = "layers.";
+    if (p.name.compare(0, prefix.size(), prefix) == 0) return std::stoll(p.name.substr(prefix.size())) + 1;
+    const bool first = p.name == "positions" || (p.name == "embedding" && !c.tied);  // written last
+    return first ? 0 : c.L;
+}
+
+int64_t padded_elements(const ModelConfig& c) {
+    const Param last = parameters(c).back();
+    return last.offset + last.padded_size();
+}
+
+// The lowest place of the gradients, from the first byte of the saved activations.
+int64_t gradients_after(const Setup& s, int64_t layer_bytes) {
+    if (s.accumulate > 1) return s.config.L * layer_bytes;
+    int64_t place = 0;
+    for (const Param& p : parameters(s.config))
+        place = std::max(place, layers_alive(s.config, p) * layer_bytes - p.offset * info(s.recipe.stream).bytes);
+    return round_up(place, GPU_ALIGNMENT);
+}
+
+class Allocation {
+public:
+    Place take(int64_t bytes) {
+        const Place place{end_, bytes};
+        end_ += round_up(bytes, GPU_ALIGNMENT);
+        return place;
+    }
+    int64_t end() const { return end_; }
+
+private:
+    int64_t end_ = 0;
+};
+
+void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
+    const std::vector<Param> params = parameters(s.config);
+    const int64_t first = memory.end();
+    for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
+        for (const Param& p : params) places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
+    layout.moments = {first, memory.end() - first};
+    for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
+        for (size_t i = 0; i < params.size(); i++) {
+            if (!is_fp8(params[i].moment(wanted))) continue;
+            (*places)[i].max = memory.take(params[i].groups() * 4).offset;
+            if (s.optimizer.expand) (*places)[i].k = memory.take(params[i].groups() * 4).offset;
+        }
+    layout.scales = {layout.moments.offset + layout.moments.bytes, memory.end() - layout.moments.offset - layout.moments.bytes};
+}
+
+}  // namespace
+
+int64_t gpu_positions(const Setup& s) { return std::max(s.T, std::min(round_up(s.T, 16), s.config.max_T)); }
+int64_t gpu_tokens(const Setup& s) { return std::max(s.B * s.T, gpu_positions(s)); }
+
+Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
+    Recipe changed = r;
+    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
+    return changed;
+}
+
+GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
+    const int64_t stream = info(s.recipe.stream).bytes, elements = padded_elements(s.config);
+    GpuLayout layout{};
+    Allocation memory;
+    layout.weights = memory.take(elements * stream);
+    layout.remainder = memory.take(s.recipe.stream == Format::F32 ? 0 : elements * 2);
+    place_moments(s, memory, layout);
+    const int64_t N = gpu_tokens(s);
+    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) {
+        layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
+        layout.layer_bytes += round_up(t.quant.bytes(N, t.cols), GPU_ALIGNMENT);
+    }
+    const int64_t saved = s.config.L * layout.layer_bytes, after = gradients_after(s, layout.layer_bytes), gradients = elements * stream;
+    const Place both = memory.take(std::max(saved, after + gradients));
+    layout.saved = {both.offset, saved};
+    layout.gradients = {both.offset + after, gradients};
+    layout.shared = saved + gradients - both.bytes;
+    layout.final_norm_input = memory.take(N * s.config.C * stream);
+    const int64_t work = memory.end(), work_bytes = pack(work_rows(s, facts), layout.work);
+    for (Place& place : layout.work) place.offset += work;
+    layout.total = memory.take(work_bytes).offset + work_bytes;
+    return layout;
+}
+
+std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
+    std::vector<MemoryRow> plan = memory_plan(s);
+    const GpuLayout layout = gpu_layout(s, facts);
+    const int64_t tokens = s.B * s.T;
+    Place unused[static_cast<int>(Work::Count)];
+    int64_t always = 0, kept = 0;
+    for (const WorkRow& row : work_rows(s, facts)) (row.work == Work::KeptWeights ? kept : always) += row.phases == ALWAYS ? row.bytes : 0;
+    const int64_t shifting = pack(work_rows(s, facts), unused) - always - kept;
+    if (kept) plan.push_back({Category::Workspace, "FP8 weights and transposes, kept", kept, "parameter", parameter_count(s.config)});
+    plan.push_back({Category::Workspace, "operands, gradients of one layer, logits", shifting, "token", tokens});
+    plan.push_back({Category::Workspace, "GEMM scratch, scales, tokens", always, "token", tokens});
+    plan.push_back({Category::Workspace, "gradients where activations were", -layout.shared, "parameter", parameter_count(s.config)});
+    const int64_t rest = layout.total - total_bytes(plan);  // alignment; room for a prompt that is longer than the batch
+    plan.push_back({Category::Workspace, "alignment", rest, "token", tokens});
+    return plan;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Printing
 
 namespace {
@@ -203,6 +405,11 @@ void print_memory_plan(const Setup& s) {
                     mib(total_bytes(beside, which)));
     }
     std::printf("  %-38s %11.1f MiB %10s   %11.1f MiB   and workspace\n", "total", mib(total_bytes(plan)), "", mib(total_bytes(beside)));
+    // On a GPU, as far as that can be told without one: the CUDA context comes on top, and is measured at start-up.
+    for (const MemoryRow& row : gpu_memory_plan(s, GpuFacts{}))
+        if (row.category == Category::Workspace)
+            std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
+    std::printf("  on one GPU: %-42s %11.1f MiB   and the CUDA context\n", "total", mib(total_bytes(gpu_memory_plan(s, GpuFacts{}))));
     std::printf("\n  saved activations: %.2f C bytes per token and layer (beside %.2f C)\n",
                 saved_bytes_per_token_and_layer(s) / static_cast<double>(s.config.C),
                 saved_bytes_per_token_and_layer(other) / static_cast<double>(s.config.C));

@@ -45,6 +45,56 @@ double saved_bytes_per_token_and_layer(const Setup& s);  // without the final no
 
 Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moments, which the plan is printed beside
 
+// ---------------------------------------------------------------------------------------------------------------------
+// One GPU: everything lies in one allocation, laid out here, so that the plan can be printed where there is no GPU.
+
+// What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both.
+enum class Work : uint8_t {
+    // for the whole step
+    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments, Results,
+    KeptWeights,
+    // in some phases of it
+    Residual, Activation, Weight, Up, Branch, FinalNorm, Logits, Gradient, GradientTransposed, HiddenGradient, QkvGradient, Attention,
+    ColumnPartials, EmbeddingPartials, Count
+};
+
+struct Place {
+    int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
+};
+inline constexpr int64_t GPU_ALIGNMENT = 256;
+
+struct MomentPlace {
+    int64_t codes, max, k;  // offsets
+};
+
+struct GpuFacts {
+    int64_t multiprocessors = 132;   // an H200 has as many
+    bool keep_fp8_weights = false;   // make FP8 weights and their transposes once a step; else whenever they are needed
+    bool fp8_gemm = true;            // compute capability 8.9 and later
+};
+
+struct GpuLayout {
+    int64_t tokens, positions;       // of a micro-batch, or of a prompt
+    Place weights, remainder, gradients, moments, scales, saved, final_norm_input;
+    Place work[static_cast<int>(Work::Count)];
+    std::vector<MomentPlace> m, v;   // by parameter
+    std::vector<Place> saved_codes;  // in the order of saved_per_layer(), from the layer's first byte; scales lie right behind
+    int64_t layer_bytes;             // of saved, for one layer
+    int64_t shared;                  // bytes of gradients that lie where activations were
+    int64_t total;
+};
+
+int64_t gpu_positions(const Setup& s);  // the longest sequence, of a micro-batch or of a prompt padded to a multiple of 16
+int64_t gpu_tokens(const Setup& s);
+// A layer's gradients are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
+// (With more, the sum over micro-batches has to outlive the next forward pass.)
+GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
+// memory_plan with the rows that a GPU adds; the total is the allocation's, byte for byte.
+std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
+// The FP8 GEMM of this GPU: false where a GPU is too old, and the recipe's linear layers then run in the stream's format.
+Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
+inline constexpr int64_t HEAD_TOKENS = 2048, UP_TOKENS = 8192;  // a batch's logits, and its feed-forward inputs before they are quantized, never exist whole
+
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);
 

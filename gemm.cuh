@@ -1,0 +1,55 @@
+// gemm.cuh - matrix products through cuBLASLt, behind one function that takes views: a scale travels with its codes.
+//
+// A linear layer has three products (row-major; N tokens; w is (out, in)):
+//   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)
+//   Dgrad   dx (N, in)   = dy (N, out)  w
+//   Wgrad   dw (out, in) = dy^T         x (N, in)
+// In FP32 and BF16 each operand is used as it lies. Hopper's FP8 product contracts contiguous dimensions only ("TN"), so Dgrad reads
+// w.transposed, and Wgrad dy.transposed and x.transposed, and the codes themselves may be missing.
+#pragma once
+#include <cublasLt.h>
+
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "coat.cuh"
+
+namespace coat::gpu {
+
+enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
+
+class Gemms {
+public:
+    static constexpr size_t SCRATCH = 32 << 20;  // what cuBLAS asks for on Hopper
+    // scratch: SCRATCH bytes of device memory, for this object alone. fast_accumulation: by kind, as in Recipe.
+    Gemms(void* scratch, const bool (&fast_accumulation)[3]);
+    ~Gemms();
+    Gemms(const Gemms&) = delete;
+    Gemms& operator=(const Gemms&) = delete;
+
+    // out: F32 or BF16; accumulate adds to it. bias (out) in out's format, or null; for Fprop.
+    void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s);
+
+    // While this is on, the first product of each shape that does not accumulate times the candidates on its own operands. Only those count
+    // whose result has the same bits as the first candidate's, so that the clock decides on speed and on nothing else.
+    void tune(bool on) { tuning_ = on; }
+
+private:
+    struct Problem;
+    struct Call;
+    using Key = std::tuple<Gemm, Format, Format, Format, int64_t, int64_t, int64_t, bool>;
+
+    Problem& problem(const Key& key, const Call& call);
+    cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
+    void choose(Problem& p, const Call& call);
+    float milliseconds(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
+    uint64_t hash(const View& out, cudaStream_t s) const;
+
+    cublasLtHandle_t handle_ = nullptr;
+    void* scratch_;
+    bool fast_accumulation_[3], tuning_ = false;
+    std::map<Key, std::unique_ptr<Problem>> problems_;
+};
+
+}  // namespace coat::gpu
