@@ -1169,7 +1169,8 @@ __global__ void rope_kernel(T* qkv, Rope rope, int64_t cols, int64_t quads) {
 
 // A maximum and the sum of exponentials beneath it, as softmax wants them.
 struct Softmax {
-    float top = -INFINITY, sum = 0;
+    float top, sum;
+    __device__ Softmax(float top = -INFINITY, float sum = 0) : top(top), sum(sum) {}
     __device__ void merge(const Softmax& o) {
         const float t = fmaxf(top, o.top);
         sum = sum * weight(top, t) + o.sum * weight(o.top, t);
@@ -1180,7 +1181,7 @@ struct Softmax {
 
 constexpr int LOSS_THREADS = 512;
 __device__ Softmax block_softmax(Softmax mine) {
-    __shared__ Softmax warps[LOSS_THREADS / 32];
+    __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
         Softmax other;
@@ -1188,10 +1189,10 @@ __device__ Softmax block_softmax(Softmax mine) {
         other.sum = __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes);
         mine.merge(other);
     }
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = mine.top, sums[threadIdx.x / 32] = mine.sum;
     __syncthreads();
-    Softmax all = warps[0];
-    for (int w = 1; w < LOSS_THREADS / 32; w++) all.merge(warps[w]);
+    Softmax all;
+    for (int w = 0; w < LOSS_THREADS / 32; w++) all.merge({tops[w], sums[w]});
     return all;
 }
 
@@ -1232,7 +1233,7 @@ __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy_kernel(Plain<T> lo
     }
 }
 
-// Sums of a block's threads, the same order every time; thread 0 has the result.
+// Sum over a block's threads, the same order every time.
 template <int THREADS>
 __device__ double block_sum(double x) {
     __shared__ double parts[THREADS];
@@ -1241,6 +1242,7 @@ __device__ double block_sum(double x) {
         __syncthreads();
         if (threadIdx.x < n) parts[threadIdx.x] += parts[threadIdx.x + n];
     }
+    __syncthreads();
     return parts[0];
 }
 

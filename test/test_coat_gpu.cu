@@ -469,14 +469,14 @@ GPU_TEST_CASE("activations forward and backward") {
                 reference::activation_forward<double>(gated, N, F, x.data(), h.data());
                 reference::activation_backward<double>(gated, N, F, x.data(), d.data(), dup.data());
                 // exp's error grows with its argument z: 2 z u and a few units of its own and of the reciprocal. Beyond 2^126 the fast
-                // reciprocal gives zero: the absolute term.
+                // reciprocal gives zero: the absolute term. The reference's 1 + tanh(z), even in double, is only good to 2^-53.
                 for (int64_t i = 0; i < N * F; i++) {
                     const int64_t at = gated ? i / F * 2 * F + i % F : i;
                     const double a = x[at], slope = gated ? 1 : 1.5957691216 * (1 + 3 * 0.044715 * a * a), z = gated ? a : 1.5957691216 * (a + 0.044715 * a * a * a);
-                    const double sig = 1 / (1 + std::exp(-z)), up_i = gated ? x[at + F] : 1, error = (8 * std::abs(z) + 64) * U, tiny = 0x1p-110 * (1 + std::abs(a * up_i));
+                    const double sig = 1 / (1 + std::exp(-z)), up_i = gated ? x[at + F] : 1, error = (8 * std::abs(z) + 64) * U, tiny = 0x1p-110 * (1 + std::abs(a * up_i)) + (gated ? 0 : std::abs(a) * 0x1p-51);
                     bound[i] = std::abs(a * sig * up_i) * error + tiny;
                     const double bend = sig * (1 + std::abs(a) * slope * (1 - sig + 8 * U) * (1 + 8));
-                    dbound[at] = std::abs(d[i] * up_i) * (bend * error + sig * std::abs(a) * slope * 16 * U) + std::abs(d[i]) * tiny * slope;
+                    dbound[at] = std::abs(d[i] * up_i) * (bend * error + sig * std::abs(a) * slope * 16 * U) + std::abs(d[i]) * (tiny * slope + (gated ? 0 : 0x1p-51));
                     if (gated) dbound[at + F] = std::abs(d[i] * a * sig) * error + std::abs(d[i]) * tiny;
                 }
                 check_computed(gpu::activation(gated, up.view()), h, bound);
