@@ -92,6 +92,13 @@ constexpr int64_t WORTH_TIMING = 1 << 20;
 
 }  // namespace
 
+bool kernels_fit() {
+    cudaFuncAttributes attributes;
+    const bool fit = cudaFuncGetAttributes(&attributes, hash_kernel) == cudaSuccess;
+    cudaGetLastError();  // forget it
+    return fit;
+}
+
 struct Gemms::Call {
     Side a, b;  // cuBLAS's A and B: our b and a
     View out;

@@ -17,6 +17,8 @@
 
 namespace coat::gpu {
 
+bool kernels_fit();  // whether this program was compiled for the GPU in use
+
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 class Gemms {

@@ -217,7 +217,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Results, "results", ALWAYS, 16 << 10},
         {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? 2 * w * linear : 0},
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
-        {Work::Activation, "operand x", FORWARD | WGRADS, N * std::max({C, fp8 ? Q : 0, F}) * x},
+        // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
+        {Work::Activation, "operand x", FORWARD | WGRADS,
+         std::max(N * std::max({C, fp8 ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
         {Work::Branch, "a branch's output or its gradient", FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD,

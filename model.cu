@@ -1,0 +1,880 @@
+// model.cu - the whole training step on the GPU: Llama and GPT-2, forward, backward and update, in the precision flow of any recipe.
+//
+// It mirrors reference.cpp's Network and Reference, with the kernels of coat.cuh, attention.cuh and gemm.cuh. Three rules:
+//   - Everything lies in one allocation, laid out by plan.cpp. Nothing is allocated after start-up, and within a step the host never waits.
+//   - Saved for backward is what coat.h's saved_per_layer() says; what elementwise work can compute again goes straight into the operands
+//     (FP8 codes, transposed where a weight's gradient wants them) of the product at hand.
+//   - The residual stream's buffer holds its gradient on the way back, and spent activations make room for gradients (plan.h).
+#include <algorithm>
+#include <cstdio>
+
+#include "attention.cuh"
+#include "gemm.cuh"
+#include "plan.h"
+
+namespace coat {
+namespace {
+
+using namespace gpu;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What CUDA hands out, given back at the end
+
+class Stream {
+public:
+    Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "Creating a CUDA stream failed"); }
+    ~Stream() { cudaStreamDestroy(stream_); }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+    operator cudaStream_t() const { return stream_; }
+    void wait() const { check(cudaStreamSynchronize(stream_), "The GPU failed"); }
+
+private:
+    cudaStream_t stream_ = nullptr;
+};
+
+class Arena {
+public:
+    Arena(const Setup& s, const GpuFacts& facts) : layout(gpu_layout(s, facts)) {
+        check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
+    }
+    ~Arena() { cudaFree(base_); }
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    const GpuLayout layout;
+    uint8_t* at(int64_t offset) const { return base_ + offset; }
+    template <class T = void>
+    T* work(Work w) const {
+        return reinterpret_cast<T*>(base_ + place(w).offset);
+    }
+    const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
+
+private:
+    uint8_t* base_ = nullptr;
+};
+
+template <class T>
+class Pinned {
+public:
+    explicit Pinned(int64_t n) { check(cudaMallocHost(&data_, n * sizeof(T)), "Allocating pinned memory failed"); }
+    ~Pinned() { cudaFreeHost(data_); }
+    Pinned(const Pinned&) = delete;
+    Pinned& operator=(const Pinned&) = delete;
+    T* get() const { return data_; }
+    T* operator->() const { return data_; }
+
+private:
+    T* data_ = nullptr;
+};
+
+void clear(void* p, int64_t bytes, cudaStream_t s) { check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed"); }
+void copy(void* to, const void* from, int64_t bytes, cudaStream_t s) {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s), "Copying memory failed");
+}
+
+// What a step finds out, on the device.
+struct Outcome {
+    double loss;
+    GradientState gradients;
+};
+struct Results {
+    Outcome outcome;
+    QuantStats stats[static_cast<int>(Kind::Count)];
+    double partials[GRADIENT_PARTIALS];
+};
+
+// The rows [first, first + n) of a view that is in stream format or in groups.
+View rows(const View& v, int64_t first, int64_t n) {
+    uint8_t* scales = static_cast<uint8_t*>(v.scales);
+    const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
+    return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols),
+            grouped ? scales + first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes : v.scales, n, v.cols, v.quant};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Weights, gradients and moments, by parameter
+
+class State {
+public:
+    const Setup& setup;
+    const std::vector<Param> params;
+    const Quant stream;
+
+    State(const Setup& s, const Arena& arena, cudaStream_t cuda)
+        : setup(s), params(parameters(s.config)), stream{s.recipe.stream}, arena_(arena), cuda_(cuda),
+          weights_{arena.at(arena.layout.weights.offset),
+                   stream.format == Format::F32 ? nullptr : reinterpret_cast<int16_t*>(arena.at(arena.layout.remainder.offset)), stream.format},
+          total_(params.back().offset + params.back().padded_size()) {
+        std::vector<Segment> table;
+        for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
+        copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
+        check(cudaStreamSynchronize(cuda_), "Copying the table of parameters failed");
+        static_assert(sizeof(Segment) <= 128, "plan.cpp counts 128 bytes a parameter");
+    }
+
+    size_t index(const std::string& name) const {
+        for (size_t i = 0; i < params.size(); i++)
+            if (params[i].name == name) return i;
+        throw Error("The model has no parameter " + name + ".");
+    }
+    View weight(size_t i) const { return flat(weights_.values, i); }
+    View gradient(size_t i) const { return flat(gradients(), i); }
+    TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
+
+    // Moments start at zero: max 0 of every group, and k 1 as an all-zero group has it.
+    void initialize() {
+        const GpuLayout& at = arena_.layout;
+        clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
+        const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
+        for (size_t i = 0; i < params.size(); i++) {
+            gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed, cuda_);
+            refresh_scale(i);
+            for (const MomentView& m : {moment(i, false), moment(i, true)})
+                if (m.k) copy(m.k, ones.data(), params[i].groups() * 4, cuda_);
+        }
+        check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
+    }
+
+    void update(const AdamW& a, Results* results) {
+        gradient_norm(gradients(), stream.format, total_, &results->outcome.loss, a.clip, &results->outcome.gradients, results->partials, cuda_);
+        clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
+        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), total_, weights_, gradients(), &results->outcome.gradients, cuda_);
+    }
+
+    void measure(Results* results, QuantReport& report) const {
+        QuantStats* stats = results->stats;
+        for (size_t i = 0; i < params.size(); i++) {
+            measure_moments(setup.optimizer, segment(i), gradients(), stream.format, stats + static_cast<int>(Kind::Moment1),
+                            stats + static_cast<int>(Kind::Moment2), cuda_);
+            append(moment(i, false).k, params[i].groups(), report.k_m);
+            append(moment(i, true).k, params[i].groups(), report.k_v);
+        }
+    }
+
+    void read(const std::string& name, void* out) const {
+        const auto [i, suffix] = parse(name);
+        if (suffix == ".gradient") return read_gradient(i, static_cast<float*>(out));
+        if (is_master(suffix)) return read_half(i, suffix == ".remainder", static_cast<uint16_t*>(out));
+        const auto [data, bytes] = find(name, i, suffix);
+        copy(out, data, bytes, cuda_);
+        check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
+    }
+
+    void write(const std::string& name, const void* in) {
+        const auto [i, suffix] = parse(name);
+        if (is_master(suffix)) {
+            write_half(i, suffix == ".remainder", static_cast<const uint16_t*>(in));
+        } else {
+            const auto [data, bytes] = find(name, i, suffix);
+            copy(data, in, bytes, cuda_);
+        }
+        refresh_scale(i);
+        check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
+    }
+
+private:
+    const Arena& arena_;
+    cudaStream_t cuda_;
+    Weights weights_;
+    int64_t total_;  // elements of the flat order
+
+    void* gradients() const { return arena_.at(arena_.layout.gradients.offset); }
+    Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
+    View flat(void* base, size_t i) const {
+        return {static_cast<uint8_t*>(base) + params[i].offset * info(stream.format).bytes, nullptr, params[i].rows, params[i].cols, stream};
+    }
+    int64_t most_groups() const {
+        int64_t most = 0;
+        for (const Param& p : params) most = std::max(most, p.groups());
+        return most;
+    }
+
+    MomentView moment(size_t i, bool second) const {
+        const MomentPlace& at = second ? arena_.layout.v[i] : arena_.layout.m[i];
+        const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
+        auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(arena_.at(offset)); };
+        if (!is_fp8(format)) return {arena_.at(at.codes), nullptr, nullptr, format};
+        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expand ? floats(at.k) : nullptr, format};
+    }
+    Segment segment(size_t i) const {
+        const Param& p = params[i];
+        return {p.offset, p.size(), moment(i, false), moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
+    }
+
+    // What the optimizer leaves behind, for weights that came from elsewhere.
+    void refresh_scale(size_t i) {
+        if (!params[i].role.linear) return;
+        clear(scale(i), sizeof(TensorScale), cuda_);
+        amax(stored(weight(i)), scale(i), cuda_);
+    }
+
+    void append(const float* values, int64_t n, std::vector<float>& to) const {
+        if (!values) return;
+        to.resize(to.size() + n);
+        copy(to.data() + to.size() - n, values, n * 4, cuda_);
+        check(cudaStreamSynchronize(cuda_), "Reading the moments failed");
+    }
+
+    // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max"): the longest parameter name that begins the tensor's name
+    std::pair<size_t, std::string> parse(const std::string& name) const {
+        size_t best = params.size();
+        for (size_t i = 0; i < params.size(); i++) {
+            const std::string& p = params[i].name;
+            const bool begins = name.compare(0, p.size(), p) == 0 && (name.size() == p.size() || name[p.size()] == '.');
+            if (begins && (best == params.size() || p.size() > params[best].name.size())) best = i;
+        }
+        if (best == params.size()) throw Error("The model has no tensor " + name + ".");
+        return {best, name.substr(params[best].name.size())};
+    }
+
+    // Tensors that lie in memory as they are read and written.
+    std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
+        const Param& p = params[i];
+        const MomentView m = moment(i, false), v = moment(i, true);
+        const struct {
+            const char* suffix;
+            void* data;
+            int64_t bytes;
+        } table[] = {
+            {"", weight(i).codes, p.size() * 2},
+            {".remainder", weights_.remainder ? weights_.remainder + p.offset : nullptr, p.size() * 2},
+            {".m", m.codes, p.size() * info(m.format).bytes}, {".m.max", m.max, p.groups() * 4}, {".m.k", m.k, p.groups() * 4},
+            {".v", v.codes, p.size() * info(v.format).bytes}, {".v.max", v.max, p.groups() * 4}, {".v.k", v.k, p.groups() * 4},
+        };
+        for (const auto& row : table)
+            if (suffix == row.suffix && row.data) return {row.data, row.bytes};
+        throw Error("The model has no tensor " + name + ".");
+    }
+
+    // The fp32 recipe holds masters alone; files have them as BF16 and remainder. Between steps the GEMMs' scratch is free.
+    static constexpr int64_t PIECE = 1 << 21;
+    bool is_master(const std::string& suffix) const { return stream.format == Format::F32 && (suffix.empty() || suffix == ".remainder"); }
+    float* piece() const { return arena_.work<float>(Work::GemmScratch); }
+    uint16_t* piece_weights() const { return reinterpret_cast<uint16_t*>(piece() + PIECE); }
+    int16_t* piece_remainders() const { return reinterpret_cast<int16_t*>(piece() + PIECE) + PIECE; }
+    float* master(size_t i) const { return static_cast<float*>(weight(i).codes); }
+
+    void read_half(size_t i, bool remainder, uint16_t* out) const {
+        for (int64_t first = 0; first < params[i].size(); first += PIECE) {
+            const int64_t n = std::min(PIECE, params[i].size() - first);
+            split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
+            copy(out + first, remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), n * 2, cuda_);
+            check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
+        }
+    }
+    void write_half(size_t i, bool remainder, const uint16_t* in) {
+        for (int64_t first = 0; first < params[i].size(); first += PIECE) {
+            const int64_t n = std::min(PIECE, params[i].size() - first);
+            split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
+            copy(remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), in + first, n * 2, cuda_);
+            join_master(piece_weights(), piece_remainders(), master(i) + first, n, cuda_);
+            check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
+        }
+    }
+    void read_gradient(size_t i, float* out) const {
+        const View g = gradient(i);
+        const int64_t step = std::max<int64_t>(1, 2 * PIECE / g.cols);
+        for (int64_t first = 0; first < g.rows; first += step) {
+            const int64_t n = std::min(step, g.rows - first);
+            dequantize(rows(g, first, n), {piece(), nullptr, n, g.cols, Q_F32}, cuda_);
+            copy(out + first * g.cols, piece(), n * g.cols * 4, cuda_);
+            check(cudaStreamSynchronize(cuda_), "Reading a gradient failed");
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Layers: what they are made of
+
+struct Vector {  // a gain or a bias; nulls where the architecture has none
+    const void* values = nullptr;
+    View gradient{};
+};
+struct NormLayer {
+    Vector gain, bias;
+};
+struct Linear {
+    View weight, gradient;  // (out, in) stream
+    Vector bias;
+    TensorScale* scale;     // of the FP8 weight
+    uint8_t* kept;          // FP8 codes, and behind them the same transposed; null unless they are made once a step
+};
+enum LayerScale { X_QKV, X_OUT, X_UP, X_DOWN, G_QKV, G_OUT, G_UP, G_DOWN, LAYER_SCALES };  // operands of the four linear layers
+using Sums = std::vector<std::pair<void*, int64_t>>;  // gradients that are added to: the ranges to clear before a step's first micro-batch
+struct Layer {
+    NormLayer norm1, norm2;
+    Linear qkv, out, up, down;
+    View norm1_input, qkv_saved, attention, lse, norm2_input, up_saved;  // saved_per_layer()
+    TensorScale* scales;
+    Sums sums;
+};
+
+struct Batch {  // on the device
+    const int32_t *tokens, *targets;
+    int64_t B, T;
+    const int32_t* order = nullptr;  // for backward
+    const EmbeddingChunk* chunks = nullptr;
+    int64_t number_of_chunks = 0;
+};
+
+class Network {
+public:
+    QuantStats* stats = nullptr;  // one per Kind, on the device; null: not measured
+
+    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
+        : config_(s.config), recipe_(recipe_on_gpu(s.recipe, facts.fp8_gemm)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
+          groups_(recipe_.nonlinear.fp8()), keeps_weights_(facts.keep_fp8_weights), embedding_(state.index("embedding")),
+          head_(state.index(config_.tied ? "embedding" : "head")), positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
+        uint8_t* kept = keeps_weights_ ? arena.work<uint8_t>(Work::KeptWeights) : nullptr;
+        for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, kept));
+        final_norm_ = make_norm("final_norm");
+        final_sums_ = make_sums([](const Param& p) { return p.name == "final_norm.gain" || p.name == "final_norm.bias"; });
+        // A tied embedding has the head's part already.
+        embedding_sums_ = make_sums([&](const Param& p) { return p.name == "positions" || (p.name == "embedding" && !config_.tied); });
+        if (config_.arch.rope) rope_table(config_, gpu_positions(s), arena.work<float2>(Work::RopeTable), cuda_);
+        need_places(s);
+    }
+
+    // Hidden states before the final norm, in x_; with the final norm's statistics.
+    void forward(const Batch& batch) {
+        begin(batch);
+        const Norm first = norm_of(layers_[0].norm1, layers_[0].norm1_input);
+        const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
+        embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, apart(first), first, amax_slot(layers_[0], X_QKV),
+                          stats_of(Kind::NormInput), cuda_);
+        x_ = goes_on(first);
+        for (int64_t l = 0; l < config_.L; l++) block_forward(l);
+    }
+
+    // Adds the mean loss of the micro-batch, divided by `accumulate`, to *loss; and if `backward`, its gradients to the gradients, of which
+    // the first micro-batch of a step makes an end.
+    void run(const Batch& batch, int64_t accumulate, bool backward, bool first, double* loss) {
+        first_ = first;
+        forward(batch);
+        head(batch, 1.0 / static_cast<double>(N_ * accumulate), backward, loss);
+        if (!backward) return;
+        for (int64_t l = config_.L; l-- > 0;) block_backward(l);
+        embedding_backward(batch);
+    }
+
+    // Logits (1, padded_V) of one token's hidden state
+    View token_logits(int64_t token) { return head_logits(token, 1); }
+
+    // Weights have changed: FP8 copies that are kept are made anew by the next forward.
+    void weights_changed() { kept_are_valid_ = false; }
+
+private:
+    const ModelConfig& config_;
+    const Recipe recipe_;
+    const Arena& arena_;
+    State& state_;
+    Gemms& gemms_;
+    cudaStream_t cuda_;
+    const bool groups_, keeps_weights_;
+    const size_t embedding_, head_, positions_;  // parameters; positions_ where the architecture has them
+    bool kept_are_valid_ = false, first_ = true;
+    std::vector<Layer> layers_;
+    NormLayer final_norm_;
+    Sums final_sums_, embedding_sums_;
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+    View x_{};  // the residual stream, (N, C)
+
+    // --- Construction ---------------------------------------------------------------------------------------------------
+    Vector make_vector(const std::string& name, bool exists) const {
+        if (!exists) return {};
+        const size_t i = state_.index(name);
+        return {state_.weight(i).codes, state_.gradient(i)};
+    }
+    NormLayer make_norm(const std::string& name) const { return {make_vector(name + ".gain", true), make_vector(name + ".bias", !config_.arch.rms)}; }
+    Linear make_linear(const std::string& name, uint8_t*& kept) const {
+        const size_t i = state_.index(name);
+        const Linear w{state_.weight(i), state_.gradient(i), make_vector(name + ".bias", config_.arch.bias), state_.scale(i), kept};
+        if (kept) kept += 2 * state_.params[i].size();
+        return w;
+    }
+    View make_saved(int64_t l, size_t which) const {
+        const SavedTensor t = saved_per_layer(config_, recipe_)[which];
+        uint8_t* codes = arena_.at(arena_.layout.saved.offset + l * arena_.layout.layer_bytes + arena_.layout.saved_codes[which].offset);
+        return {codes, codes + t.quant.code_bytes(arena_.layout.tokens, t.cols), arena_.layout.tokens, t.cols, t.quant};
+    }
+    Layer make_layer(int64_t l, uint8_t*& kept) const {
+        const std::string name = "layers." + std::to_string(l) + ".";
+        Layer layer{make_norm(name + "norm1"), make_norm(name + "norm2"), make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
+                    make_linear(name + "up", kept), make_linear(name + "down", kept), make_saved(l, 0), make_saved(l, 1), make_saved(l, 2),
+                    make_saved(l, 3), make_saved(l, 4), make_saved(l, 5), state_.scale(state_.params.size() + l * LAYER_SCALES), {}};
+        layer.sums = make_sums([&](const Param& p) { return !p.role.linear && p.name.compare(0, name.size(), name) == 0; });
+        return layer;
+    }
+    template <class Wanted>
+    Sums make_sums(Wanted wanted) const {
+        Sums sums;
+        for (size_t i = 0; i < state_.params.size(); i++) {
+            if (!wanted(state_.params[i])) continue;
+            uint8_t* data = static_cast<uint8_t*>(state_.gradient(i).codes);
+            const int64_t bytes = state_.params[i].padded_size() * info(recipe_.stream).bytes;
+            const bool neighbour = !sums.empty() && static_cast<uint8_t*>(sums.back().first) + sums.back().second == data;
+            if (neighbour) sums.back().second += bytes;
+            else sums.push_back({data, bytes});
+        }
+        return sums;
+    }
+    // plan.cpp works out what these kernels need; it must not be less than what they say.
+    void need_places(const Setup& s) const {
+        const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.stream);
+        if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::Attention).bytes ||
+            static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
+            throw Error("The memory plan has less room for attention or norms than their kernels need; plan.cpp and the kernels must agree.");
+    }
+
+    // --- Small things -----------------------------------------------------------------------------------------------------
+    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
+    LinearQuant quant_of(const Linear& w) const { return linear_quant(recipe_, N_, w.weight.rows, w.weight.cols); }
+    TensorScale* amax_slot(const Layer& layer, LayerScale which) const {  // null where the operand is not FP8
+        return linear_quant(recipe_, N_, 16, 16).x.fp8() ? layer.scales + which : nullptr;
+    }
+
+    View cut(View v) const { return v.rows = N_, v; }  // to the rows of this batch
+    View stream_view(void* data, int64_t n, int64_t cols) const { return {data, nullptr, n, cols, Quant{recipe_.stream}}; }
+    View stream_view(Work w, int64_t cols) const { return stream_view(arena_.work(w), N_, cols); }
+    View residual() const { return stream_view(Work::Residual, config_.C); }
+    View final_input() const { return stream_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C); }
+    View residual_gradient() const { return final_input(); }  // backward needs the final norm's input only once, to write this
+
+    Norm norm_of(const NormLayer& n, const View& in) const {
+        return {cut(in), n.gain.values, n.bias.values, arena_.work<float2>(Work::NormStatistics), config_.arch.rms, config_.norm_eps};
+    }
+    // Where the stream goes on beside a norm's input; none where the norm reads the very same numbers.
+    View apart(const Norm& next) const { return next.in.quant.fp8() ? residual() : View{}; }
+    View goes_on(const Norm& next) const { return next.in.quant.fp8() ? residual() : next.in; }
+    Rope rope() const { return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
+    AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.stream); }
+
+    void begin(const Batch& batch) {
+        B_ = batch.B, T_ = batch.T, N_ = B_ * T_;
+        clear(layers_[0].scales, config_.L * LAYER_SCALES * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        if (keeps_weights_ && (!kept_are_valid_ || stats)) keep_weights();
+    }
+
+    // --- Operands of products -----------------------------------------------------------------------------------------
+    // x quantized just in time with the amax in `scale`, to either orientation or both. What is stored in the wanted format already is
+    // used where it lies.
+    Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
+        if (x.rule == Rule::Stored && !q.fp8()) return {x.a};
+        const Operand out{{codes, scale, x.rows, x.cols, q}, transposed};
+        quantize(x, out, stats_of(kind), cuda_);
+        return out;
+    }
+    Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use) {
+        void* place = arena_.work(Work::Activation);
+        const bool transposed = q.fp8() && use == Gemm::Wgrad;
+        return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, scale, Kind::LinearInput);
+    }
+    Operand gradient_operand(const Computed& g, const Quant& q, void* codes, TensorScale* scale) {
+        return operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
+    }
+    Operand weight_operand(const Linear& w, const Quant& q, Gemm use) {
+        if (q.fp8() && w.kept) return kept_operand(w, q);
+        void* place = arena_.work(Work::Weight);
+        const bool transposed = use == Gemm::Dgrad;
+        return operand(stored(w.weight), q, transposed ? nullptr : place, transposed ? place : nullptr, w.scale, Kind::Weight);
+    }
+    Operand kept_operand(const Linear& w, const Quant& q) const {
+        return {{w.kept, w.scale, w.weight.rows, w.weight.cols, q}, w.kept + w.weight.rows * w.weight.cols};
+    }
+    void keep_weights() {
+        for (const Layer& layer : layers_)
+            for (const Linear* w : {&layer.qkv, &layer.out, &layer.up, &layer.down})
+                quantize(stored(w->weight), kept_operand(*w, recipe_.w), stats_of(Kind::Weight), cuda_);
+        kept_are_valid_ = true;
+    }
+
+    // --- Linear layers: each of the three products, and the bias -----------------------------------------------------
+    void linear_forward(const Linear& w, const Computed& x, TensorScale* scale, const View& y) {
+        const LinearQuant q = quant_of(w);
+        const Operand x8 = activation_operand(x, q.x, scale, Gemm::Fprop);
+        gemms_.run(Gemm::Fprop, x8, weight_operand(w, q.w, Gemm::Fprop), y, false, w.bias.values, cuda_);
+    }
+    void dgrad(const Linear& w, const Operand& g8, const View& dx) {
+        gemms_.run(Gemm::Dgrad, g8, weight_operand(w, quant_of(w).w, Gemm::Dgrad), dx, false, nullptr, cuda_);
+    }
+    void wgrad(const Linear& w, const Operand& g8, const Computed& x, TensorScale* scale) {
+        const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad);
+        gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
+    }
+    // Of the gradient as the products see it, but for FP8's rounding.
+    void bias_gradient(const Linear& w, const Computed& g) {
+        if (!w.bias.values) return;
+        column_sums(g, quant_of(w).g.fp8() ? Format::F32 : recipe_.stream, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), cuda_);
+    }
+    void take_amax(const Computed& x, TensorScale* scale) {
+        if (scale) amax(x, scale, cuda_);
+    }
+
+    // --- One block --------------------------------------------------------------------------------------------------
+    // x += branch; what the next norm reads goes to its input, and that norm's amax to `scale`.
+    void residual_forward(const View& branch, const Norm& next, TensorScale* scale) {
+        residual_add(x_, branch, apart(next), next, scale, stats_of(Kind::NormInput), cuda_);
+        x_ = goes_on(next);
+    }
+
+    void block_forward(int64_t l) {
+        const Layer& layer = layers_[l];
+        const Norm norm1 = norm_of(layer.norm1, layer.norm1_input), norm2 = norm_of(layer.norm2, layer.norm2_input);
+        const View qkv = cut(layer.qkv_saved), o = cut(layer.attention), branch = stream_view(Work::Branch, config_.C);
+
+        linear_forward(layer.qkv, norm(norm1), amax_slot(layer, X_QKV), qkv);
+        if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
+        attention_forward(attention(), qkv.codes, o.codes, static_cast<float*>(layer.lse.codes), cuda_);
+        take_amax(stored(o), amax_slot(layer, X_OUT));
+        linear_forward(layer.out, stored(o), amax_slot(layer, X_OUT), branch);
+        residual_forward(branch, norm2, amax_slot(layer, X_UP));
+
+        up_forward(layer, norm(norm2));
+        const Computed h = activation(config_.arch.gated, cut(layer.up_saved));
+        take_amax(h, amax_slot(layer, X_DOWN));
+        linear_forward(layer.down, h, amax_slot(layer, X_DOWN), branch);
+        const bool last = l + 1 == config_.L;
+        residual_forward(branch, last ? norm_of(final_norm_, final_input()) : norm_of(layers_[l + 1].norm1, layers_[l + 1].norm1_input),
+                         last ? nullptr : amax_slot(layers_[l + 1], X_QKV));
+    }
+
+    // The widest tensor of a layer is saved in groups; in stream format it exists for UP_TOKENS tokens at a time.
+    void up_forward(const Layer& layer, const Computed& x) {
+        const View up = cut(layer.up_saved);
+        if (!groups_) return linear_forward(layer.up, x, amax_slot(layer, X_UP), up);
+        const LinearQuant q = quant_of(layer.up);
+        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop), w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
+        for (int64_t first = 0; first < N_; first += UP_TOKENS) {
+            const int64_t n = std::min(UP_TOKENS, N_ - first);
+            const View u = stream_view(arena_.work(Work::Up), n, up.cols);
+            gemms_.run(Gemm::Fprop, {rows(x8.view, first, n)}, w8, u, false, layer.up.bias.values, cuda_);
+            quantize(stored(u), {rows(up, first, n)}, stats_of(Kind::ActivationInput), cuda_);
+        }
+    }
+
+    // The residual gradient passes the block. A norm's backward leaves behind the statistics with which its output, the operand of wgrad, is
+    // made again, and the amax of the gradient that it hands on.
+    void block_backward(int64_t l) {
+        const Layer& layer = layers_[l];
+        if (first_) clear_sums(layer.sums);
+        feed_forward_backward(layer);
+        attention_block_backward(layer, l > 0 ? amax_slot(layers_[l - 1], G_DOWN) : nullptr);
+    }
+
+    void feed_forward_backward(const Layer& layer) {
+        const View g = residual_gradient(), up = cut(layer.up_saved), dx = stream_view(Work::Branch, config_.C);
+        const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), amax_slot(layer, G_DOWN));
+        bias_gradient(layer.down, stored(g));
+        wgrad(layer.down, g8, activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
+        const View dh = stream_view(Work::HiddenGradient, config_.F);
+        dgrad(layer.down, g8, dh);
+
+        const Computed du = activation_backward(config_.arch.gated, up, dh);
+        take_amax(du, amax_slot(layer, G_UP));
+        bias_gradient(layer.up, du);
+        const Quant q = quant_of(layer.up).g;
+        const bool in_place = info(q.format).bytes == info(up.quant.format).bytes;  // each element's codes go where it was saved
+        const Operand du8 = gradient_operand(du, q, in_place ? up.codes : arena_.work(Work::Gradient), amax_slot(layer, G_UP));
+        dgrad(layer.up, du8, dx);
+        const Norm norm2 = norm_of(layer.norm2, layer.norm2_input);
+        residual_backward(norm2, layer.norm2, dx, amax_slot(layer, G_OUT));
+        wgrad(layer.up, du8, norm(norm2), amax_slot(layer, X_UP));
+    }
+
+    void attention_block_backward(const Layer& layer, TensorScale* next_scale) {
+        const View g = residual_gradient(), o = cut(layer.attention), qkv = cut(layer.qkv_saved);
+        const View do_ = stream_view(Work::Branch, config_.q_cols()), dx = stream_view(Work::Branch, config_.C);
+        const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), amax_slot(layer, G_OUT));
+        bias_gradient(layer.out, stored(g));
+        wgrad(layer.out, g8, stored(o), amax_slot(layer, X_OUT));
+        dgrad(layer.out, g8, do_);
+
+        // The feed-forward half is done with; plan.cpp says whether its input's place is large enough for dqkv.
+        const bool in_place = arena_.place(Work::QkvGradient).bytes == 0;
+        const View dqkv = stream_view(in_place ? layer.up_saved.codes : arena_.work(Work::QkvGradient), N_, config_.qkv_cols());
+        attention_backward(attention(), qkv.codes, o.codes, static_cast<const float*>(layer.lse.codes), do_.codes, dqkv.codes,
+                           arena_.work(Work::Attention), cuda_);
+        const Computed rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
+        take_amax(rotated, amax_slot(layer, G_QKV));
+        bias_gradient(layer.qkv, rotated);
+        const Operand dqkv8 = gradient_operand(rotated, quant_of(layer.qkv).g, arena_.work(Work::Gradient), amax_slot(layer, G_QKV));
+        dgrad(layer.qkv, dqkv8, dx);
+        const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);
+        residual_backward(norm1, layer.norm1, dx, next_scale);
+        wgrad(layer.qkv, dqkv8, norm(norm1), amax_slot(layer, X_QKV));
+    }
+
+    void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* scale) {
+        norm_backward(n, dy, residual_gradient(), residual_gradient(), scale, layer.gain.gradient, layer.bias.gradient,
+                      arena_.work<float>(Work::NormPartials), cuda_);
+    }
+
+    // --- The ends -----------------------------------------------------------------------------------------------------
+    Operand final_norm_output(int64_t first, int64_t n) {
+        Norm part = norm_of(final_norm_, final_input());
+        part.in = rows(part.in, first, n);
+        part.stats += first;
+        return operand(norm(part), Quant{recipe_.stream}, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
+    }
+    View head_logits(int64_t first, int64_t n) {
+        const View logits = stream_view(arena_.work(Work::Logits), n, config_.padded_V());
+        gemms_.run(Gemm::Fprop, final_norm_output(first, n), {state_.weight(head_)}, logits, false, nullptr, cuda_);
+        return logits;
+    }
+
+    // Logits, which become their gradients, exist for HEAD_TOKENS tokens at a time.
+    void head(const Batch& batch, double scale, bool backward, double* loss) {
+        const View dy = stream_view(Work::Branch, config_.C);
+        float* losses = arena_.work<float>(Work::Losses);
+        for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
+            const int64_t n = std::min(HEAD_TOKENS, N_ - first);
+            const View logits = head_logits(first, n);
+            cross_entropy(logits, config_.V, batch.targets + first, backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
+            if (!backward) continue;
+            const View y = stream_view(arena_.work(Work::FinalNorm), n, config_.C);
+            gemms_.run(Gemm::Wgrad, {logits}, {y}, state_.gradient(head_), !(first_ && first == 0), nullptr, cuda_);
+            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr, cuda_);
+        }
+        loss_sum(losses, N_, scale, loss, cuda_);
+        if (!backward) return;
+        if (first_) clear_sums(final_sums_);
+        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN), final_norm_.gain.gradient,
+                      final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+    }
+
+    void embedding_backward(const Batch& batch) {
+        if (first_) clear_sums(embedding_sums_);
+        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
+                                arena_.work<float>(Work::EmbeddingPartials), cuda_);
+        if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
+    }
+
+    void clear_sums(const Sums& sums) const {
+        for (const auto& [data, bytes] : sums) clear(data, bytes, cuda_);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The Model that train.cpp drives
+
+class Gpu : public Model {
+public:
+    Gpu(const Setup& s, const GpuFacts& facts)
+        : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), state_(setup_, arena_, stream_),
+          network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()), targets_(batch_capacity()), order_(batch_tokens()),
+          chunks_(batch_tokens()), outcome_(1) {
+        static_assert(sizeof(Results) <= 16 << 10, "plan.cpp counts 16 KiB");
+        start();
+        warm_up();
+        start();
+    }
+
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        const int64_t N = setup_.B * setup_.T;
+        upload(tokens, targets, setup_.accumulate * N);
+        clear(&results()->outcome.loss, sizeof(double), stream_);
+        for (int64_t a = 0; a < setup_.accumulate; a++) network_.run(upload_order(tokens, a), setup_.accumulate, true, a == 0, &results()->outcome.loss);
+        state_.update(adamw, results());
+        network_.weights_changed();
+        const Outcome& outcome = finish();
+        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skip != 0};
+    }
+
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        upload(tokens, targets, setup_.B * setup_.T);
+        clear(&results()->outcome.loss, sizeof(double), stream_);
+        network_.run(device_batch(0), 1, false, true, &results()->outcome.loss);
+        return finish().loss;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; what follows n is not seen
+        std::vector<int32_t> context(padded, tokens[n - 1]);
+        std::copy(tokens, tokens + n, context.begin());
+        upload(context.data(), context.data(), padded);
+        network_.forward({device_tokens(), device_targets(), 1, padded});
+        const View row = network_.token_logits(n - 1), wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
+        dequantize(row, wide, stream_);
+        copy(logits, wide.codes, setup_.config.V * 4, stream_);
+        stream_.wait();
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        QuantReport report;
+        upload(tokens, targets, setup_.B * setup_.T);
+        clear(results()->stats, sizeof(results()->stats), stream_);
+        clear(&results()->outcome.loss, sizeof(double), stream_);
+        network_.stats = results()->stats;
+        network_.run(upload_order(tokens, 0), 1, true, true, &results()->outcome.loss);
+        network_.stats = nullptr;
+        state_.measure(results(), report);
+        copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
+        stream_.wait();
+        std::sort(report.k_m.begin(), report.k_m.end());
+        std::sort(report.k_v.begin(), report.k_v.end());
+        return report;
+    }
+
+    // Gradients are those of the last step until the next forward pass.
+    void read(const std::string& name, void* out) override { state_.read(name, out); }
+    void write(const std::string& name, const void* in) override {
+        state_.write(name, in);
+        network_.weights_changed();
+    }
+    const Setup& setup() const override { return setup_; }
+
+private:
+    const Setup setup_;
+    Stream stream_;
+    Arena arena_;
+    Gemms gemms_;
+    State state_;
+    Network network_;
+    Pinned<int32_t> tokens_, targets_, order_;
+    Pinned<EmbeddingChunk> chunks_;
+    Pinned<Outcome> outcome_;
+
+    int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
+    int64_t batch_capacity() const { return std::max(batch_tokens(), gpu_tokens(setup_)); }
+    Results* results() const { return arena_.work<Results>(Work::Results); }
+    int32_t* device_tokens() const { return arena_.work<int32_t>(Work::Tokens); }
+    int32_t* device_targets() const { return arena_.work<int32_t>(Work::Targets); }
+
+    void start() {
+        clear(results(), sizeof(Results), stream_);
+        state_.initialize();
+        network_.weights_changed();
+    }
+
+    // One step on made-up tokens, before the weights are set for good: every product of a step picks its algorithm, on numbers like
+    // the real ones, and CUDA loads every kernel.
+    void warm_up() {
+        std::vector<int32_t> tokens(batch_tokens());
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % static_cast<uint64_t>(setup_.config.V));
+        gemms_.tune(true);
+        step(tokens.data(), tokens.data(), {1, 0.0f});
+        gemms_.tune(false);
+    }
+
+    void upload(const int32_t* tokens, const int32_t* targets, int64_t n) {
+        for (int64_t i = 0; i < n; i++)
+            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 || targets[i] >= setup_.config.V)
+                throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) + "; choose --data and --model that belong together.");
+        std::copy(tokens, tokens + n, tokens_.get());
+        std::copy(targets, targets + n, targets_.get());
+        copy(device_tokens(), tokens_.get(), n * 4, stream_);
+        copy(device_targets(), targets_.get(), n * 4, stream_);
+    }
+
+    Batch device_batch(int64_t micro_batch) const {
+        const int64_t first = micro_batch * setup_.B * setup_.T;
+        return {device_tokens() + first, device_targets() + first, setup_.B, setup_.T, arena_.work<int32_t>(Work::EmbeddingOrder) + first,
+                arena_.work<EmbeddingChunk>(Work::EmbeddingChunks) + first, 0};
+    }
+
+    // The rows of equal tokens, for the embedding's gradient.
+    Batch upload_order(const int32_t* tokens, int64_t micro_batch) {
+        Batch batch = device_batch(micro_batch);
+        const int64_t N = batch.B * batch.T, first = micro_batch * N;
+        const EmbeddingOrder order = embedding_order(tokens + first, N, setup_.config.V);
+        batch.number_of_chunks = static_cast<int64_t>(order.chunks.size());
+        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
+        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
+        copy(const_cast<int32_t*>(batch.order), order_.get() + first, N * 4, stream_);
+        copy(const_cast<EmbeddingChunk*>(batch.chunks), chunks_.get() + first, batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
+        return batch;
+    }
+
+    const Outcome& finish() {
+        copy(outcome_.get(), &results()->outcome, sizeof(Outcome), stream_);
+        stream_.wait();
+        return *outcome_.get();
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Whether and how a GPU can do it
+
+struct Capability {
+    int major, minor;
+    int number() const { return 10 * major + minor; }
+    std::string text() const { return std::to_string(major) + "." + std::to_string(minor); }
+};
+int attribute(cudaDeviceAttr which) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
+    return value;
+}
+Capability capability() { return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor)}; }
+constexpr int FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
+
+std::string version(int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); }
+
+// What CUDA and cuBLAS load when kernels are first launched.
+constexpr int64_t LOADED_LATER = 256 << 20;
+
+bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return gpu_layout(s, facts).total + LOADED_LATER <= free; }
+
+int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
+    int64_t fitting = 0, too_large = s.B;
+    while (too_large - fitting > 1) {
+        s.B = (fitting + too_large) / 2;
+        (fits(s, facts, free) ? fitting : too_large) = s.B;
+    }
+    return fitting;
+}
+
+void need_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
+    if (fits(s, facts, free)) return;
+    const int64_t batch = largest_batch(s, facts, free);
+    throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) + " MiB of GPU memory, but " +
+                std::to_string(free >> 20) + " MiB are free; " +
+                (batch ? "the largest --batch that fits is " + std::to_string(batch) : "not even --batch 1 fits: choose a smaller --model or --seq") + ".");
+}
+
+GpuFacts facts_for(const Setup& s) {
+    GpuFacts facts;
+    facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    facts.fp8_gemm = capability().number() >= FP8_CAPABILITY;
+    if (!facts.fp8_gemm && s.recipe.x.fp8())
+        std::fprintf(stderr, "This GPU (compute capability %s) has no FP8 matrix products, which begin with 8.9: linear layers run in %s, on FP8 storage.\n",
+                     capability().text().c_str(), info(s.recipe.stream).name);
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
+    need_memory(s, facts, static_cast<int64_t>(free));
+    facts.keep_fp8_weights = s.accumulate > 1 && recipe_on_gpu(s.recipe, facts.fp8_gemm).w.fp8();
+    facts.keep_fp8_weights = facts.keep_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
+    return facts;
+}
+
+}  // namespace
+}  // namespace coat
+
+std::string coat::why_no_gpu() {
+    int driver = 0, runtime = 0, count = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    cudaGetLastError();  // forget it: this is a question
+    if (driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
+    if (error == cudaErrorInsufficientDriver)
+        return "the NVIDIA driver knows CUDA " + version(driver) + " and this program needs " + version(runtime) +
+               ": update the driver, or run make again with an older CUDA toolkit";
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    if (error != cudaSuccess) return std::string("CUDA does not start (") + cudaGetErrorString(error) + "): check nvidia-smi";
+    const Capability have = capability();
+    if (have.number() < BF16_CAPABILITY)
+        return "this GPU has compute capability " + have.text() + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
+    if (!kernels_fit())
+        return "this program was built for another GPU than this one of compute capability " + have.text() + ": run make clean, then make GPU_ARCH=" +
+               std::to_string(have.number()) + (have.number() >= 90 ? "a" : "");
+    return "";
+}
+
+std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
+    const std::string missing = why_no_gpu();
+    if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
+    gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
+    return std::make_unique<Gpu>(setup, facts_for(setup));
+}
