@@ -91,28 +91,29 @@ __device__ void load8(const bf16* from, float* x) {
     for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(words[i] << 16), x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
 }
 
+// grid (rows of a sequence, B)
 template <class Real>
-__global__ void delta_kernel(Dims d, int64_t rows, int lanes, const Real* out, const Real* dout, float* delta) {
-    const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = thread / lanes;
-    const int chunk = static_cast<int>(thread % lanes) * 8;
+__global__ void delta_kernel(Dims d, unsigned lanes, const Real* out, const Real* dout, float* delta) {
+    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, chunk = threadIdx.x % lanes * 8;  // of (T, NH)
+    const int t = static_cast<int>(index / d.NH), h = static_cast<int>(index % d.NH), b = blockIdx.y;
     float sum = 0;
-    if (row < rows && chunk < d.HS) {
+    if (t < d.T && static_cast<int>(chunk) < d.HS) {
         float o[8], g[8];
-        load8(out + row * d.HS + chunk, o);
-        load8(dout + row * d.HS + chunk, g);
+        const Head<const Real> os = d.out(out, b, h), gs = d.out(dout, b, h);
+        load8(os.at(t, chunk), o);
+        load8(gs.at(t, chunk), g);
         for (int i = 0; i < 8; i++) sum += o[i] * g[i];
     }
     for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    const int64_t h = row % d.NH, bt = row / d.NH;
-    if (row < rows && chunk == 0) delta[d.row(static_cast<int>(bt / d.T), static_cast<int>(h)) + bt % d.T] = sum;
+    if (t < d.T && chunk == 0) delta[d.row(b, h) + t] = sum;
 }
 
 template <class Real>
 void compute_delta(const AttentionShape& s, const Real* out, const Real* dout, float* delta, cudaStream_t stream) {
     int lanes = 1;
     while (lanes * 8 < s.HS) lanes *= 2;
-    const int64_t rows = s.B * s.T * s.NH;
-    delta_kernel<<<static_cast<unsigned>(ceil_div(rows * lanes, 256)), 256, 0, stream>>>(dims(s), rows, lanes, out, dout, delta);
+    const dim3 grid(static_cast<unsigned>(ceil_div(s.T * s.NH * lanes, 256)), static_cast<unsigned>(s.B));
+    delta_kernel<<<grid, 256, 0, stream>>>(dims(s), static_cast<unsigned>(lanes), out, dout, delta);
     check(cudaGetLastError(), "delta_kernel");
 }
 
@@ -371,28 +372,35 @@ __device__ FragmentA as_a(const float (&left)[4], const float (&right)[4]) {
     return {{pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])}};
 }
 
-// s (16, TILE) = rows `row`.. of x (_, HS) times y (TILE, HS)^T
-template <int HS>
-__device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[TILE / 8][4]) {
+// s (M x 16, TILE) = rows `row`.. of x (_, HS) times y (TILE, HS)^T. A fragment of y serves M products.
+template <int HS, int M>
+__device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 8][4]) {
 #pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
-        for (float& c : s[n]) c = 0;
+    for (int i = 0; i < M * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
 #pragma unroll
     for (int k = 0; k < HS; k += 16) {
-        const FragmentA a = load_a(x, row, k);
+        FragmentA a[M];
+        for (int m = 0; m < M; m++) a[m] = load_a(x, row + m * 16, k);
 #pragma unroll
-        for (int n = 0; n < TILE; n += 16) mma(s[n / 8], s[n / 8 + 1], a, load_b_transposed(y, k, n));
+        for (int n = 0; n < TILE; n += 16) {
+            const FragmentB b = load_b_transposed(y, k, n);
+            for (int m = 0; m < M; m++) mma(s[m][n / 8], s[m][n / 8 + 1], a[m], b);
+        }
     }
 }
 
-// acc (16, HS) += p (16, TILE), rounded to BF16, times y (TILE, HS)
-template <int HS>
-__device__ void accumulate(const float (&p)[TILE / 8][4], Tile<HS> y, float (&acc)[HS / 8][4]) {
+// acc (M x 16, HS) += p (M x 16, TILE), rounded to BF16, times y (TILE, HS)
+template <int HS, int M>
+__device__ void accumulate(const float (&p)[M][TILE / 8][4], Tile<HS> y, float (&acc)[M][HS / 8][4]) {
 #pragma unroll
     for (int k = 0; k < TILE; k += 16) {
-        const FragmentA a = as_a(p[k / 8], p[k / 8 + 1]);
+        FragmentA a[M];
+        for (int m = 0; m < M; m++) a[m] = as_a(p[m][k / 8], p[m][k / 8 + 1]);
 #pragma unroll
-        for (int n = 0; n < HS; n += 16) mma(acc[n / 8], acc[n / 8 + 1], a, load_b(y, k, n));
+        for (int n = 0; n < HS; n += 16) {
+            const FragmentB b = load_b(y, k, n);
+            for (int m = 0; m < M; m++) mma(acc[m][n / 8], acc[m][n / 8 + 1], a[m], b);
+        }
     }
 }
 
@@ -407,6 +415,11 @@ __device__ void write(Head<bf16> head, int row, int T, const float (&acc)[HS / 8
     }
 }
 
+__device__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -416,64 +429,91 @@ __device__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// grid (NH, B, tiles of queries); the last tile, which has the most keys, goes first. Rows beyond T are zeros in shared memory: they
-// make zeros or are not written, so the causal mask is the only one.
+// Online softmax of 16 rows: s becomes p against the new maximum, and what was added up before shrinks. `scale` includes log2 e: exponentials
+// are powers of two. A row that has only masked columns so far has maximum -infinity, and p = 0.
+template <int HS>
+__device__ void softmax(float (&s)[TILE / 8][4], float (&max)[2], float (&sum)[2], float (&acc)[HS / 8][4], float scale) {
+    float base[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float top = max[r];
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        top = quad_max(top);
+        base[r] = top == -INFINITY ? 0.0f : top * scale;
+        const float shrink = exp2_fast(max[r] * scale - base[r]);
+        max[r] = top;
+        sum[r] *= shrink;
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++) acc[n][2 * r] *= shrink, acc[n][2 * r + 1] *= shrink;
+    }
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++) {
+        float& p = s[i / 4][i % 4];
+        p = exp2_fast(p * scale - base[i / 2 % 2]);
+        sum[i / 2 % 2] += p;
+    }
+}
+
+// Scores of keys after the query become -infinity: `ahead` is the tile's first key less this thread's first query.
+__device__ void mask(float (&s)[TILE / 8][4], int ahead) {
+    const int col = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++)
+        if (ahead + i / 4 * 8 + col + i % 2 > i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
+}
+
+// A warp owns 32 queries, so that each fragment of keys or values that it reads from shared memory serves two products.
+constexpr int FORWARD_M = 2, FORWARD_ROWS = WARPS * FORWARD_M * 16, FORWARD_TILES = FORWARD_ROWS / TILE;
+
+// grid (NH, B, tiles of FORWARD_ROWS queries); the last tile, which has the most keys, goes first. Rows beyond T are zeros in shared memory:
+// they make zeros or are not written, so the causal mask is the only one.
 template <int HS>
 __global__ void __launch_bounds__(THREADS) forward_kernel(Dims d, const bf16* qkv, bf16* out, float* lse) {
+    constexpr int M = FORWARD_M;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    const Tile<HS> queries{base}, keys{base + Tile<HS>::BYTES}, values{base + 2 * Tile<HS>::BYTES};
-    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group(), tile = gridDim.z - 1 - blockIdx.z;
-    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16, row = tile * TILE + warp_row + lane / 4;
+    const Tile<HS> keys{base}, values{base + Tile<HS>::BYTES}, queries{base + 2 * Tile<HS>::BYTES};  // queries: FORWARD_ROWS of them
+    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group(), first = (gridDim.z - 1 - blockIdx.z) * FORWARD_ROWS;
+    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * M * 16, row = first + warp_row + lane / 4;
     const Head<const bf16> k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
-    const float scale = d.scale * LOG2E;  // exponentials are powers of two: exp(s) = 2^(s log2 e)
+    const float scale = d.scale * LOG2E;
 
-    load_tile(queries, d.q(qkv, b, h), tile * TILE, d.T);
-    load_tile(keys, k, tile * TILE, d.T);
+    int column = (min(first + FORWARD_ROWS, d.T) - 1) / TILE * TILE;  // of the last tile of keys: from there back to the first
+    load_tile(queries, d.q(qkv, b, h), first, d.T, FORWARD_ROWS);
+    load_tile(keys, k, column, d.T);
     cp_commit();
-    float acc[HS / 8][4] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-    for (int column_tile = tile; column_tile >= 0; column_tile--) {  // from the diagonal, where every row has a live column
+    float acc[M][HS / 8][4] = {}, max[M][2], sum[M][2] = {};
+    for (int i = 0; i < M * 2; i++) max[i / 2][i % 2] = -INFINITY;
+    for (; column >= 0; column -= TILE) {
+        const bool live = column < first + warp_row + M * 16;  // for this warp
         cp_wait<0>();
         __syncthreads();  // keys are here, values are free
-        load_tile(values, v, column_tile * TILE, d.T);
+        load_tile(values, v, column, d.T);
         cp_commit();
-        float s[TILE / 8][4];
-        scores(queries, warp_row, keys, s);
+        float s[M][TILE / 8][4];
+        if (live) scores<HS, M>(queries, warp_row, keys, s);
         cp_wait<0>();
         __syncthreads();  // values are here, keys are free
-        if (column_tile > 0) load_tile(keys, k, (column_tile - 1) * TILE, d.T);
+        if (column > 0) load_tile(keys, k, column - TILE, d.T);
         cp_commit();
-        if (column_tile == tile) {
+        if (!live) continue;
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
-                for (int i = 0; i < 4; i++)
-                    if (tile * TILE + n * 8 + lane % 4 * 2 + i % 2 > row + i / 2 * 8) s[n][i] = -INFINITY;
+        for (int m = 0; m < M; m++) {
+            if (column + TILE - 1 > first + warp_row + m * 16) mask(s[m], column - row - m * 16);
+            softmax<HS>(s[m], max[m], sum[m], acc[m], scale);
         }
-        float larger[2] = {max[0], max[1]};
+        accumulate<HS, M>(s, values, acc);
+    }
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-            for (int i = 0; i < 4; i++) larger[i / 2] = fmaxf(larger[i / 2], s[n][i]);
+    for (int m = 0; m < M; m++) {
         for (int r = 0; r < 2; r++) {
-            larger[r] = quad_max(larger[r]);
-            const float shrink = exp2f((max[r] - larger[r]) * scale);
-            max[r] = larger[r];
-            sum[r] *= shrink;
-#pragma unroll
-            for (int n = 0; n < HS / 8; n++) acc[n][2 * r] *= shrink, acc[n][2 * r + 1] *= shrink;
+            const int query = row + m * 16 + r * 8;
+            sum[m][r] = quad_sum(sum[m][r]);
+            if (lane % 4 == 0 && query < d.T) lse[d.row(b, h) + query] = max[m][r] * d.scale + logf(sum[m][r]);
         }
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-            for (int i = 0; i < 4; i++) {
-                s[n][i] = exp2f(s[n][i] * scale - max[i / 2] * scale);
-                sum[i / 2] += s[n][i];
-            }
-        accumulate(s, values, acc);
+        write<HS>(d.out(out, b, h), first + warp_row + m * 16, d.T, acc[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
     }
-    for (int r = 0; r < 2; r++) {
-        sum[r] = quad_sum(sum[r]);
-        if (lane % 4 == 0 && row + 8 * r < d.T) lse[d.row(b, h) + row + 8 * r] = max[r] * d.scale + logf(sum[r]);
-    }
-    write<HS>(d.out(out, b, h), tile * TILE + warp_row, d.T, acc, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
 // What the pass streams through shared memory, twice for double buffering.
@@ -505,6 +545,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
     const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16, row = tile * TILE + warp_row + lane / 4;
     const Head<const bf16> k = d.k(a.qkv, b, kv), v = d.v(a.qkv, b, kv);
 
+    const float scale = d.scale * LOG2E;
+
     // The walk: for each query head of the group (owned queries: the one), the column tiles that the mask leaves.
     const int begin = KEYS ? tile : 0, count = KEYS ? gridDim.z - tile : tile + 1, steps = count * (KEYS ? d.group() : 1);
     auto load_stage = [&](int step) {
@@ -528,7 +570,7 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
         const int64_t at = d.row(b, first_head) + min(row + 8 * r, d.T - 1);
         row_lse[r] = a.lse[at], row_delta[r] = a.delta[at];
     }
-    float acc1[HS / 8][4] = {}, acc2[KEYS ? HS / 8 : 1][4] = {};  // dk and dv, or dq alone
+    float acc1[1][HS / 8][4] = {}, acc2[1][HS / 8][4] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
         cp_commit();
@@ -536,9 +578,9 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
         __syncthreads();
         const Stage<HS> in = stage(step);
         const bool diagonal = (begin + step % count) == tile;
-        float p[TILE / 8][4], ds[TILE / 8][4];
-        scores(own1, warp_row, in.tile1, p);
-        scores(own2, warp_row, in.tile2, ds);  // dp
+        float p[1][TILE / 8][4], ds[1][TILE / 8][4];
+        scores<HS, 1>(own1, warp_row, in.tile1, p);
+        scores<HS, 1>(own2, warp_row, in.tile2, ds);  // dp
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++) {
             const int col = n * 8 + lane % 4 * 2;
@@ -549,16 +591,16 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
                 const float l = KEYS ? (i % 2 ? lse.y : lse.x) : row_lse[i / 2], dl = KEYS ? (i % 2 ? delta.y : delta.x) : row_delta[i / 2];
                 const int own = row + i / 2 * 8, other = tile * TILE + col + i % 2;
                 const bool masked = diagonal && (KEYS ? own > other : other > own);
-                p[n][i] = masked ? 0.0f : exp2f((p[n][i] * d.scale - l) * LOG2E);
-                ds[n][i] = p[n][i] * (ds[n][i] - dl);
+                p[0][n][i] = masked ? 0.0f : exp2_fast(p[0][n][i] * scale - l * LOG2E);
+                ds[0][n][i] = p[0][n][i] * (ds[0][n][i] - dl);
             }
         }
-        if constexpr (KEYS) accumulate(p, in.tile2, acc2);
-        accumulate(ds, in.tile1, acc1);
+        if (KEYS) accumulate<HS, 1>(p, in.tile2, acc2);
+        accumulate<HS, 1>(ds, in.tile1, acc1);
         __syncthreads();  // the stage is free
     }
-    write<HS>(KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, first_head), tile * TILE + warp_row, d.T, acc1, d.scale, d.scale);
-    if constexpr (KEYS) write<HS>(d.v(a.dqkv, b, kv), tile * TILE + warp_row, d.T, acc2, 1, 1);
+    write<HS>(KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, first_head), tile * TILE + warp_row, d.T, acc1[0], d.scale, d.scale);
+    if (KEYS) write<HS>(d.v(a.dqkv, b, kv), tile * TILE + warp_row, d.T, acc2[0], 1, 1);
 }
 
 template <class Kernel, class... Args>
@@ -570,8 +612,8 @@ void launch(Kernel kernel, dim3 grid, int shared, cudaStream_t stream, Args... a
 
 template <int HS>
 void forward(const AttentionShape& s, const bf16* qkv, bf16* out, float* lse, cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>(s.NH), static_cast<unsigned>(s.B), static_cast<unsigned>(ceil_div(s.T, TILE)));
-    launch(forward_kernel<HS>, grid, 3 * Tile<HS>::BYTES, stream, dims(s), qkv, out, lse);
+    const dim3 grid(static_cast<unsigned>(s.NH), static_cast<unsigned>(s.B), static_cast<unsigned>(ceil_div(s.T, FORWARD_ROWS)));
+    launch(forward_kernel<HS>, grid, (2 + FORWARD_TILES) * Tile<HS>::BYTES, stream, dims(s), qkv, out, lse);
 }
 
 template <int HS>

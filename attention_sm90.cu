@@ -11,6 +11,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "attention_sm90.cuh"
@@ -246,10 +247,9 @@ struct Forward {
     static constexpr int SHARED = BARRIERS + (2 + 4 * STAGES) * 8 + 16 + 1024;
 };
 
-// Work is dealt out by a counter, so that no block waits for another at the end: tiles with the most keys first, but a section of heads
-// at a time, whose keys and values fit in the L2 cache.
+// The order of work: a section of heads at a time, and in it the last tiles first, head by head.
 struct Work {
-    int tiles, heads, section;  // tiles of queries a head, heads in all, heads in a section
+    int tiles, heads, section;  // tiles a head, heads in all, heads in a section
     __host__ __device__ int total() const { return tiles * heads; }
     __device__ void find(int item, int& tile, int& head) const {
         const int first = item / (section * tiles) * section, here = min(section, heads - first), i = item - first * tiles;
@@ -257,12 +257,19 @@ struct Work {
     }
 };
 
-// One counter for each forward pass in flight, taken in turn; the last block to leave sets it back to zero.
+// Blocks take their work from a counter, so that no multiprocessor idles at the end; tiles with the most keys come first, but a section of heads
+// at a time, whose keys and values fit in the L2 cache. One counter for each forward pass in flight, used in turn; the last block to leave
+// sets it back to zero.
 struct Counter {
     int next, left;
 };
 constexpr int COUNTERS = 256;
 __device__ Counter counters[COUNTERS];
+
+int next_counter() {
+    static std::atomic<unsigned> launches{0};
+    return int(launches++ % COUNTERS);
+}
 
 template <class F>
 struct ForwardBarriers {
@@ -283,8 +290,9 @@ struct ForwardBarriers {
     }
 };
 
-// A warp is done with what the barrier guards.
+// A warp, all of it, is done with what the barrier guards.
 __device__ void release(Barrier empty) {
+    __syncwarp();
     if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
@@ -444,10 +452,11 @@ __device__ void forward_consumer(const CUtensorMap& out, const ForwardBarriers<F
     if (leader) bulk_wait_read();
 }
 
-// One block a multiprocessor.
+// As many blocks as there are multiprocessors.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
-    forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d, Work work, int counter, float* lse) {
+    forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d, Work work, int counter,
+                   float* lse) {
     if (!HOPPER) return;
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
@@ -466,9 +475,11 @@ __global__ void __launch_bounds__(F::THREADS, 1)
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-template <int HS_>
+template <int HS_, int QUERIES_>
 struct Backward {
-    static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, QUERIES = 64, STAGES = 2, THREADS = 3 * WARPGROUP;
+    static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, QUERIES = QUERIES_, STAGES = 2, THREADS = 3 * WARPGROUP;
+    // Of a tile (QUERIES, HS) of dq, a consumer warpgroup makes 64 rows, or where there are no more than 64, half of the columns.
+    static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
     static constexpr int KV_BYTES = KEYS * HS * 2, Q_BYTES = QUERIES * HS * 2, DS_BYTES = KEYS * QUERIES * 2, DQ_BYTES = QUERIES * HS * 4;
     static constexpr int STATS_BYTES = 2 * QUERIES * 4;  // of each query: log-sum-exp in powers of two, delta
     // shared memory, from a multiple of 1024 on
@@ -476,6 +487,9 @@ struct Backward {
     static constexpr int DQ = DS + 2 * DS_BYTES, STATS = DQ + DQ_BYTES, BARRIERS = STATS + STAGES * STATS_BYTES;
     static constexpr int SHARED = BARRIERS + (3 + 4 * STAGES) * 8 + 1024;
 };
+
+using Backward64 = Backward<64, 128>;
+using Backward128 = Backward<128, 64>;
 
 template <class F>
 struct BackwardBarriers {
@@ -496,65 +510,73 @@ struct BackwardBarriers {
     }
 };
 
-// In the workspace, by tiles of 64 queries: (B, NH, tiles, ...).
+// In the workspace, by tiles of QUERIES queries: (B, NH, tiles, ...).
 struct Scratch {
-    float* stats;  // (2, 64): log-sum-exp / ln 2 (infinity beyond T, which makes p zero), delta
-    float* dq;     // (64, HS), blocks of eight columns exclusive-ored with the row's last two bits: see store_dq
+    float* stats;  // (2, QUERIES): log-sum-exp / ln 2 (infinity beyond T, which makes p zero), delta
+    float* dq;     // (QUERIES, HS), blocks of eight columns exclusive-ored with the row's last two bits: see store_dq
     int* added;    // how many blocks have added their part of dq
     int tiles;
 };
 
-// The steps of one block: every query head of the group, and the tiles of queries that see its keys.
-struct Walk {
-    int n, b, kv, first, count, steps;  // tile of keys, sequence, key/value head; first tile of queries, how many, in all
+// One block: its tile of keys, and the steps it walks: every query head of the group, and of each the tiles of queries that see the keys.
+struct Block {
+    int n, b, kv, first, tiles;  // tile of keys, sequence, key/value head; first tile of queries, and their number
     template <class F>
-    __device__ static Walk make(const Dims& d, int tiles) {
-        const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = blockIdx.x / key_tiles, n = key_tiles - 1 - blockIdx.x % key_tiles;
-        const int first = n * F::KEYS / F::QUERIES;
-        return {n, head / d.NKV, head % d.NKV, first, tiles - first, (tiles - first) * d.group()};
+    __device__ static Block make(const Dims& d, const Work& work, int tiles) {
+        int n, head;
+        work.find(blockIdx.x, n, head);
+        return {n, head / d.NKV, head % d.NKV, n * F::KEYS / F::QUERIES, tiles};
     }
-    __device__ int head(const Dims& d, int step) const { return kv * d.group() + step / count; }
-    __device__ int tile(int step) const { return first + step % count; }
+};
+struct Walk {
+    int m, h, end;  // tile of queries, query head, the head after the last
+    __device__ Walk(const Dims& d, const Block& block) : m(block.first), h(block.kv * d.group()), end(h + d.group()) {}
+    __device__ bool done() const { return h == end; }
+    __device__ void next(const Block& block) {
+        if (++m == block.tiles) m = block.first, h++;
+    }
+    __device__ int64_t tile(const Dims& d, const Block& block) const { return int64_t(block.b * d.NH + h) * block.tiles + m; }  // of Scratch
 };
 
 template <class F>
 __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout, const BackwardBarriers<F>& at, uint32_t shared,
-                                const Dims& d, const Walk& walk, const Scratch& scratch) {
+                                const Dims& d, const Block& block, const Scratch& scratch) {
     constexpr int HS = F::HS;
     at.kv_full().arrive_and_expect(2 * F::KV_BYTES);
-    load_tile<HS, F::KEYS>(shared + F::K, qkv, at.kv_full(), (d.NH + walk.kv) * HS, walk.n * F::KEYS, walk.b);
-    load_tile<HS, F::KEYS>(shared + F::V, qkv, at.kv_full(), (d.NH + d.NKV + walk.kv) * HS, walk.n * F::KEYS, walk.b);
+    load_tile<HS, F::KEYS>(shared + F::K, qkv, at.kv_full(), (d.NH + block.kv) * HS, block.n * F::KEYS, block.b);
+    load_tile<HS, F::KEYS>(shared + F::V, qkv, at.kv_full(), (d.NH + d.NKV + block.kv) * HS, block.n * F::KEYS, block.b);
     Ring<F::STAGES> ring;
-    for (int step = 0; step < walk.steps; step++, ring.next()) {
-        const int h = walk.head(d, step), m = walk.tile(step);
-        const float* stats = scratch.stats + (int64_t(walk.b * d.NH + h) * scratch.tiles + m) * 2 * F::QUERIES;
+    for (Walk walk(d, block); !walk.done(); walk.next(block), ring.next()) {
+        const Barrier q_full = at.q_full(ring.stage), do_full = at.do_full(ring.stage);
+        const uint32_t q = shared + F::Q + ring.stage * F::Q_BYTES, dout_tile = shared + F::DO + ring.stage * F::Q_BYTES;
         at.q_empty(ring.stage).wait(ring.parity ^ 1);
-        at.q_full(ring.stage).arrive_and_expect(F::Q_BYTES + F::STATS_BYTES);
-        load_tile<HS, F::QUERIES>(shared + F::Q + ring.stage * F::Q_BYTES, qkv, at.q_full(ring.stage), h * HS, m * F::QUERIES, walk.b);
-        bulk_load(shared + F::STATS + ring.stage * F::STATS_BYTES, stats, F::STATS_BYTES, at.q_full(ring.stage));
+        q_full.arrive_and_expect(F::Q_BYTES + F::STATS_BYTES);
+        load_tile<HS, F::QUERIES>(q, qkv, q_full, walk.h * HS, walk.m * F::QUERIES, block.b);
+        bulk_load(shared + F::STATS + ring.stage * F::STATS_BYTES, scratch.stats + walk.tile(d, block) * 2 * F::QUERIES, F::STATS_BYTES, q_full);
         at.do_empty(ring.stage).wait(ring.parity ^ 1);
-        at.do_full(ring.stage).arrive_and_expect(F::Q_BYTES);
-        load_tile<HS, F::QUERIES>(shared + F::DO + ring.stage * F::Q_BYTES, dout, at.do_full(ring.stage), h * HS, m * F::QUERIES, walk.b);
+        do_full.arrive_and_expect(F::Q_BYTES);
+        load_tile<HS, F::QUERIES>(dout_tile, dout, do_full, walk.h * HS, walk.m * F::QUERIES, block.b);
     }
 }
 
-// Adds each step's dq to the sums in global memory. The order is fixed, so the bits are: first the keys on the diagonal, then those before
-// them, tile by tile down to the first. Nobody waits long, because a block starts on its own diagonal, one step behind the block of the
-// next keys, which was launched before it (and so is running: no deadlock).
+// dq of a tile of queries is a sum over blocks of keys. It is added up in global memory, in FP32 and in a fixed order, so the bits are always
+// the same: first the keys on the diagonal, then those before them, down to the first. Nobody waits long, because a block starts on its own
+// diagonal, one step behind the block of the next keys, which was launched before it (and so is running: no deadlock).
 template <class F>
-__device__ void dq_writer(const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Walk& walk, const Scratch& scratch) {
-    for (int step = 0; step < walk.steps; step++) {
-        const int m = walk.tile(step), before = m * F::QUERIES / F::KEYS - walk.n;  // blocks that come before this one
-        const int64_t tile = int64_t(walk.b * d.NH + walk.head(d, step)) * scratch.tiles + m;
-        float* to = scratch.dq + tile * F::QUERIES * F::HS;
+__device__ void dq_writer(const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Block& block, const Scratch& scratch) {
+    int step = 0;
+    for (Walk walk(d, block); !walk.done(); walk.next(block), step++) {
+        const int before = walk.m * F::QUERIES / F::KEYS - block.n;  // blocks that come before this one
+        const int64_t tile = walk.tile(d, block);
+        float* sum = scratch.dq + tile * F::QUERIES * F::HS;
         at.dq_full().wait(step & 1);
         if (before == 0) {
-            bulk_store(to, shared + F::DQ, F::DQ_BYTES);
+            bulk_store(sum, shared + F::DQ, F::DQ_BYTES);
         } else {
             for (int added = -1; added != before;)
                 asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(added) : "l"(scratch.added + tile) : "memory");
             fence_async();
-            bulk_add(to, shared + F::DQ, F::DQ_BYTES);
+            bulk_add(sum, shared + F::DQ, F::DQ_BYTES);
         }
         bulk_commit();
         bulk_wait_read();
@@ -571,13 +593,13 @@ __device__ float2 load_shared2(uint32_t address) {
     return x;
 }
 
-// This warpgroup's half of the columns of a tile (64, HS) of dq in FP32. Exclusive-or keeps the rows of a warp out of each other's banks.
+// This warpgroup's part of a tile (QUERIES, HS) of dq in FP32. Exclusive-or keeps the rows of a warp out of each other's banks.
 template <int HS, int R>
-__device__ void store_dq(uint32_t tile, const float (&dq)[R], int warpgroup) {
-    const int row = fragment_row();  // and row + 8, whose last two bits are the same
+__device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int first_col) {
+    const int row = first_row + fragment_row();  // and row + 8, whose last two bits are the same
 #pragma unroll
     for (int i = 0; i < R; i += 2) {
-        const int block = (warpgroup * (HS / 16) + i / 4) ^ (row & 3);
+        const int block = (first_col / 8 + i / 4) ^ (row & 3);
         const uint32_t to = tile + ((row + i / 2 % 2 * 8) * HS + block * 8 + fragment_col()) * 4;
         asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(dq[i]), "f"(dq[i + 1]) : "memory");
     }
@@ -599,81 +621,89 @@ __device__ void make_p(float (&s)[R], uint32_t stats, float scale, int ahead) {
     }
 }
 
-// dp becomes ds = p (dp - delta).
+// dp becomes ds = p (dp - delta), with p as it was rounded for dv: keeping it in FP32 as well would take registers that do more good as a larger
+// tile (head size 64: 268 against 327 TFLOP/s).
 template <int R>
-__device__ void make_ds(float (&dp)[R], const float (&p)[R], uint32_t deltas) {
+__device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
 #pragma unroll
     for (int i = 0; i < R; i += 4) {
         const float2 delta = load_shared2(deltas + (i * 2 + fragment_col()) * 4);
 #pragma unroll
-        for (int j = 0; j < 4; j++) dp[i + j] = p[i + j] * (dp[i + j] - (j % 2 ? delta.y : delta.x));
+        for (int j = 0; j < 4; j += 2) {
+            const uint32_t pair = p[i / 8][i / 2 % 4 + j / 2];
+            dp[i + j] = __uint_as_float(pair << 16) * (dp[i + j] - delta.x);
+            dp[i + j + 1] = __uint_as_float(pair & 0xFFFF0000u) * (dp[i + j + 1] - delta.y);
+        }
     }
 }
 
 template <class F>
-__device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Walk& walk) {
+__device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Block& block) {
     constexpr int HS = F::HS, ALL = F::CONSUMERS * WARPGROUP;
-    const int warpgroup = threadIdx.x / WARPGROUP, first_key = walk.n * F::KEYS + warpgroup * 64;
+    const int warpgroup = threadIdx.x / WARPGROUP, first_key = block.n * F::KEYS + warpgroup * 64;
     const uint32_t k = shared + F::K, own_k = k + warpgroup * BOX_BYTES, own_v = shared + F::V + warpgroup * BOX_BYTES;
-    const uint32_t k_half = k + warpgroup * (HS / 2) / PANEL * F::KEYS * 128 + warpgroup * (HS / 2) % PANEL * 2;  // columns that are ours in dq
+    const int dq_row = F::QUERIES == 64 ? 0 : warpgroup * 64, dq_col = F::QUERIES == 64 ? warpgroup * F::DQ_COLS : 0;  // of our part of dq
+    const uint32_t dq_k = k + dq_col / PANEL * F::KEYS * 128 + dq_col % PANEL * 2;
     const float scale = d.scale * LOG2E;
-    float dk[HS / 2], dv[HS / 2], s[F::QUERIES / 2], dp[F::QUERIES / 2], dq[HS / 4];
+    float dk[HS / 2], dv[HS / 2], s[F::QUERIES / 2], dp[F::QUERIES / 2], dq[F::DQ_COLS / 2];
     uint32_t p[F::QUERIES / 16][4];  // p, then ds, as operands
     Ring<F::STAGES> ring;
+    Walk walk(d, block);
 
-    // p (keys x queries) of the tile at the ring's stage, dp beside it. Nothing is in flight when this returns.
-    auto finish_p = [&](int step) {
-        const uint32_t stats = shared + F::STATS + ring.stage * F::STATS_BYTES;
-        at.do_full(ring.stage).wait(ring.parity);
-        wgmma_fence();
-        scores<HS, F::KEYS>(dp, own_v, shared + F::DO + ring.stage * F::Q_BYTES);
-        wgmma_commit();
-        wgmma_wait<1>(s);
-        make_p(s, stats, scale, first_key + fragment_row() - walk.tile(step) * F::QUERIES);
-        as_a(p, s);
-        wgmma_wait<0>(dp);
-    };
-    auto start_scores = [&] {
+    auto start_scores = [&] {  // of the tile of queries at the ring's stage
         at.q_full(ring.stage).wait(ring.parity);
         wgmma_fence();
         scores<HS, F::KEYS>(s, own_k, shared + F::Q + ring.stage * F::Q_BYTES);
         wgmma_commit();
     };
-    auto finish_dq = [&](int step, int stage) {
-        release(at.q_empty(stage));
-        release(at.do_empty(stage));
-        at.dq_empty().wait(~step & 1);
-        store_dq<HS>(shared + F::DQ, dq, warpgroup);
-        fence_async_shared();
-        __syncwarp();
-        release(at.dq_full());
-    };
 
     at.kv_full().wait(0);
-    for (int step = 0; step < walk.steps; step++, ring.next()) {
-        start_scores();
-        finish_p(step);
-        const int stage = ring.stage;
+    start_scores();
+    wgmma_wait<0>(s);
+    for (int step = 0; !walk.done(); step++) {
+        const int stage = ring.stage, first_query = walk.m * F::QUERIES;
         const uint32_t q = shared + F::Q + stage * F::Q_BYTES, dout = shared + F::DO + stage * F::Q_BYTES;
-        const uint32_t ds_tile = shared + F::DS + (step & 1) * F::DS_BYTES;
+        const uint32_t lse = shared + F::STATS + stage * F::STATS_BYTES, delta = lse + F::QUERIES * 4;
+        const uint32_t ds = shared + F::DS + (step & 1) * F::DS_BYTES, own_ds = ds + warpgroup * BOX_BYTES;
+        const uint32_t dq_ds = ds + dq_row / PANEL * F::KEYS * 128;
+
+        at.do_full(stage).wait(ring.parity);
+        wgmma_fence();
+        scores<HS, F::KEYS>(dp, own_v, dout);
+        wgmma_commit();
+        make_p(s, lse, scale, first_key + fragment_row() - first_query);
+        as_a(p, s);
+        wgmma_wait<0>(dp);
+
         wgmma_fence();
         accumulate<F::QUERIES>(dv, p, dout, step > 0);
         wgmma_commit();
-        make_ds(dp, s, shared + F::STATS + stage * F::STATS_BYTES + F::QUERIES * 4);
+        make_ds(dp, p, delta);
         wgmma_wait<0>(dv, p);
-        as_a(p, dp);
-        store_tile<F::KEYS>(ds_tile + warpgroup * BOX_BYTES, p);
+        as_a(p, dp);  // from here on, ds
+        store_tile<F::KEYS>(own_ds, p);
         fence_async_shared();
+
         wgmma_fence();
         accumulate<F::QUERIES>(dk, p, q, step > 0);
         wgmma_commit();
         sync_named(1, ALL);  // both halves of ds are there; they stay until the next but one step
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < F::KEYS; i += 16) wgmma<true, true>(dq, descriptor(ds_tile + i * 128), descriptor(k_half + i * 128), i > 0);
+        for (int i = 0; i < F::KEYS; i += 16) wgmma<true, true>(dq, descriptor(dq_ds + i * 128), descriptor(dq_k + i * 128), i > 0);
         wgmma_commit();
-        wgmma_wait<0>(dq, dk, p);
-        finish_dq(step, stage);
+
+        walk.next(block);
+        if (!walk.done()) ring.next();
+        start_scores();  // of the next tile; after the last one, for nothing: a branch here makes the compiler wait for every product
+        wgmma_wait<1>(dq, dk, p);
+        release(at.q_empty(stage));
+        release(at.do_empty(stage));
+        at.dq_empty().wait(~step & 1);
+        store_dq<HS>(shared + F::DQ, dq, dq_row, dq_col);
+        fence_async_shared();
+        release(at.dq_full());
+        wgmma_wait<0>(s);
     }
 
     // k and v are no longer needed: dk and dv take their place on the way out.
@@ -689,8 +719,8 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
     sync_named(2 + warpgroup, WARPGROUP);
     if (threadIdx.x % WARPGROUP != 0 || first_key >= d.T) return;
     for (int panel = 0; panel < HS / PANEL; panel++) {
-        tma_store(dqkv, own_k + panel * F::KEYS * 128, (d.NH + walk.kv) * HS + panel * PANEL, first_key, walk.b);
-        tma_store(dqkv, own_v + panel * F::KEYS * 128, (d.NH + d.NKV + walk.kv) * HS + panel * PANEL, first_key, walk.b);
+        tma_store(dqkv, own_k + panel * F::KEYS * 128, (d.NH + block.kv) * HS + panel * PANEL, first_key, block.b);
+        tma_store(dqkv, own_v + panel * F::KEYS * 128, (d.NH + d.NKV + block.kv) * HS + panel * PANEL, first_key, block.b);
     }
     bulk_commit();
     bulk_wait_read();
@@ -700,60 +730,80 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout, const __grid_constant__ CUtensorMap dqkv,
-                    Dims d, Scratch scratch) {
+                    Dims d, Work work, Scratch scratch) {
     if (!HOPPER) return;
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const BackwardBarriers<F> barriers{shared + F::BARRIERS};
-    const Walk walk = Walk::make<F>(d, scratch.tiles);
+    const Block block = Block::make<F>(d, work, scratch.tiles);
     if (threadIdx.x == 0) barriers.init();
     __syncthreads();
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
         give_registers<24>();
         const int thread = threadIdx.x - F::CONSUMERS * WARPGROUP;
-        if (thread == 0) backward_loader<F>(qkv, dout, barriers, shared, d, walk, scratch);
-        if (thread == WARP) dq_writer<F>(barriers, shared, d, walk, scratch);
+        if (thread == 0) backward_loader<F>(qkv, dout, barriers, shared, d, block, scratch);
+        if (thread == WARP) dq_writer<F>(barriers, shared, d, block, scratch);
     } else {
         take_registers<240>();
-        backward_consumer<F>(dqkv, barriers, shared, d, walk);
+        backward_consumer<F>(dqkv, barriers, shared, d, block);
     }
 }
 
-// Before: delta = rowsum(dout * out) and the log-sum-exp, by tiles of queries. HS / 8 neighbouring threads share a row.
+// Before: delta = rowsum(dout * out) and the log-sum-exp, by tiles of queries. HS / 8 neighbouring threads share a row, and do ROWS of them, so
+// that enough loads are in flight.
+__device__ float dot8(const uint4& a, const uint4& b) {
+    const uint32_t as[] = {a.x, a.y, a.z, a.w}, bs[] = {b.x, b.y, b.z, b.w};
+    float sum = 0;
+    for (int i = 0; i < 4; i++) {
+        sum += __uint_as_float(as[i] << 16) * __uint_as_float(bs[i] << 16);
+        sum += __uint_as_float(as[i] & 0xFFFF0000u) * __uint_as_float(bs[i] & 0xFFFF0000u);
+    }
+    return sum;
+}
+
 template <class F>
-__global__ void prepare_kernel(Dims d, Scratch scratch, const bf16* out, const bf16* dout, const float* lse) {
-    constexpr int LANES = F::HS / 8, TILE = F::QUERIES;
-    const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = thread / LANES;  // (B, tiles * 64, NH)
-    const int lane = static_cast<int>(thread % LANES), h = static_cast<int>(row % d.NH), padded = scratch.tiles * TILE;
-    const int t = static_cast<int>(row / d.NH % padded), b = static_cast<int>(row / d.NH / padded);
-    if (b >= d.B) return;  // whole warps: a sequence has a multiple of 64 rows
-    float delta = 0;
-    if (t < d.T) {
-        const int64_t at = ((int64_t(b) * d.T + t) * d.NH + h) * LANES + lane;
-        const uint4 o = reinterpret_cast<const uint4*>(out)[at], g = reinterpret_cast<const uint4*>(dout)[at];
-        const uint32_t os[] = {o.x, o.y, o.z, o.w}, gs[] = {g.x, g.y, g.z, g.w};
-        for (int i = 0; i < 4; i++) {
-            delta += __uint_as_float(os[i] << 16) * __uint_as_float(gs[i] << 16);
-            delta += __uint_as_float(os[i] & 0xFFFF0000u) * __uint_as_float(gs[i] & 0xFFFF0000u);
-        }
+struct Prepare {
+    static constexpr int LANES = F::HS / 8, ROWS = 4, THREADS = 256, BLOCK_ROWS = THREADS / LANES * ROWS;
+};
+
+// grid (rows of a sequence, B)
+template <class F>
+__global__ void __launch_bounds__(Prepare<F>::THREADS)
+    prepare_kernel(Dims d, Scratch scratch, const uint4* out, const uint4* dout, const float* lse) {
+    using P = Prepare<F>;
+    const int lane = threadIdx.x % P::LANES, b = blockIdx.y;
+    struct Row {
+        int t, h;
+        uint4 out, dout;
+    } rows[P::ROWS];
+#pragma unroll
+    for (int i = 0; i < P::ROWS; i++) {
+        Row& r = rows[i];
+        const unsigned index = blockIdx.x * P::BLOCK_ROWS + i * (P::THREADS / P::LANES) + threadIdx.x / P::LANES;  // in (T, NH)
+        r.t = static_cast<int>(index / d.NH), r.h = static_cast<int>(index % d.NH);
+        const int64_t at = ((int64_t(b) * d.T + r.t) * d.NH + r.h) * P::LANES + lane;
+        r.out = r.t < d.T ? out[at] : uint4{}, r.dout = r.t < d.T ? dout[at] : uint4{};
     }
-    for (int i = LANES / 2; i > 0; i /= 2) delta += __shfl_xor_sync(~0u, delta, i);
-    if (lane != 0) return;
-    const int64_t tile = (int64_t(b) * d.NH + h) * scratch.tiles + t / TILE;
-    float* stats = scratch.stats + tile * 2 * TILE + t % TILE;
-    stats[0] = t < d.T ? lse[(int64_t(b) * d.NH + h) * d.T + t] * LOG2E : INFINITY;
-    stats[TILE] = delta;
-    if (t % TILE == 0) scratch.added[tile] = 0;
+#pragma unroll
+    for (const Row& r : rows) {
+        float delta = dot8(r.out, r.dout);
+        for (int i = P::LANES / 2; i > 0; i /= 2) delta += __shfl_xor_sync(~0u, delta, i);
+        if (lane != 0 || r.t >= scratch.tiles * F::QUERIES) continue;
+        const int64_t head = int64_t(b) * d.NH + r.h, tile = head * scratch.tiles + r.t / F::QUERIES;
+        float* stats = scratch.stats + tile * 2 * F::QUERIES + r.t % F::QUERIES;
+        stats[0] = r.t < d.T ? lse[head * d.T + r.t] * LOG2E : INFINITY;
+        stats[F::QUERIES] = delta;
+        if (r.t % F::QUERIES == 0) scratch.added[tile] = 0;
+    }
 }
 
-// After: dq in BF16, four elements a thread.
+// After: dq in BF16, four elements a thread. grid (rows of a sequence, B)
 template <class F>
 __global__ void finish_kernel(Dims d, Scratch scratch, bf16* dqkv) {
-    constexpr int LANES = F::HS / 4;
-    const int64_t thread = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, row = thread / LANES;  // (B, T, NH)
-    const int lane = static_cast<int>(thread % LANES), h = static_cast<int>(row % d.NH);
-    const int t = static_cast<int>(row / d.NH % d.T), b = static_cast<int>(row / d.NH / d.T);
-    if (b >= d.B) return;
+    constexpr unsigned LANES = F::HS / 4;
+    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / LANES, lane = threadIdx.x % LANES;  // in (T, NH)
+    const int t = static_cast<int>(index / d.NH), h = static_cast<int>(index % d.NH), b = blockIdx.y;
+    if (t >= d.T) return;
     const int64_t tile = (int64_t(b) * d.NH + h) * scratch.tiles + t / F::QUERIES;
     const float* from = scratch.dq + (tile * F::QUERIES + t % F::QUERIES) * F::HS + ((lane / 2) ^ (t & 3)) * 8 + lane % 2 * 4;
     const float4 x = *reinterpret_cast<const float4*>(from);
@@ -774,7 +824,8 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     CUtensorMap map;
-    const cuuint64_t sizes[] = {cuuint64_t(cols), cuuint64_t(s.T), cuuint64_t(s.B)}, strides[] = {cuuint64_t(cols) * 2, cuuint64_t(s.T * cols) * 2};
+    const cuuint64_t sizes[] = {cuuint64_t(cols), cuuint64_t(s.T), cuuint64_t(s.B)};
+    const cuuint64_t strides[] = {cuuint64_t(cols) * 2, cuuint64_t(s.T * cols) * 2};  // bytes
     const cuuint32_t box[] = {PANEL, BOX, 1}, steps[] = {1, 1, 1};
     const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box, steps,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -785,9 +836,9 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
 }
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, int64_t blocks, int threads, int shared, cudaStream_t stream, Args... args) {
+void launch(Kernel kernel, dim3 grid, int threads, int shared, cudaStream_t stream, Args... args) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "attention");
-    kernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(args...);
+    kernel<<<grid, threads, shared, stream>>>(args...);
     check(cudaGetLastError(), "attention");
 }
 
@@ -800,37 +851,36 @@ int multiprocessors() {
 
 template <class F>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
-    static std::atomic<unsigned> launches{0};
-    const int64_t cached = 16 << 20, head_bytes = 2 * s.T * F::HS * 2 * s.NKV / s.NH, heads = s.B * s.NH;
-    const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads), int(std::min(heads, std::max<int64_t>(1, cached / std::max<int64_t>(1, head_bytes))))};
-    launch(forward_kernel<F>, std::min<int64_t>(work.total(), multiprocessors()), F::THREADS, F::SHARED, stream,
-           tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), work, int(launches++ % COUNTERS), lse);
+    const int64_t cached = 16 << 20, heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
+    const Work todo{int(ceil_div(s.T, F::QUERIES)), int(heads), int(std::clamp<int64_t>(cached / head_bytes, 1, heads))};
+    launch(forward_kernel<F>, std::min(todo.total(), multiprocessors()), F::THREADS, F::SHARED, stream,
+           tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), todo, next_counter(), lse);
 }
-
-int64_t query_tiles(const AttentionShape& s) { return ceil_div(s.T, 64); }
 
 // The parts of the workspace, one after the other.
 struct Layout {
     int64_t stats, dq, added, end;  // bytes
-    explicit Layout(const AttentionShape& s) {
-        const int64_t tiles = s.B * s.NH * query_tiles(s);
-        stats = 0, dq = stats + tiles * 2 * 64 * 4, added = dq + tiles * 64 * s.HS * 4, end = round_up(added + tiles * 4, 256);
+    Layout(const AttentionShape& s, int queries) {
+        const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries);
+        stats = 0, dq = stats + tiles * 2 * queries * 4, added = dq + tiles * queries * s.HS * 4, end = round_up(added + tiles * 4, 256);
     }
 };
 
 template <class F>
 void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv, void* workspace,
               cudaStream_t stream) {
-    const Layout layout(s);
+    const Layout layout(s, F::QUERIES);
     uint8_t* bytes = static_cast<uint8_t*>(workspace);
     const Scratch scratch{reinterpret_cast<float*>(bytes + layout.stats), reinterpret_cast<float*>(bytes + layout.dq),
-                          reinterpret_cast<int*>(bytes + layout.added), int(query_tiles(s))};
-    const int64_t padded_rows = s.B * scratch.tiles * F::QUERIES * s.NH, rows = s.B * s.T * s.NH;
-    launch(prepare_kernel<F>, ceil_div(padded_rows * F::HS / 8, 256), 256, 0, stream, dims(s), scratch, static_cast<const bf16*>(out),
-           static_cast<const bf16*>(dout), lse);
-    launch(backward_kernel<F>, s.B * s.NKV * ceil_div(s.T, F::KEYS), F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()),
-           tensor_map(s, dout, s.NH * F::HS), tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);
-    launch(finish_kernel<F>, ceil_div(rows * F::HS / 4, 256), 256, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
+                          reinterpret_cast<int*>(bytes + layout.added), int(ceil_div(s.T, F::QUERIES))};
+    const unsigned B = static_cast<unsigned>(s.B);
+    const auto blocks = [](int64_t rows, int64_t block_rows) { return static_cast<unsigned>(ceil_div(rows, block_rows)); };
+    const Work todo{int(ceil_div(s.T, F::KEYS)), int(s.B * s.NKV), 1};
+    launch(prepare_kernel<F>, dim3(blocks(scratch.tiles * F::QUERIES * s.NH, Prepare<F>::BLOCK_ROWS), B), Prepare<F>::THREADS, 0, stream,
+           dims(s), scratch, static_cast<const uint4*>(out), static_cast<const uint4*>(dout), lse);
+    launch(backward_kernel<F>, todo.total(), F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()),
+           tensor_map(s, dout, s.NH * F::HS), tensor_map(s, dqkv, s.qkv_cols()), dims(s), todo, scratch);
+    launch(finish_kernel<F>, dim3(blocks(s.T * s.NH * F::HS / 4, 256), B), 256, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
 }
 
 }  // namespace
@@ -841,10 +891,12 @@ void attention_forward(const AttentionShape& s, const void* qkv, void* out, floa
 
 void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
                         void* workspace, cudaStream_t stream) {
-    s.HS == 64 ? backward<Backward<64>>(s, qkv, out, lse, dout, dqkv, workspace, stream)
-               : backward<Backward<128>>(s, qkv, out, lse, dout, dqkv, workspace, stream);
+    s.HS == 64 ? backward<Backward64>(s, qkv, out, lse, dout, dqkv, workspace, stream)
+               : backward<Backward128>(s, qkv, out, lse, dout, dqkv, workspace, stream);
 }
 
-size_t attention_workspace(const AttentionShape& s) { return static_cast<size_t>(Layout(s).end); }
+size_t attention_workspace(const AttentionShape& s) {
+    return static_cast<size_t>(Layout(s, s.HS == 64 ? Backward64::QUERIES : Backward128::QUERIES).end);
+}
 
 }  // namespace coat::sm90

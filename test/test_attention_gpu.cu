@@ -1,45 +1,23 @@
 // Attention on the GPU against the CPU reference. A tolerance is computed for every element from what the kernels round:
 // p and ds to BF16 before they enter a tensor core, the result to BF16, and sums in FP32; see Bounds.
-#include <doctest/doctest.h>
-
 #include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "../attention.cuh"
-#include "../reference.h"
+#include "gpu.h"
 
 using namespace coat;
 
 namespace {
 
-bool gpu_available() {
-    int n = 0;
-    return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
-}
-
 bool hopper() {
     int major = 0;
-    return gpu_available() && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
+    return test::gpu_available() && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
 }
 
-// Device memory, poisoned with NaN: an element that nobody writes is found.
-struct Device {
-    void* data = nullptr;
-    size_t bytes;
-    explicit Device(size_t n) : bytes(n) {
-        REQUIRE(cudaMalloc(&data, std::max<size_t>(n, 16)) == cudaSuccess);
-        REQUIRE(cudaMemset(data, 0xFF, n) == cudaSuccess);
-    }
-    Device(const Device&) = delete;
-    ~Device() { cudaFree(data); }
-    std::vector<uint8_t> read() const {
-        std::vector<uint8_t> host(bytes);
-        REQUIRE(cudaMemcpy(host.data(), data, bytes, cudaMemcpyDeviceToHost) == cudaSuccess);
-        return host;
-    }
-};
+using Buffer = test::Buffer<uint8_t>;
 
 std::vector<uint8_t> pack(Format f, const std::vector<float>& x) {
     std::vector<uint8_t> bytes(x.size() * info(f).bytes);
@@ -61,12 +39,6 @@ std::vector<float> unpack(Format f, const std::vector<uint8_t>& bytes) {
     }
     return x;
 }
-
-struct Upload : Device {
-    Upload(Format f, const std::vector<float>& x) : Device(x.size() * info(f).bytes) {
-        REQUIRE(cudaMemcpy(data, pack(f, x).data(), bytes, cudaMemcpyHostToDevice) == cudaSuccess);
-    }
-};
 
 enum class Inputs { Normal, HeavyTails, LargeLogits };
 
@@ -90,8 +62,8 @@ struct Bounds {
 
 // Forward: out = sum p v / sum p.      |error| <= (u + 2 e) sum p |v|
 // Backward: dv = sum p dout:           |error| <= (u + e) sum p |dout|
-//           ds = p (dp - delta):       |error| <= (u + e) |ds| + p e sum (|dout v| + |dout out|), then times |k| or |q| and 1/sqrt(HS)
-// u: rounding of p or ds to BF16, half a unit in the last of 8 places; 0 for fp32.
+//           ds = p (dp - delta):       |error| <= (2 u + e) |ds| + p sums of |dout v| + |dout out|, then times |k| or |q| and 1/sqrt(HS)
+// u: rounding of p, and then of ds, to BF16, half a unit in the last of 8 places; 0 for fp32.
 // e: relative error of exp(s - max) and exp(s - lse): FP32 rounding of s, of its scaling and of the exponent, a few 2^-24 of the terms'
 // magnitudes in s, and 2^-21 for the fast exponential, which flushes what is below 2^-126. The sums themselves: 2^-24 a term at worst.
 Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std::vector<float>& out, const std::vector<float>& dout) {
@@ -131,7 +103,7 @@ Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std:
                         }
                         const double rel = e[j] + worst + sums + std::abs(max) * 0x1p-21;  // of p made from s and the saved lse
                         const double p_error = p[j] * (u + rel + sums) + 0x1p-126;
-                        const double ds_error = scale * (p_error * std::abs(dp - delta) + p[j] * (1 + rel) * size * (HS + 8) * 0x1p-24);
+                        const double ds_error = scale * ((p_error + p[j] * u) * std::abs(dp - delta) + p[j] * (1 + rel) * size * (HS + 8) * 0x1p-24);
                         for (int64_t i = 0; i < HS; i++) {
                             r.out[orow + i] += p_error * std::abs(qkv[row + vcol + i]);
                             r.dqkv[row + vcol + i] += p_error * std::abs(dout[orow + i]);
@@ -144,7 +116,7 @@ Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std:
 }
 
 // Every element is finite and within its bound plus the rounding of the result to its format.
-void check_close(const char* what, Format f, const std::vector<float>& got, const std::vector<float>& want, const std::vector<double>& bound) {
+void check_close(const std::string& what, Format f, const std::vector<float>& got, const std::vector<float>& want, const std::vector<double>& bound) {
     REQUIRE(got.size() == want.size());
     int64_t wrong = 0;
     double worst = 0;
@@ -167,11 +139,16 @@ struct Run {
 // Forward, then backward from the given out and lse rather than its own, so that the two are judged apart.
 Run run(const AttentionShape& s, AttentionKernel kernel, const std::vector<float>& qkv, const std::vector<float>& out,
         const std::vector<float>& lse, const std::vector<float>& dout) {
-    const Upload in(s.format, qkv), o(s.format, out), l(Format::F32, lse), g(s.format, dout);
-    const Device to(o.bytes), to_lse(l.bytes), grad(in.bytes), workspace(attention_workspace(s));
-    attention_forward(s, in.data, to.data, static_cast<float*>(to_lse.data), nullptr, kernel);
-    attention_backward(s, in.data, o.data, static_cast<const float*>(l.data), g.data, grad.data, workspace.data, nullptr, kernel);
-    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    const Buffer in(pack(s.format, qkv)), o(pack(s.format, out)), l(pack(Format::F32, lse)), g(pack(s.format, dout));
+    const Buffer to(int64_t(pack(s.format, out).size())), to_lse(int64_t(lse.size() * 4)), grad(int64_t(pack(s.format, qkv).size()));
+    const Buffer workspace(int64_t(attention_workspace(s)));
+    attention_forward(s, in.get(), to.get(), reinterpret_cast<float*>(to_lse.get()), nullptr, kernel);
+    attention_backward(s, in.get(), o.get(), reinterpret_cast<const float*>(l.get()), g.get(), grad.get(), workspace.get(), nullptr, kernel);
+    test::succeeded(cudaDeviceSynchronize());
+    CHECK(to.intact());
+    CHECK(to_lse.intact());
+    CHECK(grad.intact());
+    CHECK(workspace.intact());
     return {to.read(), to_lse.read(), grad.read()};
 }
 
@@ -182,7 +159,7 @@ ModelConfig config(const AttentionShape& s) {
 }
 
 void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs::Normal, uint64_t seed = std::random_device{}()) {
-    INFO("B " << s.B << " T " << s.T << " NH " << s.NH << " NKV " << s.NKV << " HS " << s.HS << " " << info(s.format).name << " kernel "
+    INFO("B " << s.B << " T " << s.T << " NH " << s.NH << " NKV " << s.NKV << " HS " << s.HS << " " << std::string(info(s.format).name) << " kernel "
               << int(kernel) << " seed " << seed);
     const size_t rows = s.B * s.T;
     const std::vector<float> qkv = random(s.format, rows * s.qkv_cols(), kind, seed);
@@ -211,13 +188,13 @@ void check_sizes(Format f, int64_t HS, AttentionKernel kernel) {
 
 }  // namespace
 
-TEST_CASE("gpu: attention on CUDA cores, fp32 and bf16, many head sizes" * doctest::skip(!gpu_available())) {
+GPU_TEST_CASE("attention on CUDA cores, fp32 and bf16, many head sizes") {
     for (int64_t HS : {8, 32, 80, 128, 256}) check_sizes(Format::F32, HS, AttentionKernel::Best);
     for (int64_t HS : {32, 80, 256}) check_sizes(Format::BF16, HS, AttentionKernel::Best);
     check_sizes(Format::BF16, 64, AttentionKernel::Simple);
 }
 
-TEST_CASE("gpu: attention on tensor cores, head sizes 64 and 128" * doctest::skip(!gpu_available())) {
+GPU_TEST_CASE("attention on tensor cores, head sizes 64 and 128") {
     for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
 }
 
@@ -225,7 +202,7 @@ TEST_CASE("gpu: attention on Hopper, head sizes 64 and 128" * doctest::skip(!hop
     for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
 }
 
-TEST_CASE("gpu: attention refuses head sizes that it cannot do" * doctest::skip(!gpu_available())) {
+GPU_TEST_CASE("attention refuses head sizes that it cannot do") {
     for (int64_t HS : {4, 264})
         CHECK_THROWS_AS(attention_forward({1, 16, 2, 2, HS, Format::BF16}, nullptr, nullptr, nullptr, nullptr), Error);
 }
