@@ -74,6 +74,11 @@ constexpr const char* TINY = " --device cpu --data text --batch 2 --seq 16 --sam
 Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "'" + program() + "' " + flags); }
 Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
 
+void require_success(const Ended& ended) {
+    INFO(ended.error);
+    REQUIRE(ended.code == 0);
+}
+
 void check_one_sentence(const Ended& ended, const std::string& names) {
     CAPTURE(ended.error);
     CHECK(ended.code == 1);
@@ -214,7 +219,7 @@ TEST_CASE("program: a full disk leaves no half-written checkpoint, and keeps the
     // A limit on the size of a file stands for the disk: a checkpoint of the tiny model has files of more than a megabyte.
     check_one_sentence(shell(folder, "ulimit -f 100; " + run + "--steps 2 --out full"), "full");
     CHECK((!fs::exists(folder.path / "full") || fs::is_empty(folder.path / "full")));
-    REQUIRE(tiny(folder, "--steps 2 --schedule constant --out kept").code == 0);
+    require_success(tiny(folder, "--steps 2 --schedule constant --out kept"));
     const auto before = folder.files();
     check_one_sentence(shell(folder, "ulimit -f 100; '" + program() + "' --device cpu --resume kept --steps 4"), "kept");
     CHECK(folder.files() == before);
@@ -226,7 +231,7 @@ TEST_CASE("program: a checkpoint that is missing, damaged or of another run is r
     check_refused(folder, "--device cpu --resume nowhere", "nowhere");
     fs::create_directory(folder.path / "hollow");
     check_refused(folder, "--device cpu --resume hollow", "hollow");
-    REQUIRE(tiny(folder, "--steps 2").code == 0);  // into out/
+    require_success(tiny(folder, "--steps 2"));  // into out/
     const std::string resume = "--device cpu --resume out --steps 4 ";
     check_refused(folder, resume + "--recipe fp32", "--recipe");
     check_refused(folder, resume + "--optimizer fp8", "--optimizer");
@@ -258,7 +263,7 @@ TEST_CASE("program: a checkpoint that is missing, damaged or of another run is r
 
 TEST_CASE("program: weights that are not finite are refused at the first validation") {
     Folder folder;
-    REQUIRE(tiny(folder, "--steps 1 --out good").code == 0);
+    require_success(tiny(folder, "--steps 1 --out good"));
     fs::copy(folder.path / "good" / "step-000001", folder.path / "bad");
     std::string weights = read_file(folder.path / "bad" / "model.safetensors");
     std::fill(weights.end() - 2000, weights.end(), '\xFF');  // BF16's NaN
@@ -330,50 +335,50 @@ TEST_CASE("program: a run tells each step, validates, samples, saves and logs, i
 
 TEST_CASE("program: the same seed gives the same bits, another seed does not") {
     Folder folder;
-    REQUIRE(tiny(folder, "--steps 4 --out a").code == 0);
-    REQUIRE(shell(folder, "OMP_NUM_THREADS=3 '" + program() + "'" + TINY + "--steps 4 --out b").code == 0);  // whatever the number of threads
-    REQUIRE(tiny(folder, "--steps 4 --out c --seed 2").code == 0);
+    require_success(tiny(folder, "--steps 4 --out a"));
+    require_success(shell(folder, "OMP_NUM_THREADS=3 '" + program() + "'" + TINY + "--steps 4 --out b"));  // whatever the number of threads
+    require_success(tiny(folder, "--steps 4 --out c --seed 2"));
     CHECK(weights_and_state(folder.path / "a/step-000004") == weights_and_state(folder.path / "b/step-000004"));
     CHECK(weights_and_state(folder.path / "a/step-000004") != weights_and_state(folder.path / "c/step-000004"));
 }
 
 TEST_CASE("program: stopping by Ctrl-C saves, and going on gives the bits of a run that was not stopped") {
     Folder folder;
-    for (const char* formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32"}) {
+    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32"}) {
         CAPTURE(formats);
         fs::remove_all(folder.path / "whole");
         fs::remove_all(folder.path / "parts");
-        const std::string flags = std::string(formats) + " --steps 12 --eval-every 5 --warmup 4 ";
-        REQUIRE(tiny(folder, flags + "--out whole").code == 0);
-        const Ended stopped = shell(folder, "'" + program() + "'" + TINY + flags + "--out parts --log log > printed & pid=$!\n"
-                                            "until grep -q 'step  2/12' printed || ! kill -0 $pid; do sleep 0.01; done\n"
-                                            "kill -INT $pid; wait $pid");
+        const std::string flags = formats + " --steps 24 --eval-every 9 --warmup 4 ";
+        require_success(tiny(folder, flags + "--out whole"));
+        const Ended stopped = shell(folder, "mkfifo pipe; '" + program() + "'" + TINY + flags + "--out parts --log log > pipe & pid=$!\n"
+                                            "while read -r line; do echo \"$line\"; case $line in 'step  2/'*) kill -INT $pid;; esac; done < pipe\n"
+                                            "rm pipe; wait $pid");
         CHECK(stopped.code == 130);
-        CHECK(read_file(folder.path / "printed").find("--resume parts") != std::string::npos);
-        REQUIRE(!fs::exists(folder.path / "parts/step-000012"));
-        REQUIRE(train(folder, "--device cpu --resume parts --log log").code == 0);
-        CHECK(weights_and_state(folder.path / "whole/step-000012") == weights_and_state(folder.path / "parts/step-000012"));
+        CHECK(stopped.out.find("--resume parts") != std::string::npos);
+        REQUIRE_MESSAGE(!fs::exists(folder.path / "parts/step-000024"), "the run ended before it was stopped");
+        require_success(train(folder, "--device cpu --resume parts --log log"));
+        CHECK(weights_and_state(folder.path / "whole/step-000024") == weights_and_state(folder.path / "parts/step-000024"));
 
         std::istringstream log(read_file(folder.path / "log"));  // has every step once
         int steps = 0;
         for (std::string line; std::getline(log, line);) steps += nlohmann::json::parse(line).at("kind") == "step";
-        CHECK(steps == 12);
+        CHECK(steps == 24);
         fs::remove(folder.path / "log");
     }
 }
 
 TEST_CASE("program: a finished run goes on when --steps grows") {
     Folder folder;
-    REQUIRE(tiny(folder, "--schedule constant --steps 6 --out whole").code == 0);
-    REQUIRE(tiny(folder, "--schedule constant --steps 3 --out parts").code == 0);
-    REQUIRE(train(folder, "--device cpu --resume parts --steps 6").code == 0);
+    require_success(tiny(folder, "--schedule constant --steps 6 --out whole"));
+    require_success(tiny(folder, "--schedule constant --steps 3 --out parts"));
+    require_success(train(folder, "--device cpu --resume parts --steps 6"));
     CHECK(weights_and_state(folder.path / "whole/step-000006") == weights_and_state(folder.path / "parts/step-000006"));
     CHECK(!fs::exists(folder.path / "parts/step-000003"));
 }
 
 TEST_CASE("program: a saved model is a folder that another run starts from") {
     Folder folder;
-    REQUIRE(tiny(folder, "--steps 8 --lr 1e-2 --warmup 1").code == 0);
+    require_success(tiny(folder, "--steps 8 --lr 1e-2 --warmup 1"));
     const double trained = number_after(tiny(folder, "--steps 0 --model out/step-000008").out, "validation | step 0 | loss ");
     const double resumed = number_after(train(folder, "--device cpu --resume out --steps 0").out, "validation | step 8 | loss ");
     CHECK(trained < std::log(256.0) - 0.5);
