@@ -95,6 +95,12 @@ __device__ uint32_t pack(float lo, float hi) {
 }
 __device__ float2 unpack(uint32_t two) { return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)}; }
 
+// One store of 8 or 16 bytes; an assignment through a cast pointer may come out as four small ones.
+template <class V>
+__device__ void put(void* to, V value) {
+    __stwb(static_cast<V*>(to), value);
+}
+
 template <class T>
 struct Plain;
 
@@ -116,7 +122,7 @@ struct Plain<bf16> {
     // Rounds v to what is held and, if live, stores it.
     __device__ void store(int64_t i, Values& v, bool live) const {
         const uint4 raw{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
-        if (live) *reinterpret_cast<uint4*>(data + i) = raw;
+        if (live) put(data + i, raw);
         values(raw, v);
     }
 };
@@ -137,10 +143,9 @@ struct Plain<float> {
         v[0] = r.lo.x, v[1] = r.lo.y, v[2] = r.lo.z, v[3] = r.lo.w, v[4] = r.hi.x, v[5] = r.hi.y, v[6] = r.hi.z, v[7] = r.hi.w;
     }
     __device__ void store(int64_t i, Values& v, bool live) const {
-        float4* p = reinterpret_cast<float4*>(data + i);
         if (!live) return;
-        p[0] = {v[0], v[1], v[2], v[3]};
-        p[1] = {v[4], v[5], v[6], v[7]};
+        put(data + i, make_float4(v[0], v[1], v[2], v[3]));
+        put(data + i + 4, make_float4(v[4], v[5], v[6], v[7]));
     }
 };
 
@@ -168,7 +173,7 @@ struct Grouped {
         const float scale = group_scale(v);
         const uint2 c = encode(false, v, __frcp_rn(scale));
         if (live) {
-            *reinterpret_cast<uint2*>(codes + i) = c;
+            put(codes + i, c);
             if (i % 16 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
@@ -388,8 +393,8 @@ __device__ float4 values4(uint2 raw) {
     return {lo.x, lo.y, hi.x, hi.y};
 }
 __device__ float4 values4(float4 raw) { return raw; }
-__device__ void store4(bf16* p, float4 v) { *reinterpret_cast<uint2*>(p) = {pack(v.x, v.y), pack(v.z, v.w)}; }
-__device__ void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
+__device__ void store4(bf16* p, float4 v) { put(p, make_uint2(pack(v.x, v.y), pack(v.z, v.w))); }
+__device__ void store4(float* p, float4 v) { put(p, v); }
 
 // Four pairs of (own, partner) turned by four angles.
 __device__ float rotated(float own, float partner, float cosine, float sine) { return __fmaf_rn(own, cosine, __fmul_rn(partner, sine)); }
@@ -552,7 +557,7 @@ struct TransposeTile {
             const uint4 q = rows16(col, piece);
             uint8_t* to = out + col * rows + row;
             if (rows % 16 == 0) {
-                *reinterpret_cast<uint4*>(to) = q;
+                put(to, q);
             } else {
                 const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -591,7 +596,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) quantize_kernel(Source x, int
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             kept[p][i] = encode(format.e5m2, v[p], inverse);
-            if (live && codes) *reinterpret_cast<uint2*>(codes + ((at.row + i) * PLANES + p) * x.width + at.col) = kept[p][i];
+            if (live && codes) put(codes + ((at.row + i) * PLANES + p) * x.width + at.col, kept[p][i]);
         }
     });
     put_tile(tiles, at, kept, rows, x.width, transposed);
@@ -1572,7 +1577,7 @@ struct MomentIo<Format::F32> {
     static __device__ void decode(const Raw& r, const MomentFormat&, const float*, Quad& x) { x[0] = r.v.x, x[1] = r.v.y, x[2] = r.v.z, x[3] = r.v.w; }
     template <bool KEEP_POSITIVE>
     static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
-        *reinterpret_cast<float4*>(static_cast<float*>(m.codes) + i) = {x[0], x[1], x[2], x[3]};
+        put(static_cast<float*>(m.codes) + i, make_float4(x[0], x[1], x[2], x[3]));
     }
 };
 
@@ -1588,7 +1593,7 @@ struct MomentIo<Format::BF16> {
     }
     template <bool KEEP_POSITIVE>
     static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
-        *reinterpret_cast<uint2*>(static_cast<bf16*>(m.codes) + i) = {pack(x[0], x[1]), pack(x[2], x[3])};
+        put(static_cast<bf16*>(m.codes) + i, make_uint2(pack(x[0], x[1]), pack(x[2], x[3])));
     }
 };
 
@@ -1703,9 +1708,9 @@ struct WeightIo<bf16> {
             b[j] = __float_as_uint(master[j]) + 0x8000u;
             top = max(top, b[j] & 0x7FFF0000u);
         }
-        *reinterpret_cast<uint2*>(static_cast<bf16*>(w.values) + i) = {__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)};
+        put(static_cast<bf16*>(w.values) + i, make_uint2(__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)));
         // The lower halves without the 0x8000 again: it only flips their top bits.
-        *reinterpret_cast<uint2*>(w.remainder + i) = {__byte_perm(b[0], b[1], 0x5410) ^ 0x80008000u, __byte_perm(b[2], b[3], 0x5410) ^ 0x80008000u};
+        put(w.remainder + i, make_uint2(__byte_perm(b[0], b[1], 0x5410) ^ 0x80008000u, __byte_perm(b[2], b[3], 0x5410) ^ 0x80008000u));
         return top;
     }
 };
@@ -1723,7 +1728,7 @@ struct WeightIo<float> {
         g[0] = raw.g.x, g[1] = raw.g.y, g[2] = raw.g.z, g[3] = raw.g.w;
     }
     static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
-        *reinterpret_cast<float4*>(static_cast<float*>(w.values) + i) = {master[0], master[1], master[2], master[3]};
+        put(static_cast<float*>(w.values) + i, make_float4(master[0], master[1], master[2], master[3]));
         return max(max(magnitude(master[0]), magnitude(master[1])), max(magnitude(master[2]), magnitude(master[3])));
     }
 };
