@@ -135,8 +135,8 @@ def piece_reader(tokenizer):
         return byte_level_piece
     if kinds & {"Metaspace", "ByteFallback"}:
         return sentencepiece_piece
-    refuse("This tokenizer's tokens have no bytes of their own (decoder: " + (", ".join(sorted(kinds)) or "none") +
-           "); use one that is byte-level, as GPT-2's and Llama 3's are, or SentencePiece's, as Llama 2's.")  # fmt: skip
+    known = ", ".join(sorted(kinds)) or "none"
+    refuse(f"This tokenizer's tokens have no bytes of their own (decoder: {known}); use a byte-level one, as GPT-2's, or Llama 2's kind.")
 
 
 def pieces_of(tokenizer):
@@ -149,11 +149,11 @@ def pieces_of(tokenizer):
 
 def encode(tokenizer, texts, end):
     """One stream of tokens, the end-of-text token before each text, as llm.c's data have it."""
-    tokens = []
+    tokens = array.array("I")  # 4 bytes each, where a list has more than 8
     for text in texts:
-        tokens += [] if end is None else [end]
-        for encoding in tokenizer.encode_batch([*chunks(text)], add_special_tokens=False):
-            tokens += encoding.ids
+        tokens.extend([] if end is None else [end])
+        for chunk in chunks(text):
+            tokens.extend(tokenizer.encode(chunk, add_special_tokens=False).ids)
     return tokens
 
 

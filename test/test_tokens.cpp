@@ -182,16 +182,20 @@ TEST_CASE("tokens: of a folder's text files, in the order of their bytes, every 
     fs::create_symlink("nothing", folder.path / "in/dangling");
     fs::create_directory_symlink("..", folder.path / "in/loop");
     std::string train, validation;
-    std::vector<std::string> held_out;
+    std::vector<int> held_out;  // their places in the order
     const Corpus corpus = load_corpus((folder.path / "in").string());
     const std::string trained = text_of(corpus.train);
-    for (const auto& [name, text] : files)
-        if (trained.find(text) == std::string::npos) held_out.push_back(text);
-        else train += text;
+    int place = 0;
+    for (const auto& [name, text] : files) {
+        const bool is_trained = trained.find(text) != std::string::npos;
+        (is_trained ? train : validation) += text;
+        if (!is_trained) held_out.push_back(place);
+        place++;
+    }
     CHECK(trained == train);
-    CHECK(held_out.size() == 3);
-    for (const std::string& text : held_out) validation += text;
     CHECK(text_of(corpus.validation) == validation);
+    REQUIRE(held_out.size() == 3);
+    CHECK((held_out[1] == held_out[0] + 20 && held_out[2] == held_out[1] + 20));
     CHECK(text_of(load_corpus((folder.path / "in/").string()).train) == trained);
 }
 

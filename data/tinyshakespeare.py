@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Downloads tiny Shakespeare, 1.1 MB of plays in one text file, and checks that it is the one that everybody trains on.
+
+    python3 data/tinyshakespeare.py            # writes tinyshakespeare.txt here
+    ./train --data tinyshakespeare.txt --prompt ROMEO:
+"""
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its tokenize.py is not the standard library's
+
+import argparse
+import hashlib
+import http.client
+import os
+import urllib.request
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+BYTES = 1115394
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def is_right(text):
+    return len(text) == BYTES and hashlib.sha256(text).hexdigest() == SHA256
+
+
+def already_there(path):
+    try:
+        with open(path, "rb") as f:
+            return is_right(f.read(BYTES + 1))
+    except FileNotFoundError:
+        return False
+    except OSError as problem:
+        sys.exit(f"{path} can not be read ({problem.strerror}); name another file.")
+
+
+def download(path):
+    try:
+        with urllib.request.urlopen(URL, timeout=30) as answer:
+            text = answer.read(BYTES + 1)
+    except (OSError, http.client.HTTPException) as problem:  # no network, no such name, a proxy's refusal, a broken connection
+        sys.exit(
+            f"{URL} can not be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path} from a machine with a "
+            "network, or train without it: ./train needs no data."
+        )
+    if not is_right(text):
+        sys.exit(f"{URL} sent something other than tiny Shakespeare ({len(text)} bytes, or another checksum); try again later.")
+    return text
+
+
+def write(path, text):
+    """Under another name until it is whole."""
+    try:
+        with open(path + ".tmp", "wb") as f:
+            f.write(text)
+        os.replace(path + ".tmp", path)
+    except OSError as problem:
+        if os.path.isfile(path + ".tmp"):
+            os.remove(path + ".tmp")
+        sys.exit(f"{path} can not be written ({problem.strerror}); free some space, or name another file.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", default="tinyshakespeare.txt", help="where to write it (default: %(default)s)")
+    path = parser.parse_args().file
+    if already_there(path):
+        print(f"{path} is there already, and right.")
+        return
+    write(path, download(path))
+    print(f"{path}: {BYTES:,} bytes, checksum right. Train with ./train --data {path} --prompt ROMEO:")
+
+
+if __name__ == "__main__":
+    main()
