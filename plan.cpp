@@ -190,8 +190,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T, V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
-    const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes, w = q.w.fp8() ? 1 : 0;  // a weight in stream format is used where it lies
+    const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes;
     const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8();
+    const int64_t w = r.w.fp8() ? 1 : 0;  // for prompts even where the batch falls back; a weight in stream format is used where it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
     const int64_t up_bytes = r.nonlinear.bytes(N, U);
@@ -219,7 +220,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
         // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
         {Work::Activation, "operand x", FORWARD | WGRADS,
-         std::max(N * std::max({C, fp8 ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
+         std::max(N * std::max({C, r.x.fp8() ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
         {Work::Branch, "a branch's output or its gradient", FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD,
