@@ -428,6 +428,7 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
     std::vector<int16_t> remainder(static_cast<size_t>(p.size()));
     for (const Source& s : sources) {
         if (s.piece.param.name != p.name) continue;
+#pragma omp parallel for
         for (int64_t i = 0; i < s.piece.size(); i++) {
             const uint32_t bits = s.format->bits(s.data, i);
             const auto at = static_cast<size_t>(s.piece.place(i));
@@ -536,7 +537,7 @@ void save_loop_state(const std::string& path, const LoopState& s, const Setup& s
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Folders: OUT/step-000300, and while it is being replaced OUT/step-000300.old; OUT/step-000300.tmp is never complete.
+// Folders: OUT/step-000300, and while it is being replaced OUT/step-000300.old; OUT/step-000300.tmp comes or goes.
 
 struct Checkpoint {
     std::string folder;
@@ -613,7 +614,11 @@ void remove_older(const std::string& out, int64_t step, int keep) {
     for (const Checkpoint& c : checkpoints(out))
         if (c.step < step) older.push_back(c);
     std::sort(older.begin(), older.end(), [](const Checkpoint& a, const Checkpoint& b) { return a.step > b.step; });
-    for (size_t i = static_cast<size_t>(std::max(keep, 1)) - 1; i < older.size(); i++) fs::remove_all(older[i].folder);
+    for (size_t i = static_cast<size_t>(std::max(keep, 1)) - 1; i < older.size(); i++) {
+        const std::string leaving = older[i].folder + ".tmp";  // a kill while its files go leaves nothing of a good name
+        fs::rename(older[i].folder, leaving);
+        fs::remove_all(leaving);
+    }
 }
 
 // std::filesystem's exceptions name the path and the reason; they lack the cure.

@@ -73,7 +73,8 @@ Json parse_header(const std::string& path, const uint8_t* text, int64_t length) 
             refuse(path, "its header says " + shown(parsed.get<std::string>()) + " twice");
         return true;
     };
-    if (length == 0 || text[0] != '{') refuse(path, "its header is not a JSON object");
+    if (length == 0 || text[0] != '{' || std::memchr(text, 0, static_cast<size_t>(length)))  // this JSON parser would end at a zero byte
+        refuse(path, "its header is not a JSON object");
     Json header = Json::parse(text, text + length, look, false);
     if (!header.is_object()) refuse(path, "its header is not a JSON object");
     return header;
