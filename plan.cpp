@@ -227,7 +227,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          N * std::max(C, Q) * stream},
         {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
         {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
-        {Work::Gradient, "operand g", codes_phases, N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g},
+        {Work::Gradient, "operand g", codes_phases, codes_phases ? N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g : 0},
         {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? N * std::max(U, QKV) * g : 0},
         {Work::HiddenGradient, "gradient of the activation", DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
         {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD, dqkv_in_place ? 0 : N * QKV * stream},
