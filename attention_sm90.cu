@@ -749,8 +749,9 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     }
 }
 
-// Before: delta = rowsum(dout * out) and the log-sum-exp, by tiles of queries. HS / 8 neighbouring threads share a row, and do ROWS of them, so
-// that enough loads are in flight.
+// Before and after: a block a tile (QUERIES, HS) of one head, grid (NH, tiles, B), sixteen bytes a load and all of a thread's loads in flight.
+constexpr int TILE_THREADS = 256;
+
 __device__ float dot8(const uint4& a, const uint4& b) {
     const uint32_t as[] = {a.x, a.y, a.z, a.w}, bs[] = {b.x, b.y, b.z, b.w};
     float sum = 0;
@@ -761,54 +762,51 @@ __device__ float dot8(const uint4& a, const uint4& b) {
     return sum;
 }
 
+// Before: delta = rowsum(dout * out) and the log-sum-exp. HS / 8 neighbouring threads share a row.
 template <class F>
-struct Prepare {
-    static constexpr int LANES = F::HS / 8, ROWS = 4, THREADS = 256, BLOCK_ROWS = THREADS / LANES * ROWS;
-};
-
-// grid (rows of a sequence, B)
-template <class F>
-__global__ void __launch_bounds__(Prepare<F>::THREADS)
+__global__ void __launch_bounds__(TILE_THREADS)
     prepare_kernel(Dims d, Scratch scratch, const uint4* out, const uint4* dout, const float* lse) {
-    using P = Prepare<F>;
-    const int lane = threadIdx.x % P::LANES, b = blockIdx.y;
-    struct Row {
-        int t, h;
-        uint4 out, dout;
-    } rows[P::ROWS];
+    constexpr int LANES = F::HS / 8, STEP = TILE_THREADS / LANES, ROWS = F::QUERIES / STEP;
+    const int h = blockIdx.x, b = blockIdx.z, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
+    const int64_t head = int64_t(b) * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
+    uint4 o[ROWS], g[ROWS];
 #pragma unroll
-    for (int i = 0; i < P::ROWS; i++) {
-        Row& r = rows[i];
-        const unsigned index = blockIdx.x * P::BLOCK_ROWS + i * (P::THREADS / P::LANES) + threadIdx.x / P::LANES;  // in (T, NH)
-        r.t = static_cast<int>(index / d.NH), r.h = static_cast<int>(index % d.NH);
-        const int64_t at = ((int64_t(b) * d.T + r.t) * d.NH + r.h) * P::LANES + lane;
-        r.out = r.t < d.T ? out[at] : uint4{}, r.dout = r.t < d.T ? dout[at] : uint4{};
+    for (int i = 0; i < ROWS; i++) {
+        const int t = blockIdx.y * F::QUERIES + first + i * STEP;
+        const int64_t at = ((int64_t(b) * d.T + t) * d.NH + h) * LANES + lane;
+        o[i] = t < d.T ? out[at] : uint4{}, g[i] = t < d.T ? dout[at] : uint4{};
     }
+    float* stats = scratch.stats + tile * 2 * F::QUERIES;
 #pragma unroll
-    for (const Row& r : rows) {
-        float delta = dot8(r.out, r.dout);
-        for (int i = P::LANES / 2; i > 0; i /= 2) delta += __shfl_xor_sync(~0u, delta, i);
-        if (lane != 0 || r.t >= scratch.tiles * F::QUERIES) continue;
-        const int64_t head = int64_t(b) * d.NH + r.h, tile = head * scratch.tiles + r.t / F::QUERIES;
-        float* stats = scratch.stats + tile * 2 * F::QUERIES + r.t % F::QUERIES;
-        stats[0] = r.t < d.T ? lse[head * d.T + r.t] * LOG2E : INFINITY;
-        stats[F::QUERIES] = delta;
-        if (r.t % F::QUERIES == 0) scratch.added[tile] = 0;
+    for (int i = 0; i < ROWS; i++) {
+        const int row = first + i * STEP, t = blockIdx.y * F::QUERIES + row;
+        float delta = dot8(o[i], g[i]);
+        for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
+        if (lane != 0) continue;
+        stats[row] = t < d.T ? lse[head * d.T + t] * LOG2E : INFINITY;
+        stats[F::QUERIES + row] = delta;
     }
+    if (threadIdx.x == 0) scratch.added[tile] = 0;
 }
 
-// After: dq in BF16, four elements a thread. grid (rows of a sequence, B)
+// After: dq in BF16.
 template <class F>
-__global__ void finish_kernel(Dims d, Scratch scratch, bf16* dqkv) {
-    constexpr unsigned LANES = F::HS / 4;
-    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / LANES, lane = threadIdx.x % LANES;  // in (T, NH)
-    const int t = static_cast<int>(index / d.NH), h = static_cast<int>(index % d.NH), b = blockIdx.y;
-    if (t >= d.T) return;
-    const int64_t tile = (int64_t(b) * d.NH + h) * scratch.tiles + t / F::QUERIES;
-    const float* from = scratch.dq + (tile * F::QUERIES + t % F::QUERIES) * F::HS + ((lane / 2) ^ (t & 3)) * 8 + lane % 2 * 4;
-    const float4 x = *reinterpret_cast<const float4*>(from);
-    const uint2 bits = {pack(x.x * d.scale, x.y * d.scale), pack(x.z * d.scale, x.w * d.scale)};
-    *reinterpret_cast<uint2*>(dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4) = bits;
+__global__ void __launch_bounds__(TILE_THREADS) finish_kernel(Dims d, Scratch scratch, bf16* dqkv) {
+    constexpr int LANES = F::HS / 4, STEP = TILE_THREADS / LANES, ROWS = F::QUERIES / STEP;
+    const int h = blockIdx.x, b = blockIdx.z, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
+    const float* from = scratch.dq + ((int64_t(b) * d.NH + h) * scratch.tiles + blockIdx.y) * F::QUERIES * F::HS;
+    float4 x[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int row = first + i * STEP;
+        x[i] = *reinterpret_cast<const float4*>(from + row * F::HS + ((lane / 2) ^ (row & 3)) * 8 + lane % 2 * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int t = blockIdx.y * F::QUERIES + first + i * STEP;
+        const uint2 bits = {pack(x[i].x * d.scale, x[i].y * d.scale), pack(x[i].z * d.scale, x[i].w * d.scale)};
+        if (t < d.T) *reinterpret_cast<uint2*>(dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4) = bits;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -873,14 +871,13 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     uint8_t* bytes = static_cast<uint8_t*>(workspace);
     const Scratch scratch{reinterpret_cast<float*>(bytes + layout.stats), reinterpret_cast<float*>(bytes + layout.dq),
                           reinterpret_cast<int*>(bytes + layout.added), int(ceil_div(s.T, F::QUERIES))};
-    const unsigned B = static_cast<unsigned>(s.B);
-    const auto blocks = [](int64_t rows, int64_t block_rows) { return static_cast<unsigned>(ceil_div(rows, block_rows)); };
+    const dim3 tiles(static_cast<unsigned>(s.NH), static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(s.B));
     const Work todo{int(ceil_div(s.T, F::KEYS)), int(s.B * s.NKV), 1};
-    launch(prepare_kernel<F>, dim3(blocks(scratch.tiles * F::QUERIES * s.NH, Prepare<F>::BLOCK_ROWS), B), Prepare<F>::THREADS, 0, stream,
-           dims(s), scratch, static_cast<const uint4*>(out), static_cast<const uint4*>(dout), lse);
+    launch(prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<const uint4*>(out),
+           static_cast<const uint4*>(dout), lse);
     launch(backward_kernel<F>, todo.total(), F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()),
            tensor_map(s, dout, s.NH * F::HS), tensor_map(s, dqkv, s.qkv_cols()), dims(s), todo, scratch);
-    launch(finish_kernel<F>, dim3(blocks(s.T * s.NH * F::HS / 4, 256), B), 256, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
+    launch(finish_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
 }
 
 }  // namespace

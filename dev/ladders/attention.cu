@@ -1,0 +1,190 @@
+// attention.cu - a ladder: causal attention forward from naive to fast. Kernels 3 to 5 are the ones that train (attention.cu, attention_sm90.cu).
+//
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Xcompiler -fopenmp -I. dev/ladders/attention.cu attention.cu attention_sm90.cu
+//       reference.cpp -o build/ladder_attention && build/ladder_attention
+//
+// 1  As the formula reads: s = q k^T, p = softmax(s) and p v, each a kernel. The T x T matrix goes through memory four times.
+// 2  One thread a query walks over the keys with a running maximum and sum (online softmax): nothing T x T exists. Bound by
+//    the loads of k and v, which every thread makes for itself, and by a query and an output that do not fit in registers.
+// 3  A block shares tiles of k and v in shared memory, and a warp shares a query: bound by shared memory, one load a multiplication.
+// 4  Tensor cores (mma.sync): a warp owns 32 queries, p goes from one product to the next in registers, copies run ahead (cp.async).
+// 5  Hopper: products run asynchronously on operands in shared memory (wgmma), a thread of its own moves tiles (TMA), and one
+//    warpgroup's exponentials run under another's products.
+//
+// Rows of `out` are compared with the CPU reference in FP32; FLOPs are 4 B NH T^2 HS / 2, the masked half not counted.
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#include "attention.cuh"
+#include "reference.h"
+
+using namespace coat;
+using bf16 = __nv_bfloat16;
+
+namespace {
+
+void check(cudaError_t e) {
+    if (e != cudaSuccess) throw Error(std::string("CUDA failed: ") + cudaGetErrorString(e) + ".");
+}
+
+struct Shape {
+    int B, T, NH, HS;
+    __host__ __device__ int cols() const { return 3 * NH * HS; }
+    AttentionShape attention() const { return {B, T, NH, NH, HS, Format::BF16}; }
+};
+
+__device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {  // which: 0 q, 1 k, 2 v
+    return qkv + (int64_t(bh / s.NH) * s.T + t) * s.cols() + (which * s.NH + bh % s.NH) * s.HS;
+}
+
+// --- 1: scores (B, NH, T, T) in memory ------------------------------------------------------------------------------------
+
+__global__ void scores_kernel1(Shape s, const bf16* qkv, float* scores) {  // grid (T / 256, T, B NH): a thread a score
+    const int key = blockIdx.x * blockDim.x + threadIdx.x, query = blockIdx.y, bh = blockIdx.z;
+    if (key >= s.T) return;
+    const bf16 *q = row(s, qkv, 0, bh, query), *k = row(s, qkv, 1, bh, key);
+    float sum = 0;
+    for (int i = 0; i < s.HS; i++) sum += __bfloat162float(q[i]) * __bfloat162float(k[i]);
+    scores[(int64_t(bh) * s.T + query) * s.T + key] = key <= query ? sum / sqrtf(float(s.HS)) : -INFINITY;
+}
+__global__ void softmax_kernel1(Shape s, float* scores) {  // a thread a row
+    const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at >= int64_t(s.B) * s.NH * s.T) return;
+    float *p = scores + at * s.T, max = -INFINITY, sum = 0;
+    for (int i = 0; i < s.T; i++) max = fmaxf(max, p[i]);
+    for (int i = 0; i < s.T; i++) sum += p[i] = expf(p[i] - max);
+    for (int i = 0; i < s.T; i++) p[i] /= sum;
+}
+__global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf16* out) {  // grid (T, B NH): a thread an element of the head
+    const int query = blockIdx.x, bh = blockIdx.y, i = threadIdx.x;
+    const float* p = scores + (int64_t(bh) * s.T + query) * s.T;
+    float sum = 0;
+    for (int key = 0; key <= query; key++) sum += p[key] * __bfloat162float(row(s, qkv, 2, bh, key)[i]);
+    out[((int64_t(bh / s.NH) * s.T + query) * s.NH + bh % s.NH) * s.HS + i] = __float2bfloat16(sum);
+}
+
+// --- 2: online softmax, a thread a query -------------------------------------------------------------------------------------
+
+template <int HS>
+__global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B NH)
+    const int query = blockIdx.x * blockDim.x + threadIdx.x, bh = blockIdx.y;
+    if (query >= s.T) return;
+    float q[HS], acc[HS] = {}, max = -INFINITY, sum = 0;
+    for (int i = 0; i < HS; i++) q[i] = __bfloat162float(row(s, qkv, 0, bh, query)[i]) / sqrtf(float(HS));
+    for (int key = 0; key <= query; key++) {
+        const bf16 *k = row(s, qkv, 1, bh, key), *v = row(s, qkv, 2, bh, key);
+        float score = 0;
+        for (int i = 0; i < HS; i++) score += q[i] * __bfloat162float(k[i]);
+        const float larger = fmaxf(max, score), shrink = expf(max - larger), p = expf(score - larger);
+        sum = sum * shrink + p, max = larger;
+        for (int i = 0; i < HS; i++) acc[i] = acc[i] * shrink + p * __bfloat162float(v[i]);
+    }
+    bf16* to = out + ((int64_t(bh / s.NH) * s.T + query) * s.NH + bh % s.NH) * HS;
+    for (int i = 0; i < HS; i++) to[i] = __float2bfloat16(acc[i] / sum);
+}
+
+// --- The ladder -----------------------------------------------------------------------------------------------------------
+
+struct Buffers {
+    bf16 *qkv, *out;
+    float *lse, *scores;  // scores: kernel 1 alone
+};
+
+void run(int kernel, const Shape& s, const Buffers& b) {
+    const unsigned T = unsigned(s.T), heads = unsigned(s.B * s.NH);
+    switch (kernel) {
+        case 1:
+            scores_kernel1<<<dim3((T + 255) / 256, T, heads), 256>>>(s, b.qkv, b.scores);
+            softmax_kernel1<<<(heads * T + 255) / 256, 256>>>(s, b.scores);
+            output_kernel1<<<dim3(T, heads), unsigned(s.HS)>>>(s, b.qkv, b.scores, b.out);
+            break;
+        case 2: kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, b.qkv, b.out); break;
+        case 3: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Simple); break;
+        case 4: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::TensorCores); break;
+        case 5: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Hopper); break;
+    }
+    check(cudaGetLastError());
+}
+
+Buffers allocate(const Shape& s) {
+    const size_t rows = size_t(s.B) * s.T;
+    std::vector<uint16_t> host(rows * s.cols());
+    for (size_t i = 0; i < host.size(); i++) host[i] = reference::to_bf16(init_value(1, 0, i, 1.0f));
+    Buffers b;
+    check(cudaMalloc(&b.qkv, host.size() * 2));
+    check(cudaMemcpy(b.qkv, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
+    check(cudaMalloc(&b.out, rows * s.NH * s.HS * 2));
+    check(cudaMalloc(&b.lse, rows * s.NH * 4));
+    check(cudaMalloc(&b.scores, rows * s.NH * s.T * 4));
+    return b;
+}
+
+void free(const Buffers& b) {
+    for (void* p : {(void*)b.qkv, (void*)b.out, (void*)b.lse, (void*)b.scores}) cudaFree(p);
+}
+
+// Largest |out - reference| over the largest |reference|. BF16 in the last place is 2^-8.
+double error(int kernel, const Shape& s, const Buffers& b) {
+    const size_t rows = size_t(s.B) * s.T, n = rows * s.NH * s.HS;
+    std::vector<uint16_t> qkv_bits(rows * s.cols()), out_bits(n);
+    check(cudaMemset(b.out, 0xFF, n * 2));
+    run(kernel, s, b);
+    check(cudaMemcpy(out_bits.data(), b.out, n * 2, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(qkv_bits.data(), b.qkv, qkv_bits.size() * 2, cudaMemcpyDeviceToHost));
+    std::vector<float> qkv(qkv_bits.size()), out(n), lse(rows * s.NH);
+    for (size_t i = 0; i < qkv.size(); i++) qkv[i] = reference::from_bf16(qkv_bits[i]);
+    ModelConfig c{"ladder", LLAMA, 1, s.NH * s.HS, s.NH, s.NH, 16, 16, s.T, true};
+    reference::attention_forward(c, s.B, s.T, qkv.data(), out.data(), lse.data());
+    double worst = 0, largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        const double difference = std::abs(reference::from_bf16(out_bits[i]) - double(out[i]));
+        worst = difference <= worst ? worst : difference;  // NaN stays
+        largest = std::max(largest, std::abs(double(out[i])));
+    }
+    return worst / largest;
+}
+
+// Median of `repeats` runs, each with the L2 cache full of something else.
+float milliseconds(int kernel, const Shape& s, const Buffers& b, int repeats) {
+    static void* other = nullptr;
+    const size_t cache = 256 << 20;
+    if (!other) check(cudaMalloc(&other, cache));
+    cudaEvent_t start, stop;
+    check(cudaEventCreate(&start));
+    check(cudaEventCreate(&stop));
+    std::vector<float> times(repeats);
+    run(kernel, s, b);
+    for (float& ms : times) {
+        check(cudaMemsetAsync(other, 0, cache));
+        check(cudaEventRecord(start));
+        run(kernel, s, b);
+        check(cudaEventRecord(stop));
+        check(cudaEventSynchronize(stop));
+        check(cudaEventElapsedTime(&ms, start, stop));
+    }
+    std::sort(times.begin(), times.end());
+    return times[repeats / 2];
+}
+
+}  // namespace
+
+int main() try {
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    const Shape small{1, 300, 2, 128}, large{4, 2048, 32, 128};
+    const Buffers checked = allocate(small), timed = allocate(large);
+    const double flops = 4.0 * large.B * large.NH * large.T * double(large.T) * large.HS / 2;
+    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n", large.B, large.T, large.NH, large.HS);
+    for (int kernel = 1; kernel <= (major == 9 ? 5 : 4); kernel++) {
+        const float ms = milliseconds(kernel, large, timed, kernel < 4 ? 3 : 20);
+        printf("%d       %.1e    %-8.3f %.1f\n", kernel, error(kernel, small, checked), ms, flops / ms * 1e-9);
+    }
+    free(checked);
+    free(timed);
+} catch (const Error& e) {
+    fprintf(stderr, "%s\n", e.what());
+    return 1;
+}
