@@ -389,6 +389,7 @@ struct Source {
     Piece piece;
     const SourceFormat* format;
     const uint8_t* data;
+    std::string path;
 };
 
 Source source(const WeightFiles& files, const Piece& piece, const std::string& prefix) {
@@ -399,7 +400,7 @@ Source source(const WeightFiles& files, const Piece& piece, const std::string& p
     const auto format = std::find_if(std::begin(SOURCE_FORMATS), std::end(SOURCE_FORMATS), [&](const SourceFormat& f) { return dtype == f.dtype; });
     if (format == std::end(SOURCE_FORMATS))
         throw Error(file->path() + " has tensor " + name + " as " + dtype + "; give a folder with weights in BF16, F16 or F32.");
-    return {piece, format, expect(*file, name, dtype, piece.shape()).data};
+    return {piece, format, expect(*file, name, dtype, piece.shape()).data, file->path()};
 }
 
 bool ends_with(const std::string& text, const std::string& end) {
@@ -422,19 +423,24 @@ void need_nothing_else(const WeightFiles& files, const ModelConfig& c, const Fam
     }
 }
 
-// A parameter's BF16 weights and remainders from all the pieces that make it.
+// A parameter's BF16 weights and remainders from all the pieces that make it. A NaN must not pass: rounded, 0x7FFFFFFF, which is
+// NVIDIA's, would be the weight -0.
 void write_parameter(Model& model, const Param& p, const std::vector<Source>& sources) {
+    constexpr uint32_t EXPONENT = 0x7F800000;
     std::vector<uint16_t> weight(static_cast<size_t>(p.size()));  // rows of the vocabulary's padding stay zero
     std::vector<int16_t> remainder(static_cast<size_t>(p.size()));
     for (const Source& s : sources) {
         if (s.piece.param.name != p.name) continue;
-#pragma omp parallel for
+        int64_t bad = 0;
+#pragma omp parallel for reduction(+ : bad)
         for (int64_t i = 0; i < s.piece.size(); i++) {
-            const uint32_t bits = s.format->bits(s.data, i);
+            const uint32_t bits = s.format->bits(s.data, i), rounded = bits + 0x8000;
             const auto at = static_cast<size_t>(s.piece.place(i));
-            weight[at] = static_cast<uint16_t>((bits + 0x8000) >> 16);
+            weight[at] = static_cast<uint16_t>(rounded >> 16);
             remainder[at] = static_cast<int16_t>(bits & 0xFFFF);
+            bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
+        if (bad) throw Error(s.path + " has NaN, infinity or numbers beyond BF16 in tensor " + s.piece.theirs + "; start from other weights.");
     }
     model.write(p.name, weight.data());
     model.write(p.name + ".remainder", remainder.data());

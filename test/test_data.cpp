@@ -90,6 +90,7 @@ public:
             }
         for (const Param& p : parameters(setup.config)) {
             std::string& bytes = tensors_[p.name];
+            for (size_t i = 1; i < bytes.size(); i += 2) bytes[i] &= '\xBF';  // weights are finite
             const size_t live = static_cast<size_t>(live_elements(setup.config, p)) * 2;
             std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(), '\0');  // padding rows are always zero
         }
@@ -204,12 +205,16 @@ TEST_CASE("data: headers that lie are refused by the file's name") {
         {"no header", raw_file("", 12)},
         {"not JSON", raw_file(good.substr(1), 12)},
         {"not UTF-8", raw_file("{\"\xFF\":1}", 0)},
+        {"a zero byte", raw_file(std::string("{}\0", 3), 0)},
+        {"more after its end", raw_file("{}{}", 0)},
         {"a list", raw_file("[]", 0)},
         {"a number", raw_file("7", 0)},
-        {"deep nesting", raw_file(std::string(100000, '['), 0)},
+        {"deep nesting", raw_file("{\"a\":" + std::string(100000, '['), 0)},
+        {"objects in objects", raw_file(R"({"a":{"a":{"a":{}}}})", 0)},
         {"data truncated", raw_file(good, 11)},
         {"data oversized", raw_file(good, 13)},
         {"the same name twice", raw_file("{\"a\":" + std::string(a) + ",\"a\":" + a + "}", 8)},
+        {"the same field twice", header(R"({"dtype":"F32","shape":[9],"shape":[2],"data_offsets":[0,8]})", b)},
         {"overlap", header(a, R"({"dtype":"U8","shape":[8],"data_offsets":[4,12]})")},
         {"the same bytes", header(a, R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})")},
         {"hole", header(R"({"dtype":"U8","shape":[7],"data_offsets":[0,7]})", b)},
@@ -243,8 +248,27 @@ TEST_CASE("data: headers that lie are refused by the file's name") {
         write_bytes(path, c.bytes);
         check_refused(error_of([&] { Safetensors file(path); }), path);
     }
+    write_bytes(path, giant);
+    fs::resize_file(path, 200'000'000);  // as long as it says, though there is nothing in it
+    check_refused(error_of([&] { Safetensors file(path); }), path, "100 MB");
     check_refused(error_of([&] { Safetensors file(folder / "none"); }), folder / "none");
     check_refused(error_of([&] { Safetensors file(folder.path.string()); }), folder.path.string());
+}
+
+// A few random changes to the first `end` bytes.
+static std::string damaged(std::string bytes, size_t end, Random& random) {
+    static const std::string likely = "0123456789-.eE\"{}[],: abFBU\\\xFF";
+    for (uint64_t n = random.bits() % 4 + 1; n-- && !bytes.empty();) {
+        const size_t at = random.bits() % std::min(end, bytes.size());
+        switch (random.bits() % 5) {
+            case 0: bytes[at] = static_cast<char>(random.bits()); break;
+            case 1: bytes[at] = likely[random.bits() % likely.size()]; break;
+            case 2: bytes.resize(at); break;
+            case 3: bytes.erase(at, 1 + random.bits() % 4); break;
+            case 4: bytes.insert(at, 1, likely[random.bits() % likely.size()]); break;
+        }
+    }
+    return bytes;
 }
 
 TEST_CASE("data: whatever bytes are changed or cut in a safetensors file, it is read or refused") {
@@ -253,22 +277,10 @@ TEST_CASE("data: whatever bytes are changed or cut in a safetensors file, it is 
     const std::string good = raw_file(R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
                                       R"("b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]},"c":{"dtype":"U8","shape":[],"data_offsets":[34,35]}})", 35);
     Random random(coat::test::run_seed());
-    const std::string likely = "0123456789-.eE\"{}[],: abFBU\\\xFF";
     int64_t refused = 0, touched = 0;
     const int64_t tries = count(20000, 4000);
     for (int64_t i = 0; i < tries; i++) {
-        std::string bytes = good;
-        for (uint64_t n = random.bits() % 4 + 1; n-- && !bytes.empty();) {
-            const size_t at = random.bits() % bytes.size();
-            switch (random.bits() % 5) {
-                case 0: bytes[at] = static_cast<char>(random.bits()); break;
-                case 1: bytes[at] = likely[random.bits() % likely.size()]; break;
-                case 2: bytes.resize(at); break;
-                case 3: bytes.erase(at, 1 + random.bits() % 4); break;
-                case 4: bytes.insert(at, 1, likely[random.bits() % likely.size()]); break;
-            }
-        }
-        write_bytes(path, bytes);
+        write_bytes(path, damaged(good, good.size(), random));
         const std::string error = error_of([&] {
             const Safetensors file(path);
             for (const Tensor& t : file.tensors())  // every byte that is handed out can be read
@@ -293,7 +305,9 @@ TEST_CASE("data: a checkpoint gives back every bit") {
                 CAPTURE(tied);
                 CAPTURE(optimizer.name);
                 Folder folder;
-                MemoryModel saved(small_setup(arch, tied, optimizer.name), 1), loaded(small_setup(arch, tied, optimizer.name), 2);
+                Setup setup = small_setup(arch, tied, optimizer.name);
+                if (arch.rope && tied) setup.config.head_size = 16;  // not hidden size / heads
+                MemoryModel saved(setup, 1), loaded(setup, 2);
                 const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
                 CHECK(checkpoint == folder / "out/step-000300");
                 CHECK(find_checkpoint(folder / "out") == checkpoint);
@@ -357,6 +371,26 @@ TEST_CASE("data: the files have Hugging Face's names and shapes, and nothing but
         {"transformer.h.0.mlp.c_fc.weight", {32, 48}}, {"transformer.h.0.mlp.c_fc.bias", {48}},
         {"transformer.h.0.mlp.c_proj.weight", {48, 32}}, {"transformer.h.0.mlp.c_proj.bias", {32}}});
     CHECK(l.metadata().at("format") == "pt");  // transformers insists
+}
+
+TEST_CASE("data: config.json says to transformers what the model is") {
+    Folder folder;
+    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
+    const Json l = Json::parse(read_bytes(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
+    const Json g = Json::parse(read_bytes(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
+    // By the documented fields of LlamaConfig and GPT2Config.
+    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}}, {"model_type", "llama"}, {"hidden_size", 32}, {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"num_key_value_heads", 2}, {"head_dim", 8}, {"vocab_size", 50},
+                                 {"max_position_embeddings", 16}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 500000.0},
+                                 {"attention_bias", false}, {"mlp_bias", false}, {"tie_word_embeddings", false}, {"torch_dtype", "bfloat16"}};
+    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"n_embd", 32}, {"n_inner", 48}, {"n_layer", 2},
+                                {"n_head", 4}, {"n_positions", 16}, {"vocab_size", 50}, {"activation_function", "gelu_new"},
+                                {"layer_norm_epsilon", 1e-6}, {"tie_word_embeddings", true}, {"torch_dtype", "bfloat16"}};
+    for (const auto& [found, expected] : {std::pair{l, expected_llama}, {g, expected_gpt2}})
+        for (const auto& [field, value] : expected.items()) {
+            CAPTURE(field);
+            CHECK(found.value(field, Json()) == value);
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -574,14 +608,16 @@ TEST_CASE("data: F16 and BF16 weights are read as the values they are") {
     }
 }
 
-TEST_CASE("data: all 65536 F16 values and the extremes of F32 become exact masters") {
+static bool is_finite_f16(uint32_t code) { return (code >> 10 & 31) != 31; }
+
+TEST_CASE("data: all finite F16 values and F32 of every kind become exact masters") {
     Foreign f = foreign_llama();
     f.config["vocab_size"] = 65536 / 32;
     Folder folder;
     f.entries[0] = {"model.embed_tokens.weight", {2048, 32}, "F16"};
     f.entries[f.index("lm_head.weight")] = {"lm_head.weight", {2048, 32}, "F32"};
     f.write(folder.path.string());
-    // Overwrite both tensors' bytes in place with every F16 code, and with FP32 bit patterns of every kind.
+    // Overwrite both tensors' bytes in place with every finite F16 code, and with FP32 bit patterns of every kind.
     const std::string path = folder / "model.safetensors";
     std::string bytes = read_bytes(path);
     const Safetensors file(path);
@@ -592,7 +628,8 @@ TEST_CASE("data: all 65536 F16 values and the extremes of F32 become exact maste
     for (uint32_t i = 0; i < 65536; i++) {
         patterns[i] = static_cast<uint32_t>(random.bits());
         if (i % 4 == 0) patterns[i] = (i << 16) | 0x8000u;  // the tie: half way between two BF16 values
-        const auto half = static_cast<uint16_t>(i);
+        if ((patterns[i] & 0x7F800000) >= 0x7F000000) patterns[i] &= 0xBFFFFFFF;  // finite, and as BF16 too
+        const auto half = static_cast<uint16_t>(is_finite_f16(i) ? i : 0);
         std::memcpy(at("model.embed_tokens.weight") + 2 * i, &half, 2);
         std::memcpy(at("lm_head.weight") + 4 * i, &patterns[i], 4);
     }
@@ -607,11 +644,30 @@ TEST_CASE("data: all 65536 F16 values and the extremes of F32 become exact maste
         wrong += std::memcmp(&head, &patterns[i], 4) != 0;
         const int exponent = i >> 10 & 31, mantissa = i & 1023;
         const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24) : std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25);
-        if (exponent == 31) wrong += mantissa ? !std::isnan(half) : !std::isinf(half);
-        else wrong += half != (i & 0x8000 ? -magnitude : magnitude);
+        if (!is_finite_f16(i)) continue;
+        wrong += half != (i & 0x8000 ? -magnitude : magnitude);
         wrong += std::signbit(half) != ((i & 0x8000) != 0);
     }
     CHECK(wrong == 0);
+}
+
+TEST_CASE("data: weights with NaN or infinity are refused, also where BF16 would hide them") {
+    Foreign f = foreign_llama();
+    Folder folder;
+    f.write(folder.path.string());
+    const std::string path = folder / "model.safetensors", good = read_bytes(path);
+    const Safetensors file(path);
+    const Tensor& norm = *file.find("model.norm.weight");
+    const size_t at = good.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes - norm.data);
+    // NaN and infinities; NaNs whose upper half would round to zeros; a finite number that BF16 would round to infinity
+    for (uint32_t bits : {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F7FFFFFu}) {
+        CAPTURE(bits);
+        std::string bad = good;
+        std::memcpy(bad.data() + at + 8, &bits, sizeof bits);
+        write_bytes(path, bad);
+        MemoryModel model = model_of(folder.path.string());
+        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), path, "model.norm.weight");
+    }
 }
 
 TEST_CASE("data: config.json may leave out what has a default, and keep rope_theta in rope_parameters") {
@@ -791,6 +847,33 @@ TEST_CASE("data: a damaged checkpoint is refused by the file's name") {
     CHECK(model.tensors() == saved.tensors());
 }
 
+TEST_CASE("data: whatever bytes are changed or cut in a checkpoint, it is read or refused") {
+    Folder folder;
+    MemoryModel saved(small_setup(GPT2), 1), model(small_setup(GPT2), 2);
+    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+    Random random(coat::test::run_seed());
+    for (const char* name : {"config.json", "trainer.json", "model.safetensors", "optimizer.safetensors"}) {
+        CAPTURE(name);
+        const std::string path = checkpoint + "/" + name, good = read_bytes(path);
+        uint64_t header = good.size();
+        if (fs::path(name).extension() == ".safetensors") std::memcpy(&header, good.data(), sizeof header);
+        int64_t refused = 0;
+        for (int64_t i = 0; i < count(500, 60); i++) {
+            write_bytes(path, damaged(good, static_cast<size_t>(header), random));
+            const std::string error = error_of([&] {
+                read_loop_state(checkpoint);
+                load_checkpoint(checkpoint, model);
+            });
+            if (!error.empty()) refused++;
+            REQUIRE((error.empty() || contains(error, checkpoint)));
+        }
+        CHECK(refused > 0);
+        write_bytes(path, good);
+    }
+    load_checkpoint(checkpoint, model);
+    CHECK(model.tensors() == saved.tensors());
+}
+
 TEST_CASE("data: older checkpoints but `keep` are removed, later ones and other files stay") {
     Folder folder;
     MemoryModel model(small_setup(LLAMA), 1);
@@ -854,20 +937,26 @@ TEST_CASE("data: a full disk leaves no half-written checkpoint and keeps the one
     CHECK(loaded.tensors() == model.tensors());
 }
 
-TEST_CASE("data: a kill at any moment of a save leaves a good checkpoint") {
+// For ever: a model whose bits follow from its step, each step twice, so that replacing is killed as well.
+[[noreturn]] static void save_from(int64_t step, const std::string& out, const Setup& setup) {
+    for (;; step++) {
+        MemoryModel model(setup, static_cast<uint64_t>(step));
+        for (int twice = 0; twice < 2; twice++) save_checkpoint(out, model, some_state(step));
+    }
+}
+
+TEST_CASE("data: a kill at any moment of a save leaves the last good checkpoint") {
     Folder folder;
     const std::string out = folder / "out";
     const Setup setup = small_setup(LLAMA);
-    MemoryModel model(setup, 0);
-    save_checkpoint(out, model, some_state(1));
+    MemoryModel first(setup, 1), loaded(setup, 0);
+    save_checkpoint(out, first, some_state(1));
     Random random(coat::test::run_seed());
-    int64_t torn = 0;  // kills that struck in the middle of a save
+    int64_t last = 1, torn = 0;  // the newest step seen; kills that struck in the middle of a save
     for (int64_t i = 0; i < count(60, 15); i++) {
         const pid_t child = fork();
         REQUIRE(child >= 0);
-        if (!child) {
-            for (int64_t step = 2;; step = 2 + step % 3) save_checkpoint(out, model, some_state(step));  // each replaces earlier ones too
-        }
+        if (!child) save_from(last + 1, out, setup);
         usleep(static_cast<useconds_t>(1000 + random.bits() % 30000));
         kill(child, SIGKILL);
         int status = 0;
@@ -875,13 +964,16 @@ TEST_CASE("data: a kill at any moment of a save leaves a good checkpoint") {
         REQUIRE(WIFSIGNALED(status));
         for (const auto& entry : fs::directory_iterator(out)) torn += contains(entry.path().string(), ".tmp");
         const std::string found = find_checkpoint(out);
-        MemoryModel loaded(setup, 5);
+        const LoopState state = read_loop_state(found);
+        REQUIRE(state.step >= last);  // what was once there is there, or newer
+        last = state.step;
         load_checkpoint(found, loaded);
-        REQUIRE(loaded.tensors() == model.tensors());
-        REQUIRE(read_loop_state(found).settings == some_state(1).settings);
+        REQUIRE(loaded.tensors() == MemoryModel(setup, static_cast<uint64_t>(last)).tensors());
+        REQUIRE(state.tokens == some_state(last).tokens);
     }
     CHECK(torn > 0);
-    save_checkpoint(out, model, some_state(9));
-    const auto left = fs::directory_iterator(out);
+    CHECK(last > 1);
+    save_checkpoint(out, first, some_state(last + 1));
+    const auto left = fs::directory_iterator(out);  // of what the kills left, nothing
     CHECK(std::distance(begin(left), end(left)) == 1);
 }
