@@ -1464,6 +1464,14 @@ __global__ void __launch_bounds__(NORM_THREADS) squares_kernel(Plain<T> gradient
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
+constexpr int CHECK_THREADS = 256;
+__global__ void __launch_bounds__(CHECK_THREADS) checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
+    bool finite = true;
+    for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
+    finite = __syncthreads_and(finite);
+    if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+}
+
 __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const double* partials, const double* loss, float clip, GradientState* state) {
     const double norm = sqrt(block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]));
     if (threadIdx.x != 0) return;
@@ -1495,6 +1503,11 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
     if (n == 0) return;
     join_kernel<<<blocks(n, 256), 256, 0, s>>>(weight, remainder, master, n);
     CHECK_LAUNCH("join_master");
+}
+
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
+    checked_loss_kernel<<<1, CHECK_THREADS, 0, s>>>(scales, n, loss, checked);
+    CHECK_LAUNCH("checked_loss");
 }
 
 void gradient_norm(const void* gradients, Format format, int64_t total, const double* loss, float clip, GradientState* state, double* workspace,

@@ -167,6 +167,8 @@ struct GradientState {
     uint32_t skip;        // 1: a gradient or the loss is not finite, the step changes nothing
     uint64_t skipped;     // steps so far
 };
+// *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 // gradients (total) in the flat order. Workspace: GRADIENT_PARTIALS doubles.
 inline constexpr int GRADIENT_PARTIALS = 1024;
 void gradient_norm(const void* gradients, Format format, int64_t total, const double* loss, float clip, GradientState* state, double* workspace,

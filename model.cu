@@ -80,6 +80,7 @@ struct Outcome {
 };
 struct Results {
     Outcome outcome;
+    double checked_loss;  // NaN if FP8 codes have hidden a number that is not finite
     QuantStats stats[static_cast<int>(Kind::Count)];
     double partials[GRADIENT_PARTIALS];
 };
@@ -126,6 +127,7 @@ public:
     void initialize() {
         const GpuLayout& at = arena_.layout;
         clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
+        clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
         const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
             gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed, cuda_);
@@ -137,7 +139,7 @@ public:
     }
 
     void update(const AdamW& a, Results* results) {
-        gradient_norm(gradients(), stream.format, total_, &results->outcome.loss, a.clip, &results->outcome.gradients, results->partials, cuda_);
+        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, a.clip, &results->outcome.gradients, results->partials, cuda_);
         clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
         gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), total_, weights_, gradients(), &results->outcome.gradients, cuda_);
     }
@@ -360,6 +362,9 @@ public:
 
     // Logits (1, padded_V) of one token's hidden state
     View token_logits(int64_t token) { return head_logits(token, 1); }
+
+    // Weights' scales and, behind them, those of the layers' other operands.
+    int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + config_.L * LAYER_SCALES; }
 
     // Weights have changed: FP8 copies that are kept are made anew by the next forward.
     void weights_changed() { kept_are_valid_ = false; }
@@ -673,8 +678,11 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T;
         upload(tokens, targets, setup_.accumulate * N);
-        clear(&results()->outcome.loss, sizeof(double), stream_);
-        for (int64_t a = 0; a < setup_.accumulate; a++) network_.run(upload_order(tokens, a), setup_.accumulate, true, a == 0, &results()->outcome.loss);
+        clear_loss();
+        for (int64_t a = 0; a < setup_.accumulate; a++) {
+            network_.run(upload_order(tokens, a), setup_.accumulate, true, a == 0, &results()->outcome.loss);
+            checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss, stream_);
+        }
         state_.update(adamw, results());
         network_.weights_changed();
         const Outcome& outcome = finish();
@@ -683,7 +691,7 @@ public:
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         upload(tokens, targets, setup_.B * setup_.T);
-        clear(&results()->outcome.loss, sizeof(double), stream_);
+        clear_loss();
         network_.run(device_batch(0), 1, false, true, &results()->outcome.loss);
         return finish().loss;
     }
@@ -704,7 +712,7 @@ public:
         QuantReport report;
         upload(tokens, targets, setup_.B * setup_.T);
         clear(results()->stats, sizeof(results()->stats), stream_);
-        clear(&results()->outcome.loss, sizeof(double), stream_);
+        clear_loss();
         network_.stats = results()->stats;
         network_.run(upload_order(tokens, 0), 1, true, true, &results()->outcome.loss);
         network_.stats = nullptr;
@@ -784,6 +792,11 @@ private:
         copy(const_cast<int32_t*>(batch.order), order_.get() + first, N * 4, stream_);
         copy(const_cast<EmbeddingChunk*>(batch.chunks), chunks_.get() + first, batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
         return batch;
+    }
+
+    void clear_loss() {
+        clear(&results()->outcome.loss, sizeof(double), stream_);
+        clear(&results()->checked_loss, sizeof(double), stream_);
     }
 
     const Outcome& finish() {
