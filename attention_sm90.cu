@@ -5,7 +5,7 @@
 // mbarriers: `full` says that a tile has arrived, `empty` that it may be overwritten.
 //   Forward: a consumer warpgroup owns 64 queries. Inside it, the scores of the next tile of keys are computed while this tile's p v is; and
 //     warpgroups take turns in issuing products, so that one's exponentials run under another's products.
-//   Backward: a block owns 128 keys and walks over tiles of 64 queries, from the diagonal on. Scores are made transposed (keys x queries), so
+//   Backward: a block owns 128 keys and walks over tiles of queries, from the diagonal on. Scores are made transposed (keys x queries), so
 //     that p and ds are in registers just as the products for dv and dk want them; ds goes through shared memory only for dq.
 //     Every block adds its part of dq to FP32 sums in global memory, in a fixed order: see dq_writer.
 #include <cuda.h>
@@ -247,9 +247,10 @@ struct Forward {
     static constexpr int SHARED = BARRIERS + (2 + 4 * STAGES) * 8 + 16 + 1024;
 };
 
-// The order of work: a section of heads at a time, and in it the last tiles first, head by head.
+// Blocks take their work from a counter, so that no multiprocessor idles at the end: tiles with the most keys first, but a section of heads
+// at a time, whose keys and values fit in the L2 cache.
 struct Work {
-    int tiles, heads, section;  // tiles a head, heads in all, heads in a section
+    int tiles, heads, section;  // tiles of queries a head, heads in all, heads in a section
     __host__ __device__ int total() const { return tiles * heads; }
     __device__ void find(int item, int& tile, int& head) const {
         const int first = item / (section * tiles) * section, here = min(section, heads - first), i = item - first * tiles;
@@ -257,9 +258,7 @@ struct Work {
     }
 };
 
-// Blocks take their work from a counter, so that no multiprocessor idles at the end; tiles with the most keys come first, but a section of heads
-// at a time, whose keys and values fit in the L2 cache. One counter for each forward pass in flight, used in turn; the last block to leave
-// sets it back to zero.
+// One counter for each forward pass in flight, used in turn; the last block to leave sets it back to zero.
 struct Counter {
     int next, left;
 };
@@ -373,8 +372,9 @@ __device__ void forward_consumer(const CUtensorMap& out, const ForwardBarriers<F
 
     for (uint32_t parity = 0;; parity ^= 1) {
         at.q_full().wait(parity);
-        int item, tile, head;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(item) : "r"(at.item()) : "memory");
+        int item = 0, tile, head;
+        if (threadIdx.x % WARP == 0) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(item) : "r"(at.item()) : "memory");
+        item = __shfl_sync(~0u, item, 0);
         if (item >= work.total()) break;
         work.find(item, tile, head);
         const int first_row = tile * F::QUERIES + warpgroup * 64, row = first_row + fragment_row();
@@ -403,6 +403,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const ForwardBarriers<F
             scores<HS, F::QUERIES>(s, q, shared + F::K + k.stage * F::KV_BYTES);
             wgmma_commit();
             at.v_full(v.stage).wait(v.parity);
+            wgmma_fence();
             accumulate<F::KEYS>(o, p, shared + F::V + v.stage * F::KV_BYTES, add);
             wgmma_commit();
             add = true;
@@ -488,7 +489,7 @@ struct Backward {
     static constexpr int SHARED = BARRIERS + (3 + 4 * STAGES) * 8 + 1024;
 };
 
-using Backward64 = Backward<64, 128>;
+using Backward64 = Backward<64, 128>;   // as many queries as registers allow: half the barriers of 64
 using Backward128 = Backward<128, 64>;
 
 template <class F>
@@ -505,7 +506,10 @@ struct BackwardBarriers {
     __device__ void init() const {
         constexpr int WARPS = F::CONSUMERS * 4;
         kv_full().init(1), dq_full().init(WARPS), dq_empty().init(1);
-        for (int i = 0; i < F::STAGES; i++) q_full(i).init(1), q_empty(i).init(WARPS), do_full(i).init(1), do_empty(i).init(WARPS);
+        for (int i = 0; i < F::STAGES; i++) {
+            q_full(i).init(1), q_empty(i).init(WARPS * WARP);
+            do_full(i).init(1), do_empty(i).init(WARPS);
+        }
         fence_barrier_init();
     }
 };
@@ -522,9 +526,8 @@ struct Scratch {
 struct Block {
     int n, b, kv, first, tiles;  // tile of keys, sequence, key/value head; first tile of queries, and their number
     template <class F>
-    __device__ static Block make(const Dims& d, const Work& work, int tiles) {
-        int n, head;
-        work.find(blockIdx.x, n, head);
+    __device__ static Block make(const Dims& d, int tiles) {
+        const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = blockIdx.x / key_tiles, n = key_tiles - 1 - blockIdx.x % key_tiles;
         return {n, head / d.NKV, head % d.NKV, n * F::KEYS / F::QUERIES, tiles};
     }
 };
@@ -697,7 +700,7 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
         if (!walk.done()) ring.next();
         start_scores();  // of the next tile; after the last one, for nothing: a branch here makes the compiler wait for every product
         wgmma_wait<1>(dq, dk, p);
-        release(at.q_empty(stage));
+        at.q_empty(stage).arrive();  // every thread, since each has read the statistics itself
         release(at.do_empty(stage));
         at.dq_empty().wait(~step & 1);
         store_dq<HS>(shared + F::DQ, dq, dq_row, dq_col);
@@ -730,12 +733,12 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout, const __grid_constant__ CUtensorMap dqkv,
-                    Dims d, Work work, Scratch scratch) {
+                    Dims d, Scratch scratch) {
     if (!HOPPER) return;
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const BackwardBarriers<F> barriers{shared + F::BARRIERS};
-    const Block block = Block::make<F>(d, work, scratch.tiles);
+    const Block block = Block::make<F>(d, scratch.tiles);
     if (threadIdx.x == 0) barriers.init();
     __syncthreads();
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
@@ -872,11 +875,11 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     const Scratch scratch{reinterpret_cast<float*>(bytes + layout.stats), reinterpret_cast<float*>(bytes + layout.dq),
                           reinterpret_cast<int*>(bytes + layout.added), int(ceil_div(s.T, F::QUERIES))};
     const dim3 tiles(static_cast<unsigned>(s.NH), static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(s.B));
-    const Work todo{int(ceil_div(s.T, F::KEYS)), int(s.B * s.NKV), 1};
+    const unsigned blocks = static_cast<unsigned>(s.B * s.NKV * ceil_div(s.T, F::KEYS));
     launch(prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<const uint4*>(out),
            static_cast<const uint4*>(dout), lse);
-    launch(backward_kernel<F>, todo.total(), F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()),
-           tensor_map(s, dout, s.NH * F::HS), tensor_map(s, dqkv, s.qkv_cols()), dims(s), todo, scratch);
+    launch(backward_kernel<F>, blocks, F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()),
+           tensor_map(s, dout, s.NH * F::HS), tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);
     launch(finish_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
 }
 
