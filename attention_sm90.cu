@@ -21,7 +21,8 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-// wgmma, setmaxnreg and TMA's reductions exist on sm_90a alone; elsewhere the kernels are empty, and attention.cu does not launch them.
+// wgmma and setmaxnreg exist on sm_90a alone. Elsewhere the kernels are empty and attention.cu does not launch them; built for sm_90 without the
+// a, they stop rather than do nothing.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool HOPPER = true;
 #else
@@ -458,7 +459,7 @@ template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out, Dims d, Work work, int counter,
                    float* lse) {
-    if (!HOPPER) return;
+    if (!HOPPER) return __trap();
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const ForwardBarriers<F> barriers{shared + F::BARRIERS};
@@ -734,7 +735,7 @@ template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout, const __grid_constant__ CUtensorMap dqkv,
                     Dims d, Scratch scratch) {
-    if (!HOPPER) return;
+    if (!HOPPER) return __trap();
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const BackwardBarriers<F> barriers{shared + F::BARRIERS};
