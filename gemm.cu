@@ -166,8 +166,8 @@ Gemms::~Gemms() {
 
 cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
-    return cublasLtMatmul(handle_, p.operation, &one, c.a.data, p.a.handle, c.b.data, p.b.handle, &beta, c.out.codes, p.out.handle, c.out.codes,
-                          p.out.handle, &algorithm, scratch_, SCRATCH, c.stream);
+    return cublasLtMatmul(handle_, p.operation, &one, c.a.data, p.a.handle, c.b.data, p.b.handle, &beta, c.out.codes, p.out.handle,
+                          c.out.codes, p.out.handle, &algorithm, scratch_, SCRATCH, c.stream);
 }
 
 uint64_t Gemms::hash(const View& out, cudaStream_t s) const {  // the scratch is free when a product is done

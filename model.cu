@@ -1,7 +1,7 @@
 // model.cu - the whole training step on the GPU: Llama and GPT-2, forward, backward and update, in the precision flow of any recipe.
 //
 // It mirrors reference.cpp's Network and Reference, with the kernels of coat.cuh, attention.cuh and gemm.cuh. Three rules:
-//   - Everything lies in one allocation, laid out by plan.cpp. Nothing is allocated after start-up, and within a step the host never waits.
+//   - Everything lies in one allocation, laid out by plan.cpp. Nothing is allocated after start-up; within a step the host never waits.
 //   - Saved for backward is what coat.h's saved_per_layer() says; what elementwise work can compute again goes straight into the operands
 //     (FP8 codes, transposed where a weight's gradient wants them) of the product at hand.
 //   - The residual stream's buffer holds its gradient on the way back, and spent activations make room for gradients (plan.h).
@@ -139,9 +139,10 @@ public:
     }
 
     void update(const AdamW& a, Results* results) {
-        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, a.clip, &results->outcome.gradients, results->partials, cuda_);
+        GradientState* state = &results->outcome.gradients;
+        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, a.clip, state, results->partials, cuda_);
         clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), total_, weights_, gradients(), &results->outcome.gradients, cuda_);
+        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), total_, weights_, gradients(), state, cuda_);
     }
 
     void measure(Results* results, QuantReport& report) const {
@@ -184,7 +185,8 @@ private:
     void* gradients() const { return arena_.at(arena_.layout.gradients.offset); }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
     View flat(void* base, size_t i) const {
-        return {static_cast<uint8_t*>(base) + params[i].offset * info(stream.format).bytes, nullptr, params[i].rows, params[i].cols, stream};
+        const Param& p = params[i];
+        return {static_cast<uint8_t*>(base) + p.offset * info(stream.format).bytes, nullptr, p.rows, p.cols, stream};
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -303,7 +305,7 @@ struct Linear {
     uint8_t* kept;          // FP8 codes, and behind them the same transposed; null unless they are made once a step
 };
 enum LayerScale { X_QKV, X_OUT, X_UP, X_DOWN, G_QKV, G_OUT, G_UP, G_DOWN, LAYER_SCALES };  // operands of the four linear layers
-using Sums = std::vector<std::pair<void*, int64_t>>;  // gradients that are added to: the ranges to clear before a step's first micro-batch
+using Sums = std::vector<std::pair<void*, int64_t>>;  // gradients that are added to: ranges to clear before a step's first micro-batch
 struct Layer {
     NormLayer norm1, norm2;
     Linear qkv, out, up, down;
@@ -349,8 +351,8 @@ public:
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
 
-    // Adds the mean loss of the micro-batch, divided by `accumulate`, to *loss; and if `backward`, its gradients to the gradients, of which
-    // the first micro-batch of a step makes an end.
+    // Adds the micro-batch's mean loss over `accumulate` to *loss; if `backward`, also its gradients to the gradients, or puts them in
+    // their place if it is the first of a step.
     void run(const Batch& batch, int64_t accumulate, bool backward, bool first, double* loss) {
         first_ = first;
         forward(batch);
@@ -391,7 +393,9 @@ private:
         const size_t i = state_.index(name);
         return {state_.weight(i).codes, state_.gradient(i)};
     }
-    NormLayer make_norm(const std::string& name) const { return {make_vector(name + ".gain", true), make_vector(name + ".bias", !config_.arch.rms)}; }
+    NormLayer make_norm(const std::string& name) const {
+        return {make_vector(name + ".gain", true), make_vector(name + ".bias", !config_.arch.rms)};
+    }
     Linear make_linear(const std::string& name, uint8_t*& kept) const {
         const size_t i = state_.index(name);
         const Linear w{state_.weight(i), state_.gradient(i), make_vector(name + ".bias", config_.arch.bias), state_.scale(i), kept};
@@ -405,9 +409,10 @@ private:
     }
     Layer make_layer(int64_t l, uint8_t*& kept) const {
         const std::string name = "layers." + std::to_string(l) + ".";
-        Layer layer{make_norm(name + "norm1"), make_norm(name + "norm2"), make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
-                    make_linear(name + "up", kept), make_linear(name + "down", kept), make_saved(l, 0), make_saved(l, 1), make_saved(l, 2),
-                    make_saved(l, 3), make_saved(l, 4), make_saved(l, 5), state_.scale(state_.params.size() + l * LAYER_SCALES), {}};
+        Layer layer{make_norm(name + "norm1"), make_norm(name + "norm2"),
+                    make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept), make_linear(name + "up", kept), make_linear(name + "down", kept),
+                    make_saved(l, 0), make_saved(l, 1), make_saved(l, 2), make_saved(l, 3), make_saved(l, 4), make_saved(l, 5),
+                    state_.scale(state_.params.size() + l * LAYER_SCALES), {}};
         layer.sums = make_sums([&](const Param& p) { return !p.role.linear && p.name.compare(0, name.size(), name) == 0; });
         return layer;
     }
@@ -429,7 +434,7 @@ private:
         const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.stream);
         if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::Attention).bytes ||
             static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
-            throw Error("The memory plan has less room for attention or norms than their kernels need; plan.cpp and the kernels must agree.");
+            throw Error("The memory plan has less room for attention or norms than their kernels ask for; mend work_rows() in plan.cpp.");
     }
 
     // --- Small things -----------------------------------------------------------------------------------------------------
@@ -510,7 +515,8 @@ private:
     // Of the gradient as the products see it, but for FP8's rounding.
     void bias_gradient(const Linear& w, const Computed& g) {
         if (!w.bias.values) return;
-        column_sums(g, quant_of(w).g.fp8() ? Format::F32 : recipe_.stream, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), cuda_);
+        const Format rounding = quant_of(w).g.fp8() ? Format::F32 : recipe_.stream;
+        column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), cuda_);
     }
     void take_amax(const Computed& x, TensorScale* scale) {
         if (scale) amax(x, scale, cuda_);
@@ -549,7 +555,8 @@ private:
         const View up = cut(layer.up_saved);
         if (!groups_) return linear_forward(layer.up, x, amax_slot(layer, X_UP), up);
         const LinearQuant q = quant_of(layer.up);
-        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop), w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
+        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop);
+        const Operand w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
         for (int64_t first = 0; first < N_; first += UP_TOKENS) {
             const int64_t n = std::min(UP_TOKENS, N_ - first);
             const View u = stream_view(arena_.work(Work::Up), n, up.cols);
@@ -558,8 +565,8 @@ private:
         }
     }
 
-    // The residual gradient passes the block. A norm's backward leaves behind the statistics with which its output, the operand of wgrad, is
-    // made again, and the amax of the gradient that it hands on.
+    // The residual gradient passes the block. A norm's backward leaves behind the statistics with which its output, wgrad's operand,
+    // is made again, and the amax of the gradient that it hands on.
     void block_backward(int64_t l) {
         const Layer& layer = layers_[l];
         if (first_) clear_sums(layer.sums);
@@ -644,8 +651,8 @@ private:
         loss_sum(losses, N_, scale, loss, cuda_);
         if (!backward) return;
         if (first_) clear_sums(final_sums_);
-        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN), final_norm_.gain.gradient,
-                      final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN),
+                      final_norm_.gain.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
     }
 
     void embedding_backward(const Batch& batch) {
@@ -666,9 +673,9 @@ private:
 class Gpu : public Model {
 public:
     Gpu(const Setup& s, const GpuFacts& facts)
-        : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), state_(setup_, arena_, stream_),
-          network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()), targets_(batch_capacity()), order_(batch_tokens()),
-          chunks_(batch_tokens()), outcome_(1) {
+        : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
+          state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()),
+          targets_(batch_capacity()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1) {
         static_assert(sizeof(Results) <= 16 << 10, "plan.cpp counts 16 KiB");
         start();
         warm_up();
@@ -697,7 +704,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; what follows n is not seen
+        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // for FP8's products; what follows n is not seen
         std::vector<int32_t> context(padded, tokens[n - 1]);
         std::copy(tokens, tokens + n, context.begin());
         upload(context.data(), context.data(), padded);
@@ -759,7 +766,8 @@ private:
     // the real ones, and CUDA loads every kernel.
     void warm_up() {
         std::vector<int32_t> tokens(batch_tokens());
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % static_cast<uint64_t>(setup_.config.V));
+        const uint64_t V = static_cast<uint64_t>(setup_.config.V);
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
         gemms_.tune(true);
         step(tokens.data(), tokens.data(), {1, 0.0f});
         gemms_.tune(false);
@@ -768,7 +776,8 @@ private:
     void upload(const int32_t* tokens, const int32_t* targets, int64_t n) {
         for (int64_t i = 0; i < n; i++)
             if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 || targets[i] >= setup_.config.V)
-                throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) + "; choose --data and --model that belong together.");
+                throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
+                            "; choose --data and --model that belong together.");
         std::copy(tokens, tokens + n, tokens_.get());
         std::copy(targets, targets + n, targets_.get());
         copy(device_tokens(), tokens_.get(), n * 4, stream_);
@@ -790,7 +799,8 @@ private:
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
         std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
         copy(const_cast<int32_t*>(batch.order), order_.get() + first, N * 4, stream_);
-        copy(const_cast<EmbeddingChunk*>(batch.chunks), chunks_.get() + first, batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
+        copy(const_cast<EmbeddingChunk*>(batch.chunks), chunks_.get() + first,
+             batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
         return batch;
     }
 
@@ -843,7 +853,8 @@ void need_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     const int64_t batch = largest_batch(s, facts, free);
     throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) + " MiB of GPU memory, but " +
                 std::to_string(free >> 20) + " MiB are free; " +
-                (batch ? "the largest --batch that fits is " + std::to_string(batch) : "not even --batch 1 fits: choose a smaller --model or --seq") + ".");
+                (batch ? "the largest --batch that fits is " + std::to_string(batch)
+                       : "not even --batch 1 fits: choose a smaller --model or --seq") + ".");
 }
 
 GpuFacts facts_for(const Setup& s) {
@@ -851,7 +862,8 @@ GpuFacts facts_for(const Setup& s) {
     facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     facts.fp8_gemm = capability().number() >= FP8_CAPABILITY;
     if (!facts.fp8_gemm && s.recipe.x.fp8())
-        std::fprintf(stderr, "This GPU (compute capability %s) has no FP8 matrix products, which begin with 8.9: linear layers run in %s, on FP8 storage.\n",
+        std::fprintf(stderr,
+                     "This GPU (compute capability %s) has no FP8 matrix products, which begin with 8.9: linear layers run in %s, on FP8 storage.\n",
                      capability().text().c_str(), info(s.recipe.stream).name);
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
@@ -874,14 +886,15 @@ std::string coat::why_no_gpu() {
     if (error == cudaErrorInsufficientDriver)
         return "the NVIDIA driver knows CUDA " + version(driver) + " and this program needs " + version(runtime) +
                ": update the driver, or run make again with an older CUDA toolkit";
-    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+        return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
     if (error != cudaSuccess) return std::string("CUDA does not start (") + cudaGetErrorString(error) + "): check nvidia-smi";
     const Capability have = capability();
     if (have.number() < BF16_CAPABILITY)
         return "this GPU has compute capability " + have.text() + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
     if (!kernels_fit())
-        return "this program was built for another GPU than this one of compute capability " + have.text() + ": run make clean, then make GPU_ARCH=" +
-               std::to_string(have.number()) + (have.number() >= 90 ? "a" : "");
+        return "this program was built for another GPU than this one of compute capability " + have.text() +
+               ": run make clean, then make GPU_ARCH=" + std::to_string(have.number()) + (have.number() >= 90 ? "a" : "");
     return "";
 }
 

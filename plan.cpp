@@ -161,8 +161,8 @@ namespace {
 enum Phase : uint32_t {  // of a step; backward has one for each of a linear layer's two GEMMs
     FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_UP = 1 << 2, FORWARD_DOWN = 1 << 3, HEAD = 1 << 4,
     DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6, ACTIVATION_BACKWARD = 1 << 7, UP_DGRAD = 1 << 8, UP_WGRAD = 1 << 9,
-    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11, ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
-    EMBEDDING_BACKWARD = 1 << 16
+    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11, ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14,
+    QKV_WGRAD = 1 << 15, EMBEDDING_BACKWARD = 1 << 16
 };
 constexpr uint32_t ALWAYS = ~0u;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | FORWARD_DOWN;
@@ -187,7 +187,8 @@ int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t 
 std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const ModelConfig& c = s.config;
     const Recipe r = recipe_on_gpu(s.recipe, facts.fp8_gemm);
-    const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T, V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
+    const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T;
+    const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
     const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes;
@@ -223,14 +224,16 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          std::max(N * std::max({C, r.x.fp8() ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
-        {Work::Branch, "a branch's output or its gradient", FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD,
-         N * std::max(C, Q) * stream},
+        {Work::Branch, "a branch's output or its gradient",
+         FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
         {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
         {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
         {Work::Gradient, "operand g", codes_phases, codes_phases ? N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g : 0},
-        {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? N * std::max(U, QKV) * g : 0},
+        {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD,
+         fp8 ? N * std::max(U, QKV) * g : 0},
         {Work::HiddenGradient, "gradient of the activation", DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
-        {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD, dqkv_in_place ? 0 : N * QKV * stream},
+        {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
+         dqkv_in_place ? 0 : N * QKV * stream},
         {Work::Attention, "attention's scratch", ATTENTION_BACKWARD, attention_bytes(c, r.stream, s.B, s.T)},
         {Work::ColumnPartials, "partial sums of biases' gradients", DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
          c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0},
@@ -247,7 +250,8 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
         here = {0, round_up(rows[i].bytes, GPU_ALIGNMENT)};
         for (size_t j = 0; j < i;) {
             const Place& there = places[static_cast<int>(rows[j].work)];
-            const bool meet = rows[i].phases & rows[j].phases && here.offset < there.offset + there.bytes && there.offset < here.offset + here.bytes;
+            const bool overlap = here.offset < there.offset + there.bytes && there.offset < here.offset + here.bytes;
+            const bool meet = overlap && (rows[i].phases & rows[j].phases) != 0;
             if (meet) here.offset = there.offset + there.bytes, j = 0;
             else j++;
         }
@@ -347,7 +351,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     const int64_t tokens = s.B * s.T;
     Place unused[static_cast<int>(Work::Count)];
     int64_t always = 0, kept = 0;
-    for (const WorkRow& row : work_rows(s, facts)) (row.work == Work::KeptWeights ? kept : always) += row.phases == ALWAYS ? row.bytes : 0;
+    for (const WorkRow& row : work_rows(s, facts))
+        if (row.phases == ALWAYS) (row.work == Work::KeptWeights ? kept : always) += row.bytes;
     const int64_t shifting = pack(work_rows(s, facts), unused) - always - kept;
     if (kept) plan.push_back({Category::Workspace, "FP8 weights and transposes, kept", kept, "parameter", parameter_count(s.config)});
     plan.push_back({Category::Workspace, "operands, gradients of one layer, logits", shifting, "token", tokens});

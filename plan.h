@@ -51,8 +51,8 @@ Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moment
 // What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments, Results,
-    KeptWeights,
+    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments,
+    Results, KeptWeights,
     // in some phases of it
     Residual, Activation, Weight, Up, Branch, FinalNorm, Logits, Gradient, GradientTransposed, HiddenGradient, QkvGradient, Attention,
     ColumnPartials, EmbeddingPartials, Count
@@ -93,7 +93,8 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
 // The FP8 GEMM of this GPU: false where a GPU is too old, and the recipe's linear layers then run in the stream's format.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
-inline constexpr int64_t HEAD_TOKENS = 2048, UP_TOKENS = 8192;  // a batch's logits, and its feed-forward inputs before they are quantized, never exist whole
+// A batch's logits, and its feed-forward inputs before they are quantized, never exist whole: so many tokens' at a time do.
+inline constexpr int64_t HEAD_TOKENS = 2048, UP_TOKENS = 8192;
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);

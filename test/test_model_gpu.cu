@@ -1,13 +1,14 @@
 // test_model_gpu.cu - matrix products and the whole training step on the GPU, against the CPU reference.
 //
-// Two tellings of one recipe round in the same places but sum in different orders (and attention's probabilities are BF16 on tensor cores),
-// so now and then a number falls to the other side of a rounding. In fp32 the difference stays one of FP32 sums. In bf16 and
+// Two tellings of one recipe round in the same places but sum in different orders (and attention's probabilities are BF16 on tensor
+// cores), so now and then a number falls to the other side of a rounding. In fp32 the difference stays one of FP32 sums. In bf16 and
 // coat it is bounded by the recipe's own error, which is measured: the distance of the reference's gradient from fp32's.
 #include <cmath>
 #include <limits>
 #include <map>
 #include <string>
 
+#include "../attention.cuh"
 #include "../gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
@@ -41,12 +42,15 @@ struct DeviceOperand {
     Buffer<uint8_t> codes, scale, transposed_codes;
 
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
-        : quantized(reference::quantize(x.data(), rows, cols, q)), turned(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
+        : quantized(reference::quantize(x.data(), rows, cols, q)),
+          turned(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
           codes(quantized.codes), scale(sizeof(TensorScale)), transposed_codes(turned.codes) {
         scale.zero();
         if (q.fp8()) succeeded(cudaMemcpy(scale.get(), quantized.scales.data(), sizeof(float), cudaMemcpyHostToDevice));
     }
-    Operand operand() const { return {{codes.get(), scale.get(), quantized.rows, quantized.cols, quantized.quant}, transposed_codes.get()}; }
+    Operand operand() const {
+        return {{codes.get(), scale.get(), quantized.rows, quantized.cols, quantized.quant}, transposed_codes.get()};
+    }
     Doubles values() const {
         const Floats x = reference::dequantize(quantized);
         return Doubles(x.begin(), x.end());
@@ -71,18 +75,19 @@ Floats held(Format f, Floats x) {
     return x;
 }
 
-template <class Convert>
-std::vector<uint8_t> bytes_of(const Floats& x, Format f, Convert convert) {
-    return convert(x.data(), 1, static_cast<int64_t>(x.size()), Quant{f}, nullptr).codes;
+std::vector<uint8_t> bytes_of(const Floats& x, Format f) {
+    return reference::quantize(x.data(), 1, static_cast<int64_t>(x.size()), Quant{f}).codes;
 }
 
 // out = a b (+ out) (+ bias): every element within what FP32 or, for FP8, 14-bit accumulation and one rounding may do.
 void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Quant qb, Format out_format, bool accumulate, bool with_bias) {
-    const DeviceOperand a(rng.normals<float>(p.a_rows * p.a_cols), p.a_rows, p.a_cols, qa), b(rng.normals<float>(p.b_rows * p.b_cols), p.b_rows, p.b_cols, qb);
+    const DeviceOperand a(rng.normals<float>(p.a_rows * p.a_cols), p.a_rows, p.a_cols, qa);
+    const DeviceOperand b(rng.normals<float>(p.b_rows * p.b_cols), p.b_rows, p.b_cols, qb);
     const Floats before = held(out_format, rng.normals<float>(p.M * p.N)), bias = held(out_format, rng.normals<float>(p.N));
-    Buffer<uint8_t> out(p.M * p.N * info(out_format).bytes), bias_device(bytes_of(bias, out_format, reference::quantize));
-    if (accumulate) out.write(bytes_of(before, out_format, reference::quantize));
-    gemms.run(p.kind, a.operand(), b.operand(), {out.get(), nullptr, p.M, p.N, Quant{out_format}}, accumulate, with_bias ? bias_device.get() : nullptr, nullptr);
+    Buffer<uint8_t> out(p.M * p.N * info(out_format).bytes), bias_device(bytes_of(bias, out_format));
+    if (accumulate) out.write(bytes_of(before, out_format));
+    gemms.run(p.kind, a.operand(), b.operand(), {out.get(), nullptr, p.M, p.N, Quant{out_format}}, accumulate,
+              with_bias ? bias_device.get() : nullptr, nullptr);
     succeeded(cudaDeviceSynchronize());
     CHECK(out.intact());
 
@@ -99,7 +104,8 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
     double worst = 0;
     for (int64_t i = 0; i < p.M * p.N; i++) {
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N] : 0.0), exact = wanted[i] + extra;
-        const double bound = unit * (size[i] + std::fabs(extra)) + std::ldexp(std::fabs(exact), -info(out_format).mantissa - 1) * (1 + unit);
+        const double rounding = std::ldexp(std::fabs(exact), -info(out_format).mantissa - 1);
+        const double bound = unit * (size[i] + std::fabs(extra)) + rounding * (1 + unit);
         const double error = std::fabs(got[i] - exact);
         worst = std::isnan(error) ? HUGE_VAL : std::max(worst, error / (bound + 1e-30));
     }
@@ -170,7 +176,8 @@ void check_step(const Setup& setup) {
     Setup exact_setup = setup;
     exact_setup.recipe = find_row(recipes(), "fp32", "recipe");
     const std::vector<Param> params = parameters(setup.config);
-    Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup), exact = training_on(make_reference, exact_setup);
+    Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
+    Training exact = training_on(make_reference, exact_setup);
     // Biases start at zero and gains at one: give every parameter something of its own, the same to all three.
     FRESH_RANDOM(rng);
     for (const Param& p : params) {
@@ -187,8 +194,8 @@ void check_step(const Setup& setup) {
     for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0;
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), in_fp32 = exact.step();
     const bool fp32 = setup.recipe.stream == Format::F32;
-    const std::string what = setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " + std::to_string(setup.B) + "x" +
-                             std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
+    const std::string what = setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " +
+                             std::to_string(setup.B) + "x" + std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
     INFO(what);
     CHECK(!on_gpu.skipped);
     const double small = fp32_bound(setup.config);
@@ -268,7 +275,8 @@ GPU_TEST_CASE("matrix products refuse what no GPU can do") {
     const View out{y.get(), nullptr, 64, 64, Q_BF16}, narrow{y.get(), nullptr, 64, 32, Q_BF16};
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e5m2.operand(), e5m2.operand(), out, false, nullptr, nullptr), Error);
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e4m3.operand(), bf16.operand(), out, false, nullptr, nullptr), Error);
-    CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), {e4m3.operand().view}, out, false, nullptr, nullptr), Error);  // not transposed
+    const Operand not_transposed{e4m3.operand().view};
+    CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), not_transposed, out, false, nullptr, nullptr), Error);
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, bf16.operand(), bf16.operand(), narrow, false, nullptr, nullptr), Error);
 }
 
@@ -304,7 +312,8 @@ GPU_TEST_CASE("the start is the reference's, bit by bit") {
 GPU_TEST_CASE("50 steps: losses follow the reference's") {
     // In fp32 the difference of a step's gradient grows as training goes on; a thousandth of a nat is a hundred times less than a step
     // changes the loss by. In bf16 and coat it is the noise of another run: 0.03 nats in a single batch of 256 tokens, 0.01 in the mean.
-    const std::map<std::string, std::pair<double, double>> bands = {{"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", {0.06, 0.02}}};
+    using Band = std::pair<double, double>;
+    const std::map<std::string, Band> bands = {{"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", {0.06, 0.02}}};
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const char* recipe : RECIPES) {
             const Setup setup = setup_of(recipe, arch, true, 8, 32);
@@ -313,7 +322,8 @@ GPU_TEST_CASE("50 steps: losses follow the reference's") {
             const auto [single, average] = bands.at(recipe);
             double worst = 0;
             for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
-            MESSAGE(std::string(arch.name), " ", std::string(recipe), ": ", a.front(), " to ", a.back(), ", the reference to ", b.back(), ", at most ", worst, " apart");
+            MESSAGE(std::string(arch.name), " ", std::string(recipe), ": ", a.front(), " to ", a.back(), ", the reference to ", b.back(),
+                    ", at most ", worst, " apart");
             CHECK(worst <= single);
             CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
             CHECK(a.back() < a.front() - 1);
@@ -460,7 +470,8 @@ GPU_TEST_CASE("the next token's logits are the reference's, for any length") {
                 INFO(std::string(recipe), " ", std::string(arch.name), " ", n);
                 // Relative to the logits' size: fp32's bound; 24 roundings of bf16; in coat also 11 of E4M3 a layer (test_gradients.cpp).
                 const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, coat = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
-                CHECK(relative_error(a, b) <= (setup.recipe.stream == Format::F32 ? fp32_bound(setup.config) : setup.recipe.x.fp8() ? coat : bf16));
+                const bool fp32 = setup.recipe.stream == Format::F32;
+                CHECK(relative_error(a, b) <= (fp32 ? fp32_bound(setup.config) : setup.recipe.x.fp8() ? coat : bf16));
             }
         }
 }
@@ -472,7 +483,8 @@ GPU_TEST_CASE("the report measures what the reference's measures") {
     losses(gpu, 20);
     const Snapshot before = snapshot(*gpu.model);
     restore(*cpu.model, before);
-    const QuantReport a = gpu.model->quantization(gpu.tokens.data(), gpu.targets.data()), b = cpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
+    const QuantReport a = gpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
+    const QuantReport b = cpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
     CHECK((snapshot(*gpu.model) == before));
     for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
         INFO(std::string(KIND_NAMES[kind]), ": ", a.kinds[kind].snr_db(), " and ", b.kinds[kind].snr_db(), " dB");
@@ -534,7 +546,7 @@ GPU_TEST_CASE("too little memory is told before any step, with the largest batch
     CHECK(gpu_layout(setup, GpuFacts{}).total + (int64_t(512) << 20) > int64_t(free));
 }
 
-TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan's total is the allocation") {
+TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
             for (int64_t accumulate : {1, 2}) {
@@ -547,6 +559,8 @@ TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare w
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total);
+                const size_t attention = attention_workspace(attention_shape(config, setup.B, setup.T, setup.recipe.stream));
+                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes == round_up(static_cast<int64_t>(attention), GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
                     CHECK(a.offset % GPU_ALIGNMENT == 0);
@@ -554,14 +568,16 @@ TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare w
                     CHECK(a.offset + a.bytes <= layout.total);
                     for (int j = 0; j < i; j++) {
                         const Place& b = layout.work[j];
-                        if (j > static_cast<int>(Work::KeptWeights) || a.bytes == 0 || b.bytes == 0) continue;  // the first ones live throughout
+                        if (j > static_cast<int>(Work::KeptWeights)) continue;  // the first ones live throughout
+                        if (a.bytes == 0 || b.bytes == 0) continue;
                         CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
                     }
                 }
                 for (const Param& p : parameters(config)) {
                     const int64_t first = layout.gradients.offset + p.offset * info(setup.recipe.stream).bytes;
                     const bool layer = p.name.compare(0, 7, "layers.") == 0;
-                    const int64_t alive = layer ? std::stoll(p.name.substr(7)) + 1 : p.name == "positions" || (p.name == "embedding" && !config.tied) ? 0 : config.L;
+                    const bool last = p.name == "positions" || (p.name == "embedding" && !config.tied);
+                    const int64_t alive = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;
                     CHECK(first >= layout.saved.offset + (accumulate > 1 ? config.L : alive) * layout.layer_bytes);
                 }
             }
