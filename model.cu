@@ -104,8 +104,7 @@ public:
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
         : setup(s), params(parameters(s.config)), stream{s.recipe.stream}, arena_(arena), cuda_(cuda),
-          weights_{arena.at(arena.layout.weights.offset),
-                   stream.format == Format::F32 ? nullptr : reinterpret_cast<int16_t*>(arena.at(arena.layout.remainder.offset)), stream.format},
+          weights_{arena.at(arena.layout.weights.offset), remainders(), stream.format},
           total_(params.back().offset + params.back().padded_size()) {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
@@ -183,6 +182,9 @@ private:
     int64_t total_;  // elements of the flat order
 
     void* gradients() const { return arena_.at(arena_.layout.gradients.offset); }
+    int16_t* remainders() const {
+        return stream.format == Format::F32 ? nullptr : reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset));
+    }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
     View flat(void* base, size_t i) const {
         const Param& p = params[i];
@@ -410,7 +412,8 @@ private:
     Layer make_layer(int64_t l, uint8_t*& kept) const {
         const std::string name = "layers." + std::to_string(l) + ".";
         Layer layer{make_norm(name + "norm1"), make_norm(name + "norm2"),
-                    make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept), make_linear(name + "up", kept), make_linear(name + "down", kept),
+                    make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
+                    make_linear(name + "up", kept), make_linear(name + "down", kept),
                     make_saved(l, 0), make_saved(l, 1), make_saved(l, 2), make_saved(l, 3), make_saved(l, 4), make_saved(l, 5),
                     state_.scale(state_.params.size() + l * LAYER_SCALES), {}};
         layer.sums = make_sums([&](const Param& p) { return !p.role.linear && p.name.compare(0, name.size(), name) == 0; });

@@ -3,7 +3,7 @@
 #   dev/gpu.sh              the tests whose names begin with "gpu: "
 #   dev/gpu.sh all          every test (make test)
 #   dev/gpu.sh 'PATTERN'    the tests whose names match, as doctest's --test-case takes it
-#   dev/gpu.sh sanitize     the kernels' tests under compute-sanitizer: memcheck, racecheck, initcheck
+#   dev/gpu.sh sanitize     the kernels' tests under compute-sanitizer: memcheck, racecheck, initcheck; a PATTERN may follow
 # Logs go to $OUT where it is set, else to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -31,15 +31,16 @@ run() {  # name, command...
         grep -E -A12 'ERROR|error:|TEST CASE|Invalid|hazard|Uninitialized' "$log" | head -n 120
         note "$name FAILED in $((SECONDS - begun)) s: $(tail -n 1 "$log")"
     fi
-    grep -E 'MESSAGE' -A1 "$log" | grep -v -e '^--' -e MESSAGE | head -n 60
+    grep -E 'MESSAGE' "$log" | sed 's/.*MESSAGE: //' | head -n 60
 }
 
 case ${1:-gpu} in
     all) run tests make test ;;
     sanitize)
-        kernels='gpu: *quantiz*,gpu: *norm*,gpu: *transpose*,gpu: *adamw*,gpu: *AdamW*,gpu: *embedding*,gpu: *attention*,gpu: *cross*,gpu: *rope*,gpu: *activation*,gpu: *matrix products of*'
+        chosen=${2:+--test-case=$2}
         for tool in memcheck racecheck initcheck; do
-            run "$tool" timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests --test-case="${2:-$kernels}"
+            run "$tool" timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests \
+                "${chosen:---source-file=*test_coat_gpu*,*test_attention_gpu*}"
         done ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;

@@ -546,6 +546,18 @@ GPU_TEST_CASE("too little memory is told before any step, with the largest batch
     CHECK(gpu_layout(setup, GpuFacts{}).total + (int64_t(512) << 20) > int64_t(free));
 }
 
+TEST_CASE("where no GPU can be used, one sentence says why" * doctest::skip(gpu_available())) {
+    const std::string why = why_no_gpu();
+    CHECK(why.find(": ") != std::string::npos);
+    std::string message;
+    try {
+        make_gpu(setup_of("coat"));
+    } catch (const Error& error) {
+        message = error.what();
+    }
+    CHECK(message == "--device gpu cannot be used: " + why + ".");
+}
+
 TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
