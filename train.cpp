@@ -731,7 +731,8 @@ int run(int argc, char** argv) {
     const Origin origin = find_origin(flags);
     const bool plan_only = flags.given("plan"), chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
-    const Device& device = choose_device(flags.given("device") ? flags.text("device") : "auto", &note);
+    const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
+    const Device& device = choose_device(wanted, &note);
     flags.take_defaults(!std::strcmp(device.name, "gpu"));
 
     Setup setup{};
