@@ -374,6 +374,16 @@ void print_memory_line(const char* name, int64_t bytes, double per_unit, int64_t
     std::printf("  %-38s %11.1f MiB %10.3f   %11.1f MiB %10.3f   %s\n", name, mib(bytes), per_unit, mib(beside), beside_per_unit, unit);
 }
 
+// As far as it can be told without a GPU: what CUDA itself takes comes on top.
+void print_gpu_lines(const Setup& s) {
+    GpuFacts facts;
+    facts.keep_fp8_weights = s.accumulate > 1 && s.recipe.w.fp8();  // where memory allows
+    const std::vector<MemoryRow> plan = gpu_memory_plan(s, facts);
+    for (const MemoryRow& row : plan)
+        if (row.category == Category::Workspace) std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
+    std::printf("  on one GPU: %-42s %11.1f MiB   and the CUDA context\n", "total", mib(total_bytes(plan)));
+}
+
 }  // namespace
 
 void print_precision_plan(const Setup& s) {
@@ -413,11 +423,7 @@ void print_memory_plan(const Setup& s) {
                     mib(total_bytes(beside, which)));
     }
     std::printf("  %-38s %11.1f MiB %10s   %11.1f MiB   and workspace\n", "total", mib(total_bytes(plan)), "", mib(total_bytes(beside)));
-    // On a GPU, as far as that can be told without one: the CUDA context comes on top, and is measured at start-up.
-    for (const MemoryRow& row : gpu_memory_plan(s, GpuFacts{}))
-        if (row.category == Category::Workspace)
-            std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
-    std::printf("  on one GPU: %-42s %11.1f MiB   and the CUDA context\n", "total", mib(total_bytes(gpu_memory_plan(s, GpuFacts{}))));
+    print_gpu_lines(s);
     std::printf("\n  saved activations: %.2f C bytes per token and layer (beside %.2f C)\n",
                 saved_bytes_per_token_and_layer(s) / static_cast<double>(s.config.C),
                 saved_bytes_per_token_and_layer(other) / static_cast<double>(s.config.C));
