@@ -248,6 +248,11 @@ const Device& choose_device(const std::string& wanted, std::string* note) {
     return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
 }
 
+void need_device(const Device& device) {  // said before the data is read; a plan needs none
+    if (std::strcmp(device.name, "gpu") || why_no_gpu().empty()) return;
+    throw Error("--device gpu cannot be used: " + why_no_gpu() + ".");
+}
+
 bool is_folder(const std::string& path) {
     std::error_code ignored;
     return fs::is_directory(path, ignored);
@@ -733,6 +738,7 @@ int run(int argc, char** argv) {
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
     const Device& device = choose_device(wanted, &note);
+    if (!plan_only) need_device(device);
     flags.take_defaults(!std::strcmp(device.name, "gpu"));
 
     Setup setup{};

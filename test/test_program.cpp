@@ -178,6 +178,8 @@ TEST_CASE("program: a flag or a value that is not known is refused in one senten
         {"--model nowhere/model", "--model"},
     };
     for (const auto& [flags, names] : cases) check_refused(folder, flags, names);
+    const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;  // and why
+    if (no_gpu) check_refused(folder, "--device gpu --data text", "--device gpu");
 }
 
 TEST_CASE("program: shapes and sizes that cannot work are refused before anything is allocated") {
