@@ -977,3 +977,32 @@ TEST_CASE("data: a kill at any moment of a save leaves the last good checkpoint"
     const auto left = fs::directory_iterator(out);  // of what the kills left, nothing
     CHECK(std::distance(begin(left), end(left)) == 1);
 }
+
+// The moment between two renames is too short for kills to meet it often; a saver that is only stopped can be looked at
+// thousands of times, and what is on the disk then is what a kill would leave.
+TEST_CASE("data: while the only checkpoint is replaced there is a good one at every moment") {
+    Folder folder;
+    const std::string out = folder / "out";
+    const Setup setup = small_setup(LLAMA);
+    MemoryModel model(setup, 1);
+    save_checkpoint(out, model, some_state(1));
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (!child)
+        for (;;) save_checkpoint(out, model, some_state(1));
+    Random random(coat::test::run_seed());
+    int64_t missing = 0, replacing = 0;
+    for (int64_t i = 0; i < count(3000, 500); i++) {
+        usleep(static_cast<useconds_t>(random.bits() % 500));
+        kill(child, SIGSTOP);
+        int status = 0;
+        waitpid(child, &status, WUNTRACED);
+        replacing += fs::exists(out + "/step-000001.old");
+        missing += !error_of([&] { find_checkpoint(out); }).empty();
+        kill(child, SIGCONT);
+    }
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    CHECK(missing == 0);
+    CHECK(replacing > 0);
+}
