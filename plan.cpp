@@ -328,7 +328,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     layout.weights = memory.take(elements * stream);
     layout.remainder = memory.take(s.recipe.stream == Format::F32 ? 0 : elements * 2);
     place_moments(s, memory, layout);
-    const int64_t N = gpu_tokens(s);
+    const int64_t N = layout.tokens = gpu_tokens(s);
     for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
         layout.layer_bytes += round_up(t.quant.bytes(N, t.cols), GPU_ALIGNMENT);

@@ -74,7 +74,7 @@ struct GpuFacts {
 };
 
 struct GpuLayout {
-    int64_t tokens, positions;       // of a micro-batch, or of a prompt
+    int64_t tokens;                  // of a micro-batch, or of a prompt
     Place weights, remainder, gradients, moments, scales, saved, final_norm_input;
     Place work[static_cast<int>(Work::Count)];
     std::vector<MomentPlace> m, v;   // by parameter
