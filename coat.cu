@@ -622,14 +622,36 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_
     });
 }
 
-__device__ void count(int64_t* total, unsigned n) { atomicAdd(reinterpret_cast<unsigned long long*>(total), n); }
+// What one thread has counted, added up by warps first: the totals are a single address for the whole GPU. All lanes must call.
+struct Counts {
+    double signal = 0, noise = 0;
+    unsigned elements = 0, saturated = 0, flushed = 0;
+
+    __device__ void add(float value, float back) {
+        const double error = double(value) - double(back);
+        signal += double(value) * value;
+        noise += error * error;
+        elements++;
+    }
+    __device__ void add_to(QuantStats* stats) const {
+        double sums[2] = {signal, noise};
+        unsigned counts[3] = {elements, saturated, flushed};
+        for (int lanes = 16; lanes > 0; lanes /= 2)
+            for (double& sum : sums) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+        for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
+        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 != 0) return;
+        atomicAdd(&stats->signal, sums[0]);
+        atomicAdd(&stats->noise, sums[1]);
+        int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
+        for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
+    }
+};
 
 // What quantizing does to a tensor: a kernel of its own, so that training pays nothing for the report.
 template <class Source>
 __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, bool groups, Fp8 format, const TensorScale* slot,
                                                                QuantStats* stats) {
-    double signal = 0, noise = 0;
-    unsigned elements = 0, saturated = 0, flushed = 0;
+    Counts counts;
     for_tile_rows(x, TilePlace(), rows, [&](int, const Values(&v)[Source::PLANES], bool live) {
         for (int p = 0; p < Source::PLANES; p++) {
             const float scale = groups ? Grouped::group_scale(v[p]) : scale_of(format.max, slot->amax);
@@ -637,20 +659,13 @@ __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t
             Values back;
             decode(format.e5m2, encode(format.e5m2, v[p], __frcp_rn(scale)), scale, back);
             for (int j = 0; live && j < CHUNK; j++) {
-                const double value = v[p][j], error = value - double(back[j]);
-                signal += value * value;
-                noise += error * error;
-                saturated += fabsf(v[p][j]) > limit;
-                flushed += v[p][j] != 0 && back[j] == 0;
+                counts.add(v[p][j], back[j]);
+                counts.saturated += fabsf(v[p][j]) > limit;
+                counts.flushed += v[p][j] != 0 && back[j] == 0;
             }
-            elements += live ? CHUNK : 0;
         }
     });
-    atomicAdd(&stats->signal, signal);
-    atomicAdd(&stats->noise, noise);
-    count(&stats->elements, elements);
-    count(&stats->saturated, saturated);
-    count(&stats->flushed, flushed);
+    counts.add_to(stats);
 }
 
 template <class Source>
@@ -1885,13 +1900,12 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
     group_scales(f, f, x, x, scale, unused);
     const uint32_t codes = Io::encode<SECOND>(f, scale, x);
     Io::decode({codes, scale.max, scale.k}, f, table, back);
+    Counts counts;
     for (int j = 0; j < LANE && i + j < size; j++) {
-        const double error = double(x[j]) - double(back[j]);
-        atomicAdd(&stats->signal, double(x[j]) * x[j]);
-        atomicAdd(&stats->noise, error * error);
-        count(&stats->elements, 1);
-        count(&stats->flushed, x[j] != 0 && (codes >> 8 * j & 0x7Fu) == 0);
+        counts.add(x[j], back[j]);
+        counts.flushed += x[j] != 0 && (codes >> 8 * j & 0x7Fu) == 0;
     }
+    counts.add_to(stats);
 }
 
 MomentFormat moment_format(Format f, bool expand) {
