@@ -60,7 +60,7 @@ const Flag FLAGS[] = {
     {"batch", Value::Count, "16", "32", 1, 1 << 20, Resume::Same, "sequences in a micro-batch"},
     {"seq", Value::Count, "128", "1024", 1, 1 << 24, Resume::Same, "tokens in a sequence"},
     {"accumulate", Value::Count, "1", "1", 1, 1 << 20, Resume::Same, "micro-batches in a step"},
-    {"steps", Value::Count, "300", "2000", 0, COUNT, Resume::Kept, "steps in all; 0 evaluates the model and stops"},
+    {"steps", Value::Count, "250", "2000", 0, COUNT, Resume::Kept, "steps in all; 0 evaluates the model and stops"},
     {"lr", Value::Real, "3e-3", "1e-3", 0, 10, Resume::Same, "peak of the learning rate"},
     {"warmup", Value::Count, "20", "100", 0, COUNT, Resume::Same, "steps of linear warm-up"},
     {"schedule", Value::Text, "cosine", "cosine", 0, 0, Resume::Same, "what the learning rate does after the warm-up"},
