@@ -23,7 +23,7 @@ CONFIGS = {
     "llama": (LlamaForCausalLM, LlamaConfig(vocab_size=V, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)),
     "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=V, n_embd=128, n_layer=4, n_head=4, n_positions=256,
-             resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
+             bos_token_id=None, eos_token_id=None, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
 }
 NAMED = {"llama": "llama-tiny", "gpt2": "gpt2-tiny"}
 
@@ -35,10 +35,10 @@ def write_tokens(path, tokens):
         f.write(struct.pack(f"<{len(tokens)}H", *tokens))
 
 
-def train(device, folder, *flags):
+def train(device, folder, *flags, batch=B):
     """Runs ./train and returns the lines of its log."""
     log = os.path.join(folder, "log.json")
-    command = ["./train", "--device", device, "--batch", str(B), "--seq", str(T), "--log", log, "--sample-every", "0", *flags]
+    command = ["./train", "--device", device, "--batch", str(batch), "--seq", str(T), "--log", log, "--sample-every", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
@@ -52,7 +52,8 @@ def windows(tokens):
 
 def torch_loss(model, tokens):
     x, y = windows(tokens)
-    return torch.nn.functional.cross_entropy(model(x.to(model.device)).logits.float().view(-1, V), y.reshape(-1).to(model.device))
+    logits = model(x.to(model.device)).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten().to(model.device))
 
 
 def compare(what, ours, theirs, band):
@@ -74,7 +75,7 @@ def adamw_steps(name, device, folder, data, tokens, where):
     model.save_pretrained(start)
     lr, decay = 1e-3, 0.1
     train(device, folder, "--model", start, "--data", data, "--recipe", "fp32", "--optimizer", "fp32", "--steps", str(STEPS), "--lr", str(lr), "--warmup", "0",
-          "--schedule", "constant", "--weight-decay", str(decay), "--clip", "1", "--out", out, "--batch", str(WINDOWS), "--eval-every", "0")
+          "--schedule", "constant", "--weight-decay", str(decay), "--clip", "1", "--out", out, "--eval-every", "0", batch=WINDOWS)
     model.to(where)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
