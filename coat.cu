@@ -86,6 +86,33 @@ __device__ float bf16_up(float x) { return __uint_as_float((__float_as_uint(x) +
 
 __device__ float bf16_nearest(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
+// One instruction each, good to a unit or two of the last place; ftz: a subnormal counts as 0.
+__device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_log2(float x) {  // subnormals too
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_log2_normal(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float fast_sqrt(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // =====================================================================================================================
 // Held: how a tensor lies in memory. load() fetches a chunk of 8 as it is, values() makes numbers of it.
 
@@ -211,6 +238,29 @@ struct StoredSource {
     __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const { x.values(raw, v[0]); }
 };
 
+template <class T, int HALVES>
+struct HalvesSource {  // [gate | up] as its two halves, or u as it is
+    static constexpr int PLANES = HALVES;
+    using Column = NoColumn;
+    struct Raw {
+        typename Plain<T>::Raw half[HALVES];
+    };
+    Plain<T> u;
+    int64_t width;
+
+    __device__ Column column(int64_t) const { return {}; }
+    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) raw.half[h] = u.load((row * HALVES + h) * width + col);
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[HALVES]) const {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) u.values(raw.half[h], v[h]);
+    }
+};
+
 template <class T>
 struct SumSource {  // x + a
     static constexpr int PLANES = 1;
@@ -307,13 +357,21 @@ struct NormSource {
     }
 };
 
-__device__ float sigmoid(float x) { return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-x))); }
+constexpr float LOG2_E = 1.4426950408889634f;
+__device__ float sigmoid_of_exp2(float z) { return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z))); }  // 1 / (1 + 2^z)
+__device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG2_E, x)); }
 
 // GELU in its tanh form is u sigmoid(2z), z = sqrt(2/pi) (u + 0.044715 u^3): 1 + tanh(z) = 2 sigmoid(2z), without the cancellation.
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
-    return sigmoid(__fmul_rn(u, __fmaf_rn(GELU_2AB, uu, GELU_2A)));
+    return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
+}
+
+// silu(first) * second, or gelu(first)
+template <bool GATED>
+__device__ float activated(float first, float second) {
+    return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second) : __fmul_rn(first, gelu_sigmoid(first));
 }
 
 template <class Held, bool GATED>
@@ -334,12 +392,11 @@ struct ActivationSource {  // silu(gate) * up, or gelu(up)
         return raw;
     }
     __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
-        Values first, u;
+        Values first, second = {};
         up.values(raw.half[0], first);
-        if (GATED) up.values(raw.half[GATED ? 1 : 0], u);
+        if (GATED) up.values(raw.half[GATED ? 1 : 0], second);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++)
-            v[0][j] = GATED ? __fmul_rn(__fmul_rn(first[j], sigmoid(first[j])), u[j]) : __fmul_rn(first[j], gelu_sigmoid(first[j]));
+        for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(first[j], second[j]);
     }
 };
 
@@ -372,10 +429,10 @@ struct ActivationBackwardSource {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             const float x = first[j];
-            if (GATED) {  // silu' = s (1 + x (1 - s))
-                const float s = sigmoid(x), ds = __fmul_rn(s, __fmaf_rn(x, __fsub_rn(1.0f, s), 1.0f));
-                v[0][j] = __fmul_rn(__fmul_rn(d[j], second[j]), ds);
-                v[PLANES - 1][j] = __fmul_rn(d[j], __fmul_rn(x, s));
+            if (GATED) {  // silu' = s + x s (1 - s)
+                const float s = sigmoid(x), silu = __fmul_rn(x, s);
+                v[0][j] = __fmul_rn(__fmul_rn(d[j], second[j]), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+                v[PLANES - 1][j] = __fmul_rn(d[j], silu);
             } else {  // gelu' = s + x s (1 - s) 2z'
                 const float s = gelu_sigmoid(x), slope = __fmaf_rn(3 * GELU_2AB, __fmul_rn(x, x), GELU_2A);
                 const float bend = __fmul_rn(__fmul_rn(x, __fsub_rn(1.0f, s)), slope);
@@ -450,6 +507,63 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
     }
 };
 
+// The same for heads of a multiple of 32: both halves of a head at once, so that each element and each angle is fetched once. Column c of
+// the pairs is element c % half of head c / half; columns that are not rotated are pairs too.
+template <class T>
+struct RopePairSource {
+    static constexpr int PLANES = 2;
+    struct Column {
+        int64_t at;  // where plane 0 lies
+        int angle;   // -1: not rotated
+    };
+    struct Raw {
+        typename Plain<T>::Raw half[2];
+        float4 angles[CHUNK / 2];  // cos, sin, cos, sin
+    };
+    Plain<T> x;
+    Rope rope;
+    int half;
+    int64_t width;
+
+    __device__ int64_t place(int plane, int64_t col) const { return col + (static_cast<int>(col) / half + plane) * half; }
+    __device__ Column column(int64_t col) const {
+        const int64_t at = place(0, col);
+        return {at, at < rope.rotated_cols ? static_cast<int>(col) % half : -1};
+    }
+    __device__ Raw load(int64_t row, int64_t, const Column& c) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < 2; h++) raw.half[h] = x.load(row * 2 * width + c.at + h * half);
+        if (c.angle < 0) return raw;
+        const float4* angles = reinterpret_cast<const float4*>(rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * half + c.angle);
+#pragma unroll
+        for (int j = 0; j < CHUNK / 2; j++) raw.angles[j] = angles[j];
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[2]) const {
+        Values a, b;
+        x.values(raw.half[0], a);
+        x.values(raw.half[1], b);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const float4 q = raw.angles[j / 2];
+            const float cosine = j % 2 ? q.z : q.x, sine = j % 2 ? q.w : q.y;
+            v[0][j] = c.angle < 0 ? a[j] : rotated(a[j], b[j], cosine, sine);
+            v[1][j] = c.angle < 0 ? b[j] : rotated(b[j], a[j], cosine, -sine);
+        }
+    }
+};
+
+// Where a plane's column lies in a row of the result.
+template <class Source>
+__device__ int64_t place(const Source& x, int plane, int64_t col) {
+    return plane * x.width + col;
+}
+template <class T>
+__device__ int64_t place(const RopePairSource<T>& x, int plane, int64_t col) {
+    return x.place(plane, col);
+}
+
 // =====================================================================================================================
 // Tile kernels
 
@@ -500,6 +614,14 @@ __device__ void raise_by_warp(float* slot, uint32_t top) {
     if (threadIdx.x % 32 == 0) raise(slot, top);
 }
 
+__device__ void raise_by_tile(float* slot, uint32_t top) {
+    __shared__ uint32_t warps[TILE_THREADS / 32];
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = top;
+    __syncthreads();
+    if (threadIdx.x < 32) raise_by_warp(slot, threadIdx.x < TILE_THREADS / 32 ? warps[threadIdx.x] : 0);
+}
+
 template <class Source>
 __global__ void __launch_bounds__(TILE_THREADS, 2) amax_kernel(Source x, int64_t rows, TensorScale* slot) {
     uint32_t top = 0;
@@ -509,12 +631,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) amax_kernel(Source x, int64_t
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[p][j]));
     });
-    __shared__ uint32_t warps[TILE_THREADS / 32];
-    top = __reduce_max_sync(0xFFFFFFFFu, top);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = top;
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    raise_by_warp(&slot->amax, threadIdx.x < TILE_THREADS / 32 ? warps[threadIdx.x] : 0);
+    raise_by_tile(&slot->amax, top);
 }
 
 // Four rows of four bytes become four columns of four bytes.
@@ -546,8 +663,9 @@ struct TransposeTile {
         const uint4 q = *reinterpret_cast<const uint4*>(&units[col * ACROSS + 2 * (piece ^ chunk >> 1)]);
         return chunk & 1 ? uint4{q.z, q.w, q.x, q.y} : q;
     }
-    // out: this tile's first column in (columns, rows)
-    __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int live_cols) const {
+    // To (columns, rows); place(c) is where the tile's column c lies.
+    template <class Place>
+    __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int live_cols, Place place) const {
         constexpr int PIECES = TILE / 16;
 #pragma unroll
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
@@ -555,7 +673,7 @@ struct TransposeTile {
             const int64_t row = row0 + piece * 16;
             if (col >= live_cols || row >= rows) continue;
             const uint4 q = rows16(col, piece);
-            uint8_t* to = out + col * rows + row;
+            uint8_t* to = out + place(col) * rows + row;
             if (rows % 16 == 0) {
                 put(to, q);
             } else {
@@ -569,9 +687,9 @@ struct TransposeTile {
 };
 
 // Codes of a tile to (rows, cols) and, transposed, to (cols, rows); either pointer may be null.
-template <int PLANES>
+template <int PLANES, class Place>
 __device__ void put_tile(TransposeTile (&tiles)[PLANES], const TilePlace& at, const uint2 (&codes)[PLANES][ROWS], int64_t rows, int64_t width,
-                         uint8_t* transposed) {
+                         uint8_t* transposed, Place place) {
     if (!transposed) return;
 #pragma unroll
     for (int p = 0; p < PLANES; p++) tiles[p].write(at, codes[p]);
@@ -579,7 +697,8 @@ __device__ void put_tile(TransposeTile (&tiles)[PLANES], const TilePlace& at, co
     const int64_t col0 = int64_t(blockIdx.x) * TILE;
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
-        tiles[p].flush(transposed + (p * width + col0) * rows, rows, int64_t(blockIdx.y) * TILE, static_cast<int>(min(int64_t(TILE), width - col0)));
+        tiles[p].flush(transposed, rows, int64_t(blockIdx.y) * TILE, static_cast<int>(min(int64_t(TILE), width - col0)),
+                       [&](int c) { return place(p, col0 + c); });
 }
 
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
@@ -591,15 +710,18 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) quantize_kernel(Source x, int
     const TilePlace at;
     const float scale = scale_of(format.max, slot->amax), inverse = __frcp_rn(scale);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;
+    int64_t to[PLANES];
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) to[p] = place(x, p, at.col);
     uint2 kept[PLANES][ROWS];
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             kept[p][i] = encode(format.e5m2, v[p], inverse);
-            if (live && codes) put(codes + ((at.row + i) * PLANES + p) * x.width + at.col, kept[p][i]);
+            if (live && codes) put(codes + (at.row + i) * PLANES * x.width + to[p], kept[p][i]);
         }
     });
-    put_tile(tiles, at, kept, rows, x.width, transposed);
+    put_tile(tiles, at, kept, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
 }
 
 __global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
@@ -609,7 +731,7 @@ __global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* 
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
         if (at.col < cols && at.row + i < rows) kept[0][i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-    put_tile(tiles, at, kept, rows, cols, transposed);
+    put_tile(tiles, at, kept, rows, cols, transposed, [](int, int64_t col) { return col; });
 }
 
 // Values rounded to the stream format, or in groups.
@@ -618,8 +740,23 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_
     const TilePlace at;
     for_tile_rows(x, at, rows, [&](int i, Values(&v)[Source::PLANES], bool live) {
 #pragma unroll
-        for (int p = 0; p < Source::PLANES; p++) out.store(((at.row + i) * Source::PLANES + p) * x.width + at.col, v[p], live);
+        for (int p = 0; p < Source::PLANES; p++) out.store((at.row + i) * Source::PLANES * x.width + place(x, p, at.col), v[p], live);
     });
+}
+
+// u in groups, and the amax of the activation of what they hold, as long as both halves are at hand.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS, 2) quantize_up_kernel(Source u, int64_t rows, Grouped up, TensorScale* slot) {
+    constexpr int PLANES = Source::PLANES;
+    const TilePlace at;
+    uint32_t top = 0;
+    for_tile_rows(u, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) up.store(((at.row + i) * PLANES + p) * u.width + at.col, v[p], live);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(activated<PLANES == 2>(v[0][j], v[PLANES - 1][j])));
+    });
+    raise_by_tile(&slot->amax, top);
 }
 
 // What one thread has counted, added up by warps first: the totals are a single address for the whole GPU. All lanes must call.
@@ -707,7 +844,7 @@ __global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int
         if (threadIdx.x >= TILE || col >= x.width) continue;
         float total = 0;
         for (int i = 0; i < ACROSS; i++) total += sums[i][threadIdx.x];
-        partials[(int64_t(blockIdx.y) * PLANES + p) * x.width + col] = total;
+        partials[int64_t(blockIdx.y) * PLANES * x.width + place(x, p, col)] = total;
     }
 }
 
@@ -786,7 +923,11 @@ void with_source(const Computed& x, F f) {
         case Rule::Stored: return with_stream(x.a, [&](auto held) { f(StoredSource<decltype(held)>{held, x.cols}); });
         case Rule::Norm: return with_held(x.norm.in, [&](auto held) { f(norm_source(x.norm, held)); });
         case Rule::RopeBackward:
-            return with_stream(x.a, [&](auto held) { f(RopeBackwardSource<typename decltype(held)::Stream>{held, x.rope, x.cols}); });
+            return with_stream(x.a, [&](auto held) {
+                using T = typename decltype(held)::Stream;
+                if (x.rope.HS % 32 == 0 && x.cols % x.rope.HS == 0) return f(RopePairSource<T>{held, x.rope, static_cast<int>(x.rope.HS) / 2, x.cols / 2});
+                f(RopeBackwardSource<T>{held, x.rope, x.cols});
+            });
         default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
     }
 }
@@ -846,6 +987,20 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
         else
             with_stream(out.view, [&](auto held) { write(source, x.rows, held, s); });
     });
+}
+
+void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s) {
+    need(in_groups(up.quant) && u.quant.format == Format::BF16, "quantize_up is from BF16 to groups");
+    need(u.rows == up.rows && u.cols == up.cols, "u and up differ in shape");
+    if (u.rows == 0) return;
+    if (!h_slot) return quantize(stored(u), {up}, stats, s);
+    auto launch = [&](auto source) {
+        measure(source, u.rows, up, stats, s);
+        quantize_up_kernel<<<tile_grid(u.rows, source.width), TILE_THREADS, 0, s>>>(source, u.rows, grouped(up), h_slot);
+        CHECK_LAUNCH("quantize_up");
+    };
+    if (gated) launch(HalvesSource<bf16, 2>{plain<bf16>(u.codes), u.cols / 2});
+    else launch(HalvesSource<bf16, 1>{plain<bf16>(u.codes), u.cols});
 }
 
 void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, cudaStream_t s) {
@@ -1172,20 +1327,30 @@ __global__ void rope_table_kernel(int64_t n, int half, double theta, float2* tab
     table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
 }
 
-// Four pairs (i, i + HS/2) of one head a thread.
+// Four pairs (i, i + HS/2) a thread, in ROPE_HEADS heads: they turn by the same angles.
+constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
-__global__ void rope_kernel(T* qkv, Rope rope, int64_t cols, int64_t quads) {
-    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= quads) return;
-    const int half = static_cast<int>(rope.HS) / 2, per_row = static_cast<int>(rope.rotated_cols) / 8, quad = static_cast<int>(i % per_row) * 4;
-    const int64_t row = i / per_row;
-    const int angle = quad % half;
-    T* p = qkv + row * cols + int64_t(quad / half) * rope.HS + angle;
-    const float2* table = rope.table + row % rope.T * half + angle;
-    const float4 x = values4(load4(p)), y = values4(load4(p + half));
-    store4(p, rotated(x, y, table, -1));
-    store4(p + half, rotated(y, x, table, 1));
+__global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols) {
+    using Four = decltype(load4(static_cast<const T*>(nullptr)));
+    const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4, heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
+    const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4, first = blockIdx.y * ROPE_HEADS;
+    if (row >= rows) return;
+    T* p = qkv + row * cols + first * rope.HS + angle;
+    Four raw[ROPE_HEADS][2] = {};
+#pragma unroll
+    for (int h = 0; h < ROPE_HEADS; h++)
+        if (first + h < heads) raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
+    const float2* table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+#pragma unroll
+    for (int h = 0; h < ROPE_HEADS; h++) {
+        if (first + h >= heads) return;
+        const float4 x = values4(raw[h][0]), y = values4(raw[h][1]);
+        store4(p + h * rope.HS, rotated(x, y, table, -1));
+        store4(p + h * rope.HS + half, rotated(y, x, table, 1));
+    }
 }
+
+__device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
 // A maximum and the sum of exponentials beneath it, as softmax wants them.
 struct Softmax {
@@ -1196,7 +1361,7 @@ struct Softmax {
         sum = sum * weight(top, t) + o.sum * weight(o.top, t);
         top = t;
     }
-    static __device__ float weight(float from, float to) { return from == to ? 1.0f : __expf(from - to); }
+    static __device__ float weight(float from, float to) { return from == to ? 1.0f : fast_exp(from - to); }
 };
 
 constexpr int LOSS_THREADS = 512;
@@ -1223,20 +1388,21 @@ __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy_kernel(Plain<T> lo
     const int64_t row = blockIdx.x, first = row * stride;
     const int32_t target = targets[row];
     const float correct = static_cast<float>(logits.data[first + target]);
-    constexpr int64_t STEP = LOSS_THREADS * CHUNK;
+    constexpr int STEP = LOSS_THREADS * CHUNK;
+    const int live = static_cast<int>(V);
     Softmax mine;
 #pragma unroll 4
-    for (int64_t col = threadIdx.x * CHUNK; col < V; col += STEP) {
+    for (int col = threadIdx.x * CHUNK; col < live; col += STEP) {
         Values x;
         logits.values(logits.load(first + col), x);
         Softmax chunk;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
-            if (col + j >= V) x[j] = -INFINITY;
+            if (col + j >= live) x[j] = -INFINITY;
             chunk.top = fmaxf(chunk.top, x[j]);
         }
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) chunk.sum += __expf(x[j] - chunk.top);
+        for (int j = 0; j < CHUNK; j++) chunk.sum += fast_exp(x[j] - chunk.top);
         mine.merge(chunk);
     }
     const Softmax all = block_softmax(mine);
@@ -1244,11 +1410,11 @@ __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy_kernel(Plain<T> lo
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (scale == 0) return;
 #pragma unroll 4
-    for (int64_t col = threadIdx.x * CHUNK; col < stride; col += STEP) {
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
         Values x;
         logits.values(logits.load(first + col), x);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) x[j] = col + j < V ? (__expf(x[j] - lse) - (col + j == target)) * scale : 0.0f;
+        for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? (fast_exp(x[j] - lse) - (col + j == target ? 1.0f : 0.0f)) * scale : 0.0f;
         logits.store(first + col, x, true);
     }
 }
@@ -1345,10 +1511,12 @@ void rope_table(const ModelConfig& c, int64_t T, float2* table, cudaStream_t s) 
 
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) {
     need(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0, "a head size is not a multiple of 8");
-    const int64_t quads = qkv.rows * r.rotated_cols / 8;
-    if (quads == 0) return;
+    const int64_t quads = qkv.rows * r.HS / 8, heads = r.rotated_cols / r.HS;
+    need(quads < int64_t(1) << 32, "so many rows are not counted");
+    if (quads == 0 || heads == 0) return;
+    const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_stream(qkv, [&](auto x) {
-        rope_kernel<<<blocks(quads, 256), 256, 0, s>>>(x.data, r, qkv.cols, quads);
+        rope_kernel<<<grid, ROPE_THREADS, 0, s>>>(x.data, r, static_cast<uint32_t>(qkv.rows), qkv.cols);
         CHECK_LAUNCH("rope_forward");
     });
 }
@@ -1542,7 +1710,8 @@ void gradient_norm(const void* gradients, Format format, int64_t total, const do
 //
 // A lane has four consecutive elements of its warp's group of 128. At 85% of an H200's bandwidth a multiprocessor has to finish 1.3
 // elements a clock, which leaves about 100 instructions and 12 special functions (log2, exp2, roots, reciprocals) an element: hence the
-// fast ones, a table of log2(|code| / FMAX) in shared memory for decoding, and maxima through redux.
+// fast ones, a table of log2(|code| / FMAX) in shared memory for decoding, and maxima through redux. What is rare (no expansion, numbers
+// near the ends of FP32) branches off once for all four elements: a branch an element would make them wait for one another.
 
 namespace {
 
@@ -1550,39 +1719,17 @@ constexpr int LANE = MOMENT_GROUP / 32;
 constexpr int ADAM_WARPS = 8, ADAM_BLOCKS_PER_SM = 3;
 using Quad = float[LANE];
 
-__device__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ float fast_log2(float x) {  // subnormals too
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ float fast_log2_normal(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ float fast_sqrt(float x) {
-    float y;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // One moment's format as the kernel's argument.
 struct MomentFormat {
     bool e5m2, expand;
-    float max, range;  // FMAX, and log2(FMAX / FMIN)
+    float max, log_max, range;  // FMAX, log2(FMAX) and log2(FMAX / FMIN)
 };
 
 // (paper eq. 4) k = log_ratio(FMAX / FMIN), down to a multiple of 1/16, from 1/16 to 64.
 __device__ float expansion_factor(float range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
-    const float ratio = fast_log2(max) - fast_log2(min_nonzero);
-    if (!(ratio * 64.0f > range)) return 64.0f;
-    return fmaxf(floorf(16.0f * range / ratio) * 0.0625f, 0.0625f);
+    const float ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
+    return fminf(fmaxf(floorf(16.0f * range * fast_reciprocal(ratio)) * 0.0625f, 0.0625f), 64.0f);
 }
 
 // Within such a group magnitudes lie up to 2^(range / k) apart, which may leave FP32's normal range: it takes a careful path.
@@ -1593,17 +1740,24 @@ struct GroupScale {
     float max, k, inverse;  // inverse of max (expanded) or of the scale
 };
 
+// decode() yields numbers and returns what they are still to be multiplied with. SECOND: the second moment is never negative, and above zero
+// it stays above zero.
 template <Format F>
 struct MomentIo;  // of formats that hold the numbers themselves
 
 template <>
 struct MomentIo<Format::F32> {
+    static constexpr int BYTES = 4;
     struct Raw {
         float4 v;
     };
     static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const float4*>(static_cast<float*>(m.codes) + i)}; }
-    static __device__ void decode(const Raw& r, const MomentFormat&, const float*, Quad& x) { x[0] = r.v.x, x[1] = r.v.y, x[2] = r.v.z, x[3] = r.v.w; }
-    template <bool KEEP_POSITIVE>
+    template <bool SECOND>
+    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
+        x[0] = r.v.x, x[1] = r.v.y, x[2] = r.v.z, x[3] = r.v.w;
+        return 1.0f;
+    }
+    template <bool SECOND>
     static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
         put(static_cast<float*>(m.codes) + i, make_float4(x[0], x[1], x[2], x[3]));
     }
@@ -1611,15 +1765,18 @@ struct MomentIo<Format::F32> {
 
 template <>
 struct MomentIo<Format::BF16> {
+    static constexpr int BYTES = 2;
     struct Raw {
         uint2 v;
     };
     static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(m.codes) + i)}; }
-    static __device__ void decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
+    template <bool SECOND>
+    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
         const float2 lo = unpack(r.v.x), hi = unpack(r.v.y);
         x[0] = lo.x, x[1] = lo.y, x[2] = hi.x, x[3] = hi.y;
+        return 1.0f;
     }
-    template <bool KEEP_POSITIVE>
+    template <bool SECOND>
     static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
         put(static_cast<bf16*>(m.codes) + i, make_uint2(pack(x[0], x[1]), pack(x[2], x[3])));
     }
@@ -1627,6 +1784,7 @@ struct MomentIo<Format::BF16> {
 
 template <>
 struct MomentIo<Format::E4M3> {  // E5M2 too
+    static constexpr int BYTES = 1;
     struct Raw {
         uint32_t codes;
         float max, k;
@@ -1635,47 +1793,55 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
         return {*reinterpret_cast<const uint32_t*>(static_cast<uint8_t*>(m.codes) + i), m.max[group], expand ? m.k[group] : 1.0f};
     }
     // value = sign max (|code| / FMAX)^(1/k); the table has log2(|code| / FMAX), or without expansion |code|.
-    static __device__ void decode(const Raw& r, const MomentFormat& f, const float* table, Quad& x) {
-        const float inverse_k = __fdividef(1.0f, r.k), scale = r.max == 0 ? 0.0f : scale_of(f.max, r.max);
-        const bool careful = wide(f, r.k);
+    template <bool SECOND>
+    static __device__ float decode(const Raw& r, const MomentFormat& f, const float* table, Quad& x) {
+        const float inverse_k = fast_reciprocal(r.k);
+        float scale = r.max;
 #pragma unroll
-        for (int j = 0; j < LANE; j++) {
-            const float entry = table[r.codes >> 8 * j & 0x7Fu];
-            float y;
-            if (!f.expand) {
-                y = entry * scale;
-            } else if (!careful) {
-                y = r.max * fast_exp2(entry * inverse_k);
-            } else {  // the power alone may underflow
-                const float root = exp2f(0.5f * (entry * inverse_k));
-                y = root * r.max * root;
+        for (int j = 0; j < LANE; j++) x[j] = table[r.codes >> 8 * j & 0x7Fu];
+        if (!f.expand) {
+            scale = scale_of(f.max, r.max);
+        } else if (!wide(f, r.k)) {
+#pragma unroll
+            for (int j = 0; j < LANE; j++) x[j] = fast_exp2(x[j] * inverse_k);
+        } else {  // the power alone may underflow
+            for (int j = 0; j < LANE; j++) {
+                const float root = exp2f(0.5f * (x[j] * inverse_k));
+                x[j] = root * r.max * root;
             }
-            x[j] = y == 0 ? 0.0f : __uint_as_float(__float_as_uint(y) | (r.codes << (24 - 8 * j) & 0x80000000u));
+            scale = 1.0f;
         }
+        if constexpr (!SECOND) {
+#pragma unroll
+            for (int j = 0; j < LANE; j++) x[j] = __uint_as_float(__float_as_uint(x[j]) | (r.codes << (24 - 8 * j) & 0x80000000u));
+        }
+        return scale;
     }
     // code = sign encode(FMAX (|x| / max)^k)
-    static __device__ float expanded(float x, const MomentFormat& f, const GroupScale& g, bool careful) {
-        const float a = fabsf(x);
-        const float log = careful ? log2f(a) - log2f(g.max) : fast_log2_normal(a * g.inverse);
-        return copysignf(f.max * fast_exp2(g.k * log), x);
-    }
-    template <bool KEEP_POSITIVE>
+    template <bool SECOND>
     static __device__ uint32_t encode(const MomentFormat& f, const GroupScale& g, const Quad& x) {
-        const bool careful = wide(f, g.k) || g.max < 0x1p-100f;
+        const bool expand = f.expand && !wide(f, g.k) && g.max >= 0x1p-100f;
         Quad y;
+        if (expand) {
 #pragma unroll
-        for (int j = 0; j < LANE; j++) y[j] = g.max == 0 ? 0.0f : f.expand ? expanded(x[j], f, g, careful) : x[j] * g.inverse;
+            for (int j = 0; j < LANE; j++) y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_normal(fabsf(x[j]) * g.inverse), f.log_max));
+        } else {
+            for (int j = 0; j < LANE; j++) y[j] = g.max == 0 ? 0.0f : f.expand ? f.max * fast_exp2(g.k * (log2f(fabsf(x[j])) - log2f(g.max))) : fabsf(x[j]) * g.inverse;
+        }
+        if constexpr (!SECOND) {
+#pragma unroll
+            for (int j = 0; j < LANE; j++) y[j] = copysignf(y[j], x[j]);
+        }
         uint32_t codes = f.e5m2 ? encode2(true, y[0], y[1]) | encode2(true, y[2], y[3]) << 16 : encode2(false, y[0], y[1]) | encode2(false, y[2], y[3]) << 16;
-        if (KEEP_POSITIVE && (!f.expand || careful)) {  // an expansion that is not careful makes no zeros
-#pragma unroll
+        if (SECOND && !expand) {  // the fast expansion makes no zeros
             for (int j = 0; j < LANE; j++)
                 if (x[j] > 0 && (codes >> 8 * j & 0xFFu) == 0) codes |= 1u << 8 * j;
         }
         return codes;
     }
-    template <bool KEEP_POSITIVE>
+    template <bool SECOND>
     static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Quad& x) {
-        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = encode<KEEP_POSITIVE>(f, g, x);
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = encode<SECOND>(f, g, x);
         if (threadIdx.x % 32 != 0) return;
         m.max[group] = g.max;
         if (f.expand) m.k[group] = g.k;
@@ -1701,10 +1867,13 @@ struct Extent {
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Quad& m, const Quad& v, GroupScale& gm, GroupScale& gv) {
     const Extent em(m), ev(v);
     const bool odd = threadIdx.x & 1;
-    const MomentFormat f{odd ? fv.e5m2 : fm.e5m2, odd ? fv.expand : fm.expand, odd ? fv.max : fm.max, odd ? fv.range : fm.range};
+    const bool expand = odd ? fv.expand : fm.expand;
+    const float fp8_max = odd ? fv.max : fm.max, range = odd ? fv.range : fm.range;
     const float top = __uint_as_float(odd ? ev.top : em.top), low = __uint_as_float(odd ? ev.low : em.low);
-    const float k = f.expand ? expansion_factor(f.range, top, low) : 1.0f;
-    const float inverse = __frcp_rn(f.expand ? top : scale_of(f.max, top));
+    const float k = expand ? expansion_factor(range, top, low) : 1.0f;
+    float inverse = fast_reciprocal(top);
+    if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
+    else inverse = __frcp_rn(scale_of(fp8_max, top));
     gm = {__uint_as_float(em.top), __shfl_sync(0xFFFFFFFFu, k, 0), __shfl_sync(0xFFFFFFFFu, inverse, 0)};
     gv = {__uint_as_float(ev.top), __shfl_sync(0xFFFFFFFFu, k, 1), __shfl_sync(0xFFFFFFFFu, inverse, 1)};
 }
@@ -1725,8 +1894,10 @@ struct WeightIo<bf16> {
     static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
         const float2 lo = unpack(raw.g.x), hi = unpack(raw.g.y);
         g[0] = lo.x, g[1] = lo.y, g[2] = hi.x, g[3] = hi.y;
-        master[0] = join(raw.w.x & 0xFFFF, static_cast<int16_t>(raw.r.x)), master[1] = join(raw.w.x >> 16, static_cast<int16_t>(raw.r.x >> 16));
-        master[2] = join(raw.w.y & 0xFFFF, static_cast<int16_t>(raw.r.y)), master[3] = join(raw.w.y >> 16, static_cast<int16_t>(raw.r.y >> 16));
+        const uint32_t low[2] = {raw.r.x ^ 0x80008000u, raw.r.y ^ 0x80008000u}, high[2] = {raw.w.x, raw.w.y};  // store() backwards
+#pragma unroll
+        for (int j = 0; j < LANE; j++)
+            master[j] = __uint_as_float(__byte_perm(low[j / 2], high[j / 2], j % 2 ? 0x7632 : 0x5410) - 0x8000u);
     }
     // Stores; returns the largest magnitude of the new weights, as FP32 bits.
     static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
@@ -1734,12 +1905,12 @@ struct WeightIo<bf16> {
 #pragma unroll
         for (int j = 0; j < LANE; j++) {
             b[j] = __float_as_uint(master[j]) + 0x8000u;
-            top = max(top, b[j] & 0x7FFF0000u);
+            top = max(top, b[j] & 0x7FFFFFFFu);
         }
         put(static_cast<bf16*>(w.values) + i, make_uint2(__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)));
         // The lower halves without the 0x8000 again: it only flips their top bits.
         put(w.remainder + i, make_uint2(__byte_perm(b[0], b[1], 0x5410) ^ 0x80008000u, __byte_perm(b[2], b[3], 0x5410) ^ 0x80008000u));
-        return top;
+        return top & 0x7FFF0000u;
     }
 };
 
@@ -1763,13 +1934,14 @@ struct WeightIo<float> {
 
 // One step's numbers, worked out in double on the host.
 struct Factors {
-    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, inverse_bias1, inverse_bias2_root;
+    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
+    float root_factor, eps;  // both times 1 - b1^t, so that nothing is left to multiply m with
 };
 Factors factors(const AdamW& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.eps, a.weight_decay, static_cast<float>(1 / bias1),
-            static_cast<float>(1 / std::sqrt(bias2))};
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, static_cast<float>(bias1 / std::sqrt(bias2)),
+            static_cast<float>(bias1 * a.eps)};
 }
 
 struct AdamArguments {
@@ -1784,48 +1956,54 @@ struct AdamArguments {
 };
 
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) (paper algorithm 1)
-__device__ void adamw_element(const Factors& f, float decay, float g, float& m, float& v, float& w) {
-    m = __fmaf_rn(f.beta1, m, f.one_minus_beta1 * g) + 0.0f;  // no -0
-    v = __fmaf_rn(f.beta2, v, f.one_minus_beta2 * (g * g));
-    const float update = __fdividef(m * f.inverse_bias1, __fmaf_rn(fast_sqrt(v), f.inverse_bias2_root, f.eps));
-    w -= f.lr * __fmaf_rn(decay, w, update);
+// The old moments come as m and v to be multiplied with keep_m and keep_v: b1 and b2 times what their formats scale by.
+__device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m, float& v, float& w) {
+    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // with the 0 no -0 remains
+    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
+    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.eps));
+    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-// A warp's groups of one segment: first, first + ADAM_WARPS, ... below last (counted in the flat order).
+// A warp's groups of one segment: first, first + ADAM_WARPS, ... below last (counted in the segment). The pointers are moved to the
+// segment and lane beforehand: then an address is one multiplication and what is fetched ahead is a constant away.
 template <class T, Format M, Format V>
-__device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int64_t first, int64_t last, const float* table_m,
-                                   const float* table_v) {
+__device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
     using W = WeightIo<T>;
     using Im = MomentIo<M>;
     using Iv = MomentIo<V>;
-    const int64_t start = segment.offset / MOMENT_GROUP;
     const int lane = threadIdx.x % 32 * LANE;
+    const int64_t start = segment.offset + lane;
+    const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
+    const T* gradients = static_cast<const T*>(a.gradients) + start;
+    MomentView moment_m = segment.m, moment_v = segment.v;
+    moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
+    moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w{};
     typename Im::Raw next_m{};
     typename Iv::Raw next_v{};
-    auto fetch = [&](int64_t group) {
-        const int64_t inside = (group - start) * MOMENT_GROUP + lane;
-        next_w = W::load(a.w, a.gradients, segment.offset + inside);
-        next_m = Im::load(segment.m, inside, group - start, a.m.expand);
-        next_v = Iv::load(segment.v, inside, group - start, a.v.expand);
+    auto fetch = [&](int group, int ahead) {
+        const int64_t inside = int64_t(group) * MOMENT_GROUP + ahead * MOMENT_GROUP;
+        next_w = W::load(weights, gradients, inside);
+        next_m = Im::load(moment_m, inside, int64_t(group) + ahead, a.m.expand);
+        next_v = Iv::load(moment_v, inside, int64_t(group) + ahead, a.v.expand);
     };
     uint32_t top = 0;
-    if (first < last) fetch(first);
-    for (int64_t group = first; group < last; group += ADAM_WARPS) {
+    if (first < last) fetch(first, 0);
+    for (int group = first; group < last; group += ADAM_WARPS) {
         Quad w, g, m, v;
         W::decode(next_w, w, g);
-        Im::decode(next_m, a.m, table_m, m);
-        Iv::decode(next_v, a.v, table_v, v);
-        if (group + ADAM_WARPS < last) fetch(group + ADAM_WARPS);
+        const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, a.m, table_m, m);
+        const float keep_v = a.f.beta2 * Iv::template decode<true>(next_v, a.v, table_v, v);
+        if (group + ADAM_WARPS < last) fetch(group, ADAM_WARPS);
 #pragma unroll
-        for (int j = 0; j < LANE; j++) adamw_element(a.f, decay, g[j] * scale, m[j], v[j], w[j]);
-        const int64_t inside = (group - start) * MOMENT_GROUP + lane;
-        top = max(top, W::store(a.w, segment.offset + inside, w));
+        for (int j = 0; j < LANE; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
+        const int64_t inside = int64_t(group) * MOMENT_GROUP;
+        top = max(top, W::store(weights, inside, w));
         GroupScale gm{}, gv{};
         if (M == Format::E4M3 || V == Format::E4M3) group_scales(a.m, a.v, m, v, gm, gv);
-        Im::template store<false>(segment.m, inside, group - start, a.m, gm, m);
-        Iv::template store<true>(segment.v, inside, group - start, a.v, gv, v);
+        Im::template store<false>(moment_m, inside, group, a.m, gm, m);
+        Iv::template store<true>(moment_v, inside, group, a.v, gv, v);
     }
     return top;
 }
@@ -1872,9 +2050,9 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         if (skip)
             top = weights_amax<T>(a, first, last);
         else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
-            top = update_segment<T, Format::F32, Format::F32>(a, segment, first, last, table_m, table_v);
+            top = update_segment<T, Format::F32, Format::F32>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
         else
-            top = update_segment<T, M, V>(a, segment, first, last, table_m, table_v);
+            top = update_segment<T, M, V>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
         if (segment.amax) raise_by_warp(&segment.amax->amax, top);
     }
 }
@@ -1890,27 +2068,28 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
     const int64_t group = int64_t(blockIdx.x) * ADAM_WARPS + threadIdx.x / 32, i = group * MOMENT_GROUP + threadIdx.x % 32 * LANE;
     if (group * MOMENT_GROUP >= size) return;
     Quad x, back, w{}, other{};
-    Io::decode(Io::load(moment, i, group, f.expand), f, table, x);
+    const float scaled = Io::decode<SECOND>(Io::load(moment, i, group, f.expand), f, table, x);
     for (int j = 0; j < LANE; j++) {
         const float g = static_cast<float>(gradients.data[i + j]);
-        if (SECOND) adamw_element(factors, 0, g, other[j], x[j], w[j]);
-        else adamw_element(factors, 0, g, x[j], other[j], w[j]);
+        if (SECOND) adamw_element(factors, 0, factors.beta2 * scaled, 0, g, other[j], x[j], w[j]);
+        else adamw_element(factors, factors.beta1 * scaled, 0, 0, g, x[j], other[j], w[j]);
     }
     GroupScale scale{}, unused{};
     group_scales(f, f, x, x, scale, unused);
     const uint32_t codes = Io::encode<SECOND>(f, scale, x);
-    Io::decode({codes, scale.max, scale.k}, f, table, back);
+    const float back_scale = Io::decode<SECOND>({codes, scale.max, scale.k}, f, table, back);
     Counts counts;
     for (int j = 0; j < LANE && i + j < size; j++) {
-        counts.add(x[j], back[j]);
+        counts.add(x[j], back[j] * back_scale);
         counts.flushed += x[j] != 0 && (codes >> 8 * j & 0x7Fu) == 0;
     }
     counts.add_to(stats);
 }
 
 MomentFormat moment_format(Format f, bool expand) {
-    if (!is_fp8(f)) return {false, false, 1, 1};
-    return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(static_cast<double>(info(f).max) / info(f).min))};
+    if (!is_fp8(f)) return {false, false, 1, 0, 1};
+    const double max = info(f).max;
+    return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(max)), static_cast<float>(std::log2(max / info(f).min))};
 }
 
 template <class T, Format M, Format V>

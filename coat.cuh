@@ -76,6 +76,9 @@ void amax(const Computed& x, TensorScale* slot, cudaStream_t s);
 // Writes x: per-tensor FP8 with the amax in tensor_scale(out.view); 1x16 groups; or rounded to the stream format. stats: device
 // memory, added to if not null.
 void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+// What an activation reads: up = Q(u) in groups, u (N, 2F) or (N, F) in BF16, and in h_slot the amax of activation(gated, up), which so
+// needs no pass of its own.
+void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);
 // gradient (cols) stream = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, cudaStream_t s);

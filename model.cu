@@ -545,18 +545,20 @@ private:
         residual_forward(branch, norm2, amax_slot(layer, X_UP));
 
         up_forward(layer, norm(norm2));
-        const Computed h = activation(config_.arch.gated, cut(layer.up_saved));
-        take_amax(h, amax_slot(layer, X_DOWN));
-        linear_forward(layer.down, h, amax_slot(layer, X_DOWN), branch);
+        linear_forward(layer.down, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), branch);
         const bool last = l + 1 == config_.L;
         residual_forward(branch, last ? norm_of(final_norm_, final_input()) : norm_of(layers_[l + 1].norm1, layers_[l + 1].norm1_input),
                          last ? nullptr : amax_slot(layers_[l + 1], X_QKV));
     }
 
     // The widest tensor of a layer is saved in groups; in stream format it exists for UP_TOKENS tokens at a time.
+    // Leaves the amax of the activation behind.
     void up_forward(const Layer& layer, const Computed& x) {
         const View up = cut(layer.up_saved);
-        if (!groups_) return linear_forward(layer.up, x, amax_slot(layer, X_UP), up);
+        if (!groups_) {
+            linear_forward(layer.up, x, amax_slot(layer, X_UP), up);
+            return take_amax(activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
+        }
         const LinearQuant q = quant_of(layer.up);
         const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop);
         const Operand w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
@@ -564,7 +566,7 @@ private:
             const int64_t n = std::min(UP_TOKENS, N_ - first);
             const View u = stream_view(arena_.work(Work::Up), n, up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, n)}, w8, u, false, layer.up.bias.values, cuda_);
-            quantize(stored(u), {rows(up, first, n)}, stats_of(Kind::ActivationInput), cuda_);
+            quantize_up(config_.arch.gated, u, rows(up, first, n), amax_slot(layer, X_DOWN), stats_of(Kind::ActivationInput), cuda_);
         }
     }
 

@@ -484,6 +484,25 @@ GPU_TEST_CASE("activations forward and backward") {
             }
 }
 
+GPU_TEST_CASE("what an activation reads goes to groups and leaves the activation's amax") {
+    FRESH_RANDOM(rng);
+    for (bool gated : {true, false})
+        for (Shape s : {Shape{1, 32}, {33, 96}, {130, 288}, {256, 704}}) {
+            CAPTURE(s.cols);
+            CAPTURE(gated);
+            const Tensor u(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
+            const Tensor up(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP), h(1, 16, Q_E4M3), again(1, 16, Q_E4M3);
+            gpu::quantize(gpu::stored(u.view()), expected.operand(), nullptr, 0);
+            gpu::amax(gpu::activation(gated, expected.view()), h.slot(), 0);
+            gpu::quantize_up(gated, u.view(), up.view(), again.slot(), nullptr, 0);
+            CHECK(same_bytes(up.codes.read(), expected.codes.read()));
+            CHECK(same_bytes(up.scales.read(), expected.scales.read()));
+            CHECK(up.intact());
+            CHECK(again.amax() == h.amax());
+            CHECK(again.amax() > 0);
+        }
+}
+
 GPU_TEST_CASE("RoPE forward and backward") {
     FRESH_RANDOM(rng);
     for (Format stream : {Format::BF16, Format::F32})
