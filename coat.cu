@@ -194,11 +194,23 @@ struct Grouped {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
         top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-        return bf16_up(scale_of(448.0f, __uint_as_float(top)));
+        const float amax = __uint_as_float(top);
+        return amax > 0 && amax < INFINITY ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
+    }
+    // amax / 448 as a division rounds it: a product with the rounded reciprocal, mended by its remainder, which is exact from 2^-123 on; what
+    // is below becomes 2^-126 anyway.
+    static __device__ float over_448(float amax) {
+        const float q = __fmul_rn(amax, 1 / 448.0f);
+        return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
+    }
+    // 1 / scale as a division rounds it: with a scale of 8 bits the remainder is exact, and the mended reciprocal is never near a tie.
+    static __device__ float inverse_of(float scale) {
+        const float r = fast_reciprocal(scale);
+        return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
     __device__ void store(int64_t i, Values& v, bool live) const {
         const float scale = group_scale(v);
-        const uint2 c = encode(false, v, __frcp_rn(scale));
+        const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
             if (i % 16 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
