@@ -58,12 +58,13 @@ def ticks(low, high, count):
     return [n * spacing for n in range(first, math.floor(high / spacing + 1e-9) + 1)]
 
 
-def spread(labels, gap):
-    """Moves labels (y, ...) apart so that they stay readable."""
+def spread(labels, gap, bottom):
+    """Moves labels (y, ...) apart so that they stay readable, and all of them up if the last would leave the picture."""
     labels = sorted(labels)
     for i in range(1, len(labels)):
         labels[i][0] = max(labels[i][0], labels[i - 1][0] + gap)
-    return labels
+    excess = max(0, labels[-1][0] - bottom)
+    return [[label[0] - excess] + label[1:] for label in labels]
 
 
 def escape(text):
@@ -108,7 +109,7 @@ def draw(runs):
         svg += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3.4" fill="{color}" stroke="#ffffff"/>' for step, loss in validation]
         step, loss = validation[-1] if validation else max(run["train"].items())
         labels.append([y(loss), f'{escape(run["name"])}  {loss:.3f}', color, x(step)])
-    for at, text, color, end in spread(labels, 18):
+    for at, text, color, end in spread(labels, 18, HEIGHT - BOTTOM - 10):
         svg.append(f'<text x="{end + 12:.1f}" y="{at + 4.5:.1f}" font-weight="bold" fill="{color}">{text}</text>')
     return "\n".join(svg + ["</svg>"])
 
