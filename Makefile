@@ -1,7 +1,7 @@
 # make train      the program ./train; with the GPU in it where nvcc is found, for the GPU that is found
 # make test       every test; the last line is "N passed, N failed, N skipped"
 # make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
-# make bench      what is measured (dev/)
+# make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table, build/bench.json, build/bench.svg
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this machine.
@@ -50,13 +50,24 @@ OBJECTS := $(call object,$(SOURCES))
 
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test bench sanitize clean need-json need-doctest FORCE
+.PHONY: test bench sanitize clean need-json need-doctest need-nvcc FORCE
 $(PROGRAM): $(call object,train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 test: $(PROGRAM) $(O)/tests
 	OMP_WAIT_POLICY=passive COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
+
+# BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run than those in the bench's table. A ladder: make build/ladder_adamw
+$(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+$(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
+	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
+	python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg
+need-nvcc:
+	@echo "make bench measures a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 
 $(O)/%.cpp.o: %.cpp $(O)/flags | need-json
 	@mkdir -p $(@D)
@@ -69,6 +80,8 @@ space := $() $()
 $(O)/train.cpp.o: DEFINES = $(WITH_GPU)
 $(O)/data/tokens.cpp.o: DEFINES = -DCOAT_HEADERS='"$(subst $(space),:,$(strip $(COAT_HEADERS)))"'
 $(call object,$(TESTS)): | need-doctest
+$(call object,dev/bench.cu): | need-json
+$(O)/dev/ladders/%: NVCCFLAGS += -I.
 
 $(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
 	@mkdir -p $(@D)
