@@ -792,6 +792,9 @@ int main(int argc, char** argv) {
     } catch (const Error& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "train: %s\n", error.what());
+    } catch (const fs::filesystem_error& error) {
+        std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", error.path1().c_str(),
+                     error.code().message().c_str());
     } catch (const std::bad_alloc&) {
         std::fprintf(stderr, "train: The memory ran out while the data was read; give --data less text.\n");
     }
