@@ -334,6 +334,18 @@ struct StateTensor {
     int64_t total_bytes() const { return size() * bytes; }
 };
 
+// "layers.0.qkv.m.max" -> number of "layers.0.qkv": the longest parameter name that begins the tensor's name.
+inline size_t param_of(const std::vector<Param>& params, const std::string& tensor) {
+    size_t best = params.size();
+    for (size_t i = 0; i < params.size(); i++) {
+        const std::string& p = params[i].name;
+        const bool begins = tensor.compare(0, p.size(), p) == 0 && (tensor.size() == p.size() || tensor[p.size()] == '.');
+        if (begins && (best == params.size() || p.size() > params[best].name.size())) best = i;
+    }
+    if (best == params.size()) throw Error("The model has no tensor " + tensor + ".");
+    return best;
+}
+
 // Weights are BF16; with the signed 16-bit remainder they are the exact FP32 master: bits = (bf16 << 16) + remainder.
 inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     std::vector<StateTensor> table;

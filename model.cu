@@ -222,16 +222,10 @@ private:
         check(cudaStreamSynchronize(cuda_), "Reading the moments failed");
     }
 
-    // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max"): the longest parameter name that begins the tensor's name
+    // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max")
     std::pair<size_t, std::string> parse(const std::string& name) const {
-        size_t best = params.size();
-        for (size_t i = 0; i < params.size(); i++) {
-            const std::string& p = params[i].name;
-            const bool begins = name.compare(0, p.size(), p) == 0 && (name.size() == p.size() || name[p.size()] == '.');
-            if (begins && (best == params.size() || p.size() > params[best].name.size())) best = i;
-        }
-        if (best == params.size()) throw Error("The model has no tensor " + name + ".");
-        return {best, name.substr(params[best].name.size())};
+        const size_t i = param_of(params, name);
+        return {i, name.substr(params[i].name.size())};
     }
 
     // Tensors that lie in memory as they are read and written.

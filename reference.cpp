@@ -815,13 +815,14 @@ private:
     std::string layer(int64_t l) const { return "layers." + std::to_string(l) + "."; }
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
 
-    // --- Residual pair: the stream goes on in stream format, the next norm reads the quantized input -------------------
+    // Held as the recipe says; what goes to FP8 is checked, since a code would hide a NaN or an infinity.
     Kept<Real> hold(const Tensor& x, int64_t rows, int64_t cols, const Quant& q, Kind kind) {
         if constexpr (std::is_same_v<Real, float>)
             if (q.fp8()) finite = finite && std::isfinite(amax(x.data(), rows * cols));
         return keep(x, rows, cols, q, stats_of(kind));
     }
 
+    // --- Residual pair: the stream goes on in stream format, the next norm reads the quantized input -------------------
     Kept<Real> norm_input(const Tensor& sum) { return hold(sum, N_, config.C, recipe.nonlinear, Kind::NormInput); }
 
     static Tensor added(const Tensor& x, const Tensor& y) {
@@ -1040,7 +1041,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name);
         std::memcpy(data, in, bytes);
-        refresh(param_of(name));
+        refresh(param_of(network_.params, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -1113,21 +1114,8 @@ private:
         report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
     }
 
-    // "layers.0.qkv.m.max" -> parameter "layers.0.qkv": the longest parameter name that begins the tensor's name
-    size_t param_of(const std::string& name) const {
-        const auto& params = network_.params;
-        size_t best = params.size();
-        for (size_t i = 0; i < params.size(); i++) {
-            const std::string& p = params[i].name;
-            const bool begins = name.compare(0, p.size(), p) == 0 && (name.size() == p.size() || name[p.size()] == '.');
-            if (begins && (best == params.size() || p.size() > params[best].name.size())) best = i;
-        }
-        if (best == params.size()) throw Error("The model has no tensor " + name + ".");
-        return best;
-    }
-
     std::pair<void*, size_t> find(const std::string& name) {
-        const size_t i = param_of(name);
+        const size_t i = param_of(network_.params, name);
         State& s = states_[i];
         auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
         const std::string suffix = name.substr(network_.params[i].name.size());
