@@ -1611,10 +1611,10 @@ __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* rem
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= padded) return;
     const float value = i < size ? initial(std, gain, live, seed, index, i) : 0.0f;
-    if (values)
-        values[i] = value;
-    else
-        split(value, weights[i], remainders[i]);
+    int16_t remainder;
+    if (values) values[i] = value;
+    else split(value, weights[i], remainder);
+    if (remainders) remainders[i] = remainder;
 }
 
 __global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
@@ -1667,14 +1667,17 @@ __global__ void __launch_bounds__(CHECK_THREADS) checked_loss_kernel(const Tenso
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
 }
 
-__global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const double* partials, const double* loss, float clip, GradientState* state) {
-    const double norm = sqrt(block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]));
+__global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const double* partials, const double* loss, Clipping clip,
+                                                                           GradientState* state) {
+    const double squares = block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]);
     if (threadIdx.x != 0) return;
-    const bool finite = isfinite(norm) && (!loss || isfinite(*loss));
-    state->norm = norm;
-    state->scale = static_cast<float>(clip > 0 && norm > clip ? clip / norm : 1.0);
+    const bool finite = isfinite(squares) && (!loss || isfinite(*loss));
+    state->squares += squares;
+    state->norm = sqrt(state->squares);
+    const double norm = clip.by_last ? clip.last_norm : state->norm;
+    state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     state->skip = !finite;
-    state->skipped += !finite;
+    state->skipped |= !finite;
 }
 
 }  // namespace
@@ -1684,7 +1687,7 @@ void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, 
     const int64_t n = p.padded_size();
     initialize_kernel<<<blocks(n, 256), 256, 0, s>>>(f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
                                                      f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
-                                                     f32 ? nullptr : w.remainder + p.offset, p.size(), n, p.init_std, p.role.gain, live, seed, index);
+                                                     w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.gain, live, seed, index);
     CHECK_LAUNCH("initialize");
 }
 
@@ -1705,13 +1708,13 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
     CHECK_LAUNCH("checked_loss");
 }
 
-void gradient_norm(const void* gradients, Format format, int64_t total, const double* loss, float clip, GradientState* state, double* workspace,
-                   cudaStream_t s) {
-    need(total % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip, GradientState* state,
+                   double* workspace, cudaStream_t s) {
+    need(n % MOMENT_GROUP == 0, "the flat order is not padded to groups");
     if (format == Format::F32)
-        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<float>(gradients), total / CHUNK, workspace);
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<float>(gradients), n / CHUNK, workspace);
     else
-        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<bf16>(gradients), total / CHUNK, workspace);
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<bf16>(gradients), n / CHUNK, workspace);
     CHECK_LAUNCH("gradient_norm");
     gradient_state_kernel<<<1, GRADIENT_PARTIALS, 0, s>>>(workspace, loss, clip, state);
     CHECK_LAUNCH("gradient_norm, state");
@@ -1890,29 +1893,31 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     gv = {__uint_as_float(ev.top), __shfl_sync(0xFFFFFFFFu, k, 1), __shfl_sync(0xFFFFFFFFu, inverse, 1)};
 }
 
-// Four weights with their master and gradient.
-template <class T>
-struct WeightIo;
+// Four weights, as they are held, with their gradients. store() returns the largest magnitude of the new weights, as FP32 bits; `random` are the bits
+// of a stochastic rounding.
+__device__ void unpack4(uint2 raw, Quad& v) {
+    const float2 lo = unpack(raw.x), hi = unpack(raw.y);
+    v[0] = lo.x, v[1] = lo.y, v[2] = hi.x, v[3] = hi.y;
+}
 
-template <>
-struct WeightIo<bf16> {
+struct MasterWeights {  // BF16, and 16 bits more: the exact FP32 master
+    using Value = bf16;
+    static constexpr bool STOCHASTIC = false;
     struct Raw {
         uint2 w, r, g;
     };
-    static __device__ Raw load(const Weights& w, const void* gradients, int64_t i) {
+    static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
         return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint2*>(w.remainder + i),
-                *reinterpret_cast<const uint2*>(static_cast<const bf16*>(gradients) + i)};
+                *reinterpret_cast<const uint2*>(gradients + i)};
     }
     static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
-        const float2 lo = unpack(raw.g.x), hi = unpack(raw.g.y);
-        g[0] = lo.x, g[1] = lo.y, g[2] = hi.x, g[3] = hi.y;
+        unpack4(raw.g, g);
         const uint32_t low[2] = {raw.r.x ^ 0x80008000u, raw.r.y ^ 0x80008000u}, high[2] = {raw.w.x, raw.w.y};  // store() backwards
 #pragma unroll
         for (int j = 0; j < LANE; j++)
             master[j] = __uint_as_float(__byte_perm(low[j / 2], high[j / 2], j % 2 ? 0x7632 : 0x5410) - 0x8000u);
     }
-    // Stores; returns the largest magnitude of the new weights, as FP32 bits.
-    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
+    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master, uint64_t) {
         uint32_t b[LANE], top = 0;  // master's bits, rounded in the upper half
 #pragma unroll
         for (int j = 0; j < LANE; j++) {
@@ -1926,19 +1931,45 @@ struct WeightIo<bf16> {
     }
 };
 
-template <>
-struct WeightIo<float> {
+struct StochasticWeights {  // BF16 alone
+    using Value = bf16;
+    static constexpr bool STOCHASTIC = true;
+    struct Raw {
+        uint2 w, g;
+    };
+    static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
+        return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint2*>(gradients + i)};
+    }
+    static __device__ void decode(const Raw& raw, Quad& weight, Quad& g) {
+        unpack4(raw.w, weight);
+        unpack4(raw.g, g);
+    }
+    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& weight, uint64_t random) {
+        uint32_t b[LANE], top = 0;
+#pragma unroll
+        for (int j = 0; j < LANE; j++) {
+            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random >> 16 * j & 0xFFFFu);
+            top = max(top, b[j] & 0x7FFFFFFFu);
+        }
+        put(static_cast<bf16*>(w.values) + i, make_uint2(__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)));
+        return top & 0x7FFF0000u;
+    }
+};
+
+struct FloatWeights {
+    using Value = float;
+    static constexpr bool STOCHASTIC = false;
     struct Raw {
         float4 w, g;
     };
-    static __device__ Raw load(const Weights& w, const void* gradients, int64_t i) {
-        return {*reinterpret_cast<const float4*>(static_cast<float*>(w.values) + i), *reinterpret_cast<const float4*>(static_cast<const float*>(gradients) + i)};
+    static __device__ Raw load(const Weights& w, const float* gradients, int64_t i) {
+        return {*reinterpret_cast<const float4*>(static_cast<float*>(w.values) + i), *reinterpret_cast<const float4*>(gradients + i)};
     }
     static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
         master[0] = raw.w.x, master[1] = raw.w.y, master[2] = raw.w.z, master[3] = raw.w.w;
         g[0] = raw.g.x, g[1] = raw.g.y, g[2] = raw.g.z, g[3] = raw.g.w;
     }
-    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master) {
+    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master, uint64_t) {
         put(static_cast<float*>(w.values) + i, make_float4(master[0], master[1], master[2], master[3]));
         return max(max(magnitude(master[0]), magnitude(master[1])), max(magnitude(master[2]), magnitude(master[3])));
     }
@@ -1961,9 +1992,10 @@ struct AdamArguments {
     MomentFormat m, v;
     const Segment* segments;
     int number_of_segments;
-    int64_t groups;
+    int64_t first, groups;  // of the range: its first element, how many groups it has
     Weights w;
-    const void* gradients;
+    uint64_t rounding;
+    const void* gradients;  // of the range
     const GradientState* state;
 };
 
@@ -1978,15 +2010,15 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
 
 // A warp's groups of one segment: first, first + ADAM_WARPS, ... below last (counted in the segment). The pointers are moved to the
 // segment and lane beforehand: then an address is one multiplication and what is fetched ahead is a constant away.
-template <class T, Format M, Format V>
+template <class W, Format M, Format V>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
-    using W = WeightIo<T>;
+    using T = typename W::Value;
     using Im = MomentIo<M>;
     using Iv = MomentIo<V>;
     const int lane = threadIdx.x % 32 * LANE;
     const int64_t start = segment.offset + lane;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
-    const T* gradients = static_cast<const T*>(a.gradients) + start;
+    const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
     MomentView moment_m = segment.m, moment_v = segment.v;
     moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
     moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
@@ -2011,7 +2043,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
 #pragma unroll
         for (int j = 0; j < LANE; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
         const int64_t inside = int64_t(group) * MOMENT_GROUP;
-        top = max(top, W::store(weights, inside, w));
+        top = max(top, W::store(weights, inside, w, W::STOCHASTIC ? rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / LANE) : 0));
         GroupScale gm{}, gv{};
         if (M == Format::E4M3 || V == Format::E4M3) group_scales(a.m, a.v, m, v, gm, gv);
         Im::template store<false>(moment_m, inside, group, a.m, gm, m);
@@ -2039,14 +2071,14 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 }
 
 // A block has a run of consecutive groups; its warps take turns within each segment that the run meets.
-template <class T, Format M, Format V>
+template <class W, Format M, Format V>
 __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_kernel(const AdamArguments a) {
     __shared__ float table_m[128], table_v[128];
     fill_table(a.m, table_m);
     fill_table(a.v, table_v);
     __syncthreads();
     const bool skip = a.state->skip;
-    const int64_t begin = a.groups * blockIdx.x / gridDim.x, end = a.groups * (blockIdx.x + 1) / gridDim.x;
+    const int64_t origin = a.first / MOMENT_GROUP, begin = origin + a.groups * blockIdx.x / gridDim.x, end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
     int low = 0, high = a.number_of_segments - 1;  // the last segment that starts at or before this run
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -2060,11 +2092,11 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         const int64_t first = max(begin, start) + threadIdx.x / 32, last = min(end, stop);
         uint32_t top;
         if (skip)
-            top = weights_amax<T>(a, first, last);
+            top = weights_amax<typename W::Value>(a, first, last);
         else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
-            top = update_segment<T, Format::F32, Format::F32>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
+            top = update_segment<W, Format::F32, Format::F32>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
         else
-            top = update_segment<T, M, V>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
+            top = update_segment<W, M, V>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
         if (segment.amax) raise_by_warp(&segment.amax->amax, top);
     }
 }
@@ -2104,11 +2136,11 @@ MomentFormat moment_format(Format f, bool expand) {
     return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(max)), static_cast<float>(std::log2(max / info(f).min))};
 }
 
-template <class T, Format M, Format V>
+template <class W, Format M, Format V>
 void launch_adamw(const AdamArguments& a, cudaStream_t s) {
     const int64_t wanted = ceil_div(a.groups, ADAM_WARPS);
     const unsigned grid = static_cast<unsigned>(std::min<int64_t>(wanted, int64_t(multiprocessors()) * ADAM_BLOCKS_PER_SM));
-    adamw_kernel<T, M, V><<<grid, 32 * ADAM_WARPS, 0, s>>>(a);
+    adamw_kernel<W, M, V><<<grid, 32 * ADAM_WARPS, 0, s>>>(a);
     CHECK_LAUNCH("adamw");
 }
 
@@ -2124,18 +2156,18 @@ void with_format(Format f, F use) {
 
 }  // namespace
 
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, int64_t total, const Weights& w,
-           const void* gradients, const GradientState* state, cudaStream_t s) {
-    need(total % MOMENT_GROUP == 0, "the flat order is not padded to groups");
-    if (total == 0) return;
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
+           uint64_t rounding, const void* gradients, const GradientState* state, cudaStream_t s) {
+    need(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    if (range.count == 0) return;
     const AdamArguments arguments{factors(a), moment_format(optimizer.m, optimizer.expand), moment_format(optimizer.v, optimizer.expand), segments,
-                                  number_of_segments, total / MOMENT_GROUP, w, gradients, state};
+                                  number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, gradients, state};
     with_format(optimizer.m, [&](auto m) {
         with_format(optimizer.v, [&](auto v) {
-            if (w.format == Format::F32)
-                launch_adamw<float, decltype(m)::value, decltype(v)::value>(arguments, s);
-            else
-                launch_adamw<bf16, decltype(m)::value, decltype(v)::value>(arguments, s);
+            constexpr Format M = decltype(m)::value, V = decltype(v)::value;
+            if (w.format == Format::F32) launch_adamw<FloatWeights, M, V>(arguments, s);
+            else if (w.remainder) launch_adamw<MasterWeights, M, V>(arguments, s);
+            else launch_adamw<StochasticWeights, M, V>(arguments, s);
         });
     });
 }
@@ -2145,7 +2177,6 @@ void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, c
     const unsigned grid = blocks(segment.size, MOMENT_GROUP * ADAM_WARPS);
     const Factors f = factors({1, 0.0f});
     auto measure_as = [&](auto held) {
-        held.data += segment.offset;
         if (is_fp8(segment.m.format))
             measure_moment_kernel<typename decltype(held)::Stream, false><<<grid, 32 * ADAM_WARPS, 0, s>>>(
                 moment_format(segment.m.format, optimizer.expand), f, segment.m, held, segment.size, first);

@@ -140,10 +140,11 @@ void positions_backward(const View& g, int64_t T, const View& gradient, cudaStre
 // Parameters and their optimizer (paper section 4)
 
 // Weights lie in the flat order of parameters(): param p at elements [offset, offset + size) of one array, in stream format;
-// padding up to a multiple of MOMENT_GROUP stays zero. BF16 weights have the int16 remainder of the FP32 master beside them in the same order.
+// padding up to a multiple of MOMENT_GROUP stays zero. BF16 weights have the int16 remainder of the FP32 master beside them in the same order;
+// without it they are all there is, and the optimizer rounds them stochastically.
 struct Weights {
     void* values;        // (total) stream
-    int16_t* remainder;  // (total), null if the stream is F32
+    int16_t* remainder;  // (total); null if the stream is F32, or where there is no master
     Format format;
 };
 void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, uint64_t seed, cudaStream_t s);
@@ -163,27 +164,37 @@ struct Segment {       // one row a parameter, in the flat order; a device table
     TensorScale* amax;  // of the new weights; null if nothing wants it
 };
 
-// What one step knows of its gradients, on the device, so that the host need not wait.
+// What one step knows of its gradients, on the device, so that the host need not wait. Cleared before the step; each unit of gradients that is
+// updated by itself adds to it.
 struct GradientState {
-    double norm;          // global, before clipping
-    float scale;          // of gradients: clip / norm or 1
-    uint32_t skip;        // 1: a gradient or the loss is not finite, the step changes nothing
-    uint64_t skipped;     // steps so far
+    double squares, norm;  // of all units so far, before clipping
+    float scale;           // of this unit's gradients: clip / norm or 1
+    uint32_t skip;         // 1: one of this unit's gradients, or the loss, is not finite, and its update changes nothing
+    uint32_t skipped;      // 1: so it was for some unit of this step
 };
 // *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// gradients (total) in the flat order. Workspace: GRADIENT_PARTIALS doubles.
+struct Clipping {
+    float limit;            // of the norm; 0: none
+    double last_norm = 0;   // clips if by_last, since the norm of what is still to come is not known
+    bool by_last = false;
+};
+// A unit of gradients: n elements in the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
 inline constexpr int GRADIENT_PARTIALS = 1024;
-void gradient_norm(const void* gradients, Format format, int64_t total, const double* loss, float clip, GradientState* state, double* workspace,
-                   cudaStream_t s);
+void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip, GradientState* state,
+                   double* workspace, cudaStream_t s);
 
-// One launch for all parameters. Every segment's m.format is optimizer.m or F32, and v's likewise. total: elements of the flat order.
-// Zero the segments' amax slots first; they are filled even if the step is skipped.
-void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, int64_t total, const Weights& w,
-           const void* gradients, const GradientState* state, cudaStream_t s);
+// Some consecutive elements of the flat order, whole parameters: all, or one unit's.
+struct Range {
+    int64_t first, count;
+};
+// One launch for all parameters of a range; `segments` are theirs. Every segment's m.format is optimizer.m or F32, and v's likewise. gradients: the range's.
+// rounding: rounding_key() of this step, for weights without a master. Zero the segments' amax slots first; they are filled even if nothing is changed.
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
+           uint64_t rounding, const void* gradients, const GradientState* state, cudaStream_t s);
 
-// For the report: adds what encoding the FP8 moments that these gradients (total, flat order) lead to would lose. segment: a host copy of
-// one row. first, second: device memory. Nothing else is changed.
+// For the report: adds what encoding the FP8 moments that one parameter's gradients lead to would lose. segment: a host copy of its row.
+// first, second: device memory. Nothing else is changed.
 void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, const void* gradients, Format format, QuantStats* first,
                      QuantStats* second, cudaStream_t s);
 

@@ -105,9 +105,10 @@ enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tenso
 
 struct Recipe {
     const char* name;
-    Format stream;        // residual stream, q/k/v, attention, outputs of GEMMs and of dgrad, gradients, head
+    Format stream;        // residual stream, attention's arithmetic, outputs of GEMMs and of dgrad, gradients, head
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
     Quant nonlinear;      // inputs of norms and activation functions, which are what is saved for backward
+    Quant attention;      // what attention reads (q, k, v) and its output, also saved: the stream's format, or groups
     Scaling scaling;      // of x, w and g
     bool fast_accumulation[3];  // fprop, dgrad, wgrad; matters to Hopper's FP8 tensor cores only
     const char* about;
@@ -119,11 +120,11 @@ inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
 
 inline const std::vector<Recipe>& recipes() {
     static const std::vector<Recipe> table = {
-        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Scaling::JustInTime, {false, false, false},
+        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, Scaling::JustInTime, {false, false, false},
          "everything in single precision: what the others are compared with"},
-        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
+        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
          "BF16 tensors, FP32 accumulation"},
-        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Scaling::JustInTime, {true, false, false},
+        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, Scaling::JustInTime, {true, false, false},
          "mixed-granularity FP8 precision flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)"},
     };
     return table;
@@ -247,6 +248,7 @@ struct Param {
     int64_t rows, cols;  // (out, in); a vector is (1, n)
     float init_std;
     int64_t offset;      // first element in the flat order; a multiple of MOMENT_GROUP, so ranges cut at group boundaries
+    int64_t unit;        // parameters of one unit have their gradients complete at the same time; backward is done with the highest unit first
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -256,9 +258,9 @@ struct Param {
 
 inline std::vector<Param> parameters(const ModelConfig& c) {
     std::vector<Param> table;
-    int64_t offset = 0;
+    int64_t offset = 0, unit = 0;
     auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
-        table.push_back({name, role, rows, cols, std, offset});
+        table.push_back({name, role, rows, cols, std, offset, unit});
         offset += table.back().padded_size();
     };
     auto norm = [&](const std::string& name) {
@@ -274,13 +276,18 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
     for (int64_t l = 0; l < c.L; l++) {
         const std::string layer = "layers." + std::to_string(l) + ".";
+        unit++;
         norm(layer + "norm1");
         linear(layer + "qkv", c.qkv_cols(), c.C, std);               // rows [q | k | v]
+        unit++;
         linear(layer + "attention_out", c.C, c.q_cols(), residual_std);
+        unit++;
         norm(layer + "norm2");
         linear(layer + "up", c.up_cols(), c.C, std);                 // rows [gate | up], or one
+        unit++;
         linear(layer + "down", c.C, c.F, residual_std);
     }
+    unit++;
     norm("final_norm");
     if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);
     return table;
@@ -309,11 +316,36 @@ COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float
     return static_cast<float>(sum - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // four uniforms have variance 1/3
 }
 
+// Stochastic rounding of a weight to BF16 (Setup::master is false): bf16 = (bits of the FP32 value + 16 random bits) >> 16, so that the expected value
+// is the value. The random bits of elements 4q .. 4q+3 of the flat order, 16 each from the lowest on, are rounding_bits(key, q).
+COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
+    uint64_t z = (key + q) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 29);
+}
+inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // step as in AdamW
+    return rounding_bits(seed * 0x9E3779B97F4A7C15ull, static_cast<uint64_t>(step)) << 32;
+}
+
 // The value that parameter number `index` of the table starts from at element i; rows of the vocabulary's padding are 0.
 COAT_HD inline float initial(float std, bool gain, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
     if (gain) return 1.0f;
     return std == 0 || i >= live ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One training run on one device.
+struct Setup {
+    ModelConfig config;
+    Recipe recipe;
+    OptimizerFormat optimizer;
+    int64_t B, T;            // one micro-batch
+    int64_t accumulate = 1;  // micro-batches a step
+    uint64_t seed = 1;
+    bool master = true;          // exact FP32 master weights; else BF16 weights alone, rounded stochastically by the update
+    bool keep_gradients = true;  // update after backward; else each unit as soon as its gradients are there: none is kept
+    bool recompute = true;       // outputs of norms and activation functions are computed again in backward; else kept as operands
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // State: everything that a run needs to go on, by name. Both tellings read and write exactly these tensors, so a run may
@@ -355,43 +387,25 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-inline std::vector<StateTensor> optimizer_tensors(const ModelConfig& c, const OptimizerFormat& o) {
+inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
-    const std::vector<Param> params = parameters(c);
+    const std::vector<Param> params = parameters(s.config);
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
-        for (const auto& [moment, wanted] : {std::pair{".m", o.m}, std::pair{".v", o.v}}) {
+        if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
+        for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, std::pair{".v", s.optimizer.v}}) {
             const Format f = p.moment(wanted);
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
             if (!is_fp8(f)) continue;
             table.push_back({p.name + moment + ".max", "F32", 4, {p.groups()}, i});
-            if (o.expand) table.push_back({p.name + moment + ".k", "F32", 4, {p.groups()}, i});
+            if (s.optimizer.expand) table.push_back({p.name + moment + ".k", "F32", 4, {p.groups()}, i});
         }
     }
     return table;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a layer saves for backward: what elementwise work cannot compute again from something else saved.
-
-struct SavedTensor {
-    const char* name;
-    int64_t cols;  // elements per token
-    Quant quant;
-};
-
-inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& c, const Recipe& r) {
-    const Quant stream{r.stream};
-    return {
-        {"norm 1 input", c.C, r.nonlinear},
-        {"q, k, v", c.qkv_cols(), stream},
-        {"attention output", c.q_cols(), stream},
-        {"attention log-sum-exp", c.NH, Q_F32},
-        {"norm 2 input", c.C, r.nonlinear},
-        {c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
-    };
-}
+// What a layer saves for backward: what elementwise work cannot compute again from something else saved; the rest only without Setup::recompute.
 
 // The operands of one linear layer's three GEMMs. Hopper's FP8 GEMM wants every dimension to be a multiple of 16:
 // others run in the stream's format, and the precision plan says so.
@@ -403,6 +417,33 @@ inline LinearQuant linear_quant(const Recipe& r, int64_t tokens, int64_t out, in
     const bool fits = tokens % 16 == 0 && out % 16 == 0 && in % 16 == 0;
     if (fits || !r.x.fp8()) return {r.x, r.w, r.g, false};
     return {Quant{r.stream}, Quant{r.stream}, Quant{r.stream}, true};
+}
+
+enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, Up, Norm1Output, Norm2Output, ActivationOutput };
+struct SavedTensor {
+    Saved which;
+    const char* name;
+    int64_t cols;  // elements per token
+    Quant quant;
+};
+
+inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
+    const ModelConfig& c = s.config;
+    const Recipe& r = s.recipe;
+    std::vector<SavedTensor> table = {
+        {Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear},
+        {Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention},
+        {Saved::Attention, "attention output", c.q_cols(), r.attention},
+        {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32},
+        {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
+        {Saved::Up, c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
+    };
+    if (s.recompute) return table;
+    const Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
+    table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x});
+    table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x});
+    table.push_back({Saved::ActivationOutput, c.arch.gated ? "SiLU(gate) x up" : "GELU output", c.F, x});
+    return table;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -427,25 +468,17 @@ struct QuantReport {
 // Model: one training run's weights, gradients, moments and activations on one device. train.cpp, data/ and the tests
 // know models through this alone; reference.cpp and model.cu implement it.
 
-struct Setup {
-    ModelConfig config;
-    Recipe recipe;
-    OptimizerFormat optimizer;
-    int64_t B, T;            // one micro-batch
-    int64_t accumulate = 1;  // micro-batches a step
-    uint64_t seed = 1;
-};
-
 struct AdamW {  // one step's numbers; step counts from 1, for the bias correction
     int64_t step;
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    float clip = 1.0f;  // largest global norm of the gradient; 0: no clipping
+    float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
+    double last_norm = 0;   // of the last step that changed something: where no gradients are kept, this step's norm is not known yet, and this one clips
 };
 
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    bool skipped;      // a gradient or the loss was not finite: nothing was changed
+    bool skipped;      // a gradient or the loss was not finite: nothing was changed (where no gradients are kept: in that unit)
 };
 
 class Model {

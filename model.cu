@@ -139,15 +139,17 @@ public:
 
     void update(const AdamW& a, Results* results) {
         GradientState* state = &results->outcome.gradients;
-        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, a.clip, state, results->partials, cuda_);
+        clear(state, sizeof(GradientState), cuda_);
+        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, {a.clip}, state, results->partials, cuda_);
         clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), total_, weights_, gradients(), state, cuda_);
+        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), {0, total_}, weights_, rounding_key(setup.seed, a.step),
+                   gradients(), state, cuda_);
     }
 
     void measure(Results* results, QuantReport& report) const {
         QuantStats* stats = results->stats;
         for (size_t i = 0; i < params.size(); i++) {
-            measure_moments(setup.optimizer, segment(i), gradients(), stream.format, stats + static_cast<int>(Kind::Moment1),
+            measure_moments(setup.optimizer, segment(i), gradient(i).codes, stream.format, stats + static_cast<int>(Kind::Moment1),
                             stats + static_cast<int>(Kind::Moment2), cuda_);
             append(moment(i, false).k, params[i].groups(), report.k_m);
             append(moment(i, true).k, params[i].groups(), report.k_v);
@@ -399,7 +401,7 @@ private:
         return w;
     }
     View make_saved(int64_t l, size_t which) const {
-        const SavedTensor t = saved_per_layer(config_, recipe_)[which];
+        const SavedTensor t = saved_per_layer(state_.setup)[which];
         uint8_t* codes = arena_.at(arena_.layout.saved.offset + l * arena_.layout.layer_bytes + arena_.layout.saved_codes[which].offset);
         return {codes, codes + t.quant.code_bytes(arena_.layout.tokens, t.cols), arena_.layout.tokens, t.cols, t.quant};
     }
@@ -692,7 +694,7 @@ public:
         state_.update(adamw, results());
         network_.weights_changed();
         const Outcome& outcome = finish();
-        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skip != 0};
+        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {

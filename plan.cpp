@@ -118,7 +118,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
         {Category::Optimizer, s.optimizer.expand ? "max and k of each group" : "max of each group", group_scales, "parameter", live},
     };
-    for (const SavedTensor& t : saved_per_layer(c, s.recipe))
+    for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.quant.bytes(N, t.cols) * c.L,
                         "token, layer", N * c.L});
     plan.push_back({Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N});
@@ -143,7 +143,7 @@ double optimizer_bytes_per_parameter(const Setup& s) {
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) bytes += t.quant.bytes(s.B * s.T, t.cols);
+    for (const SavedTensor& t : saved_per_layer(s)) bytes += t.quant.bytes(s.B * s.T, t.cols);
     return static_cast<double>(bytes) / static_cast<double>(s.B * s.T);
 }
 
@@ -329,7 +329,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     layout.remainder = memory.take(s.recipe.stream == Format::F32 ? 0 : elements * 2);
     place_moments(s, memory, layout);
     const int64_t N = layout.tokens = gpu_tokens(s);
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) {
+    for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
         layout.layer_bytes += round_up(t.quant.bytes(N, t.cols), GPU_ALIGNMENT);
     }

@@ -479,7 +479,7 @@ Metadata run_metadata(const Setup& s) {
 }
 
 void save_optimizer(const std::string& path, Model& model) {
-    std::vector<StateTensor> table = optimizer_tensors(model.setup().config, model.setup().optimizer);
+    std::vector<StateTensor> table = optimizer_tensors(model.setup());
     // Larger elements first: then every tensor lies on a multiple of its element, which PyTorch's reader needs.
     std::stable_sort(table.begin(), table.end(), [](const StateTensor& a, const StateTensor& b) { return a.bytes > b.bytes; });
     std::vector<TensorInfo> tensors;
@@ -715,7 +715,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     need_same_shape(checkpoint, read_model_config(checkpoint), setup.config);
     const Safetensors file(join(checkpoint, OPTIMIZER));
     need_same_run(file, setup);
-    const std::vector<StateTensor> table = optimizer_tensors(setup.config, setup.optimizer);
+    const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) expect(file, t.name, t.dtype, t.shape);  // all are checked before the model is touched
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) model.write(t.name, file.find(t.name)->data);

@@ -148,7 +148,7 @@ private:
     cudaEvent_t events_[2 * REPEATS] = {};
 
     // Reads all of `other_`, which leaves nothing in the cache that would have to be written back.
-    void fill_cache() { gradient_norm(other_.codes, Format::BF16, other_.cols, nullptr, 0, state_, partials_, nullptr); }
+    void fill_cache() { gradient_norm(other_.codes, Format::BF16, other_.cols, nullptr, {0}, state_, partials_, nullptr); }
     void record(int i) { check(cudaEventRecord(events_[i]), "Recording an event failed"); }
     double elapsed(int i) {
         float ms = 0;
@@ -499,9 +499,9 @@ private:
         auto held = [&](Format f) { return info(f).bytes + (is_fp8(f) ? (o.expand ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0), each = 2 * (weight + held(o.m) + held(o.v)) + info(stream_).bytes;
         pass(OPTIMIZER, "gradient norm", count, size(gradient),
-             [&] { gradient_norm(gradient.codes, stream_, n, nullptr, 1, state, partials, nullptr); });
+             [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); });
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
-             [&] { adamw({10, 1e-4f}, o, segment, 1, n, w, gradient.codes, state, nullptr); });
+             [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, state, nullptr); });
     }
 
 public:

@@ -645,7 +645,7 @@ GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
         state.zero();
         Buffer<double> workspace(gpu::GRADIENT_PARTIALS), dloss(1);
         dloss.write({loss});
-        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(), workspace.get(), 0);
+        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), {clip}, state.get(), workspace.get(), 0);
         CHECK(workspace.intact());
         return state.read()[0];
     };
@@ -840,15 +840,15 @@ struct AdamRun {
             table.push_back({params[i].offset, params[i].size, r.m[i]->view(), r.v[i]->view(), params[i].decays, slots.get() + i});
         }
         const Buffer<gpu::Segment> segments(table);
-        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, scale, skip, 0}});
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, scale, skip, 0}});
         const Tensor g(gradient, stream);
         Buffer<float> masters(master);
         Buffer<uint16_t> weight(total);
         Buffer<int16_t> remainder(total);
         gpu::split_master(masters.get(), weight.get(), remainder.get(), total, 0);
         const bool f32 = stream == Format::F32;
-        gpu::adamw(a, optimizer, segments.get(), static_cast<int>(n), total, {f32 ? static_cast<void*>(masters.get()) : weight.get(), f32 ? nullptr : remainder.get(), stream},
-                   g.codes.get(), state.get(), 0);
+        gpu::adamw(a, optimizer, segments.get(), static_cast<int>(n), {0, total},
+                   {f32 ? static_cast<void*>(masters.get()) : weight.get(), f32 ? nullptr : remainder.get(), stream}, 0, g.codes.get(), state.get(), 0);
         if (!f32) gpu::join_master(weight.get(), remainder.get(), masters.get(), total, 0);
         r.master = masters.read(), r.weight = weight.read(), r.amax = slots.read();
         r.intact = masters.intact() && weight.intact() && remainder.intact() && slots.intact();

@@ -82,7 +82,7 @@ class MemoryModel : public Model {
 public:
     MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
         Random random(seed);
-        for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup.config, setup.optimizer)})
+        for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
             for (const StateTensor& t : table) {
                 std::string& bytes = tensors_[t.name];
                 bytes.resize(static_cast<size_t>(t.total_bytes()));

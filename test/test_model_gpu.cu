@@ -136,7 +136,7 @@ Training training_on(Maker make, const Setup& setup, uint64_t seed = 1) {
 using Snapshot = std::map<std::string, std::vector<uint8_t>>;
 Snapshot snapshot(Model& model) {
     std::vector<StateTensor> all = weight_tensors(model.setup().config);
-    for (const StateTensor& t : optimizer_tensors(model.setup().config, model.setup().optimizer)) all.push_back(t);
+    for (const StateTensor& t : optimizer_tensors(model.setup())) all.push_back(t);
     Snapshot bytes;
     for (const StateTensor& t : all) {
         bytes[t.name].resize(static_cast<size_t>(t.total_bytes()));

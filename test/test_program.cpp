@@ -422,7 +422,7 @@ TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary nam
                 const std::vector<MemoryRow> plan = memory_plan(s);
                 const auto params = parameters(s.config);
                 int64_t state = 0;  // everything but remainders, which are the weights' part
-                for (const StateTensor& t : optimizer_tensors(s.config, optimizer))
+                for (const StateTensor& t : optimizer_tensors(s))
                     if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
                 int64_t weights = 0;
                 for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders

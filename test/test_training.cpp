@@ -25,7 +25,7 @@ Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, int6
 
 std::vector<StateTensor> state_tensors(const Setup& s) {
     std::vector<StateTensor> all = weight_tensors(s.config);
-    for (const StateTensor& t : optimizer_tensors(s.config, s.optimizer)) all.push_back(t);
+    for (const StateTensor& t : optimizer_tensors(s)) all.push_back(t);
     return all;
 }
 
@@ -101,7 +101,7 @@ TEST_CASE("training: the start is the table's, BF16 weight and remainder togethe
                     initial(params[p].init_std, params[p].role.gain, live, setup.seed, p, i));
     }
     const Snapshot state = snapshot(*model);
-    for (const StateTensor& t : optimizer_tensors(setup.config, setup.optimizer)) {
+    for (const StateTensor& t : optimizer_tensors(setup)) {
         const std::string suffix = t.name.substr(params[t.param].name.size());
         if (suffix == ".remainder" || suffix == ".m.k" || suffix == ".v.k") continue;
         const std::vector<uint8_t>& bytes = state.at(t.name);
