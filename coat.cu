@@ -195,7 +195,8 @@ struct Grouped {
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
         top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
         const float amax = __uint_as_float(top);
-        return amax > 0 && amax < INFINITY ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
+        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);  // NaN, and so are the numbers that are read from the group: what a code would hide comes to light
+        return amax > 0 ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
     }
     // amax / 448 as a division rounds it: a product with the rounded reciprocal, mended by its remainder, which is exact from 2^-123 on; what
     // is below becomes 2^-126 anyway.
@@ -216,6 +217,17 @@ struct Grouped {
             if (i % 16 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
+    }
+};
+
+// To groups, and what those then hold to BF16.
+struct Through {
+    Grouped groups;
+    Plain<bf16> held;
+
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        groups.store(i, v, live);
+        held.store(i, v, live);
     }
 };
 
@@ -932,7 +944,9 @@ NormSource<Held> norm_source(const Norm& n, Held in) {
 template <class F>
 void with_source(const Computed& x, F f) {
     switch (x.rule) {
-        case Rule::Stored: return with_stream(x.a, [&](auto held) { f(StoredSource<decltype(held)>{held, x.cols}); });
+        case Rule::Stored:
+            if (in_groups(x.a.quant)) return f(StoredSource<Grouped>{grouped(x.a), x.cols});
+            return with_stream(x.a, [&](auto held) { f(StoredSource<decltype(held)>{held, x.cols}); });
         case Rule::Norm: return with_held(x.norm.in, [&](auto held) { f(norm_source(x.norm, held)); });
         case Rule::RopeBackward:
             return with_stream(x.a, [&](auto held) {
@@ -999,6 +1013,15 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
         else
             with_stream(out.view, [&](auto held) { write(source, x.rows, held, s); });
     });
+}
+
+void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
+    need(in_groups(groups.quant) && x.quant.format == Format::BF16, "quantize_through is from BF16 to groups");
+    need(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
+    if (x.rows == 0) return;
+    const StoredSource<Plain<bf16>> source{plain<bf16>(x.codes), x.cols};
+    measure(source, x.rows, groups, stats, s);
+    write(source, x.rows, Through{grouped(groups), plain<bf16>(x.codes)}, s);
 }
 
 void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s) {

@@ -65,7 +65,7 @@ struct Computed {
     gpu::Rope rope{};
 };
 
-Computed stored(const View& x);              // stream (rows, cols)
+Computed stored(const View& x);              // stream or E4M3 1x16 (rows, cols)
 Computed norm(const Norm& n);                // (N, C); needs n.stats
 Computed activation(bool gated, const View& up);  // up (N, 2F) = [gate | up] or (N, F), stream or E4M3 1x16 -> (N, F)
 Computed activation_backward(bool gated, const View& up, const View& dh);  // dh (N, F) stream -> (N, 2F) or (N, F)
@@ -76,6 +76,8 @@ void amax(const Computed& x, TensorScale* slot, cudaStream_t s);
 // Writes x: per-tensor FP8 with the amax in tensor_scale(out.view); 1x16 groups; or rounded to the stream format. stats: device
 // memory, added to if not null.
 void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+// x (BF16) becomes what `groups` hold of it.
+void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 // What an activation reads: up = Q(u) in groups, u (N, 2F) or (N, F) in BF16, and in h_slot the amax of activation(gated, up), which so
 // needs no pass of its own.
 void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);

@@ -455,8 +455,8 @@ struct QuantStats {  // of one kind of tensor
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
 };
 
-enum class Kind : uint8_t { NormInput, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count };
-inline constexpr const char* KIND_NAMES[] = {"norm inputs", "activation inputs", "linear inputs", "weights",
+enum class Kind : uint8_t { NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count };
+inline constexpr const char* KIND_NAMES[] = {"norm inputs", "q, k, v, output", "activation inputs", "linear inputs", "weights",
                                              "gradients",   "first moments",     "second moments"};
 
 struct QuantReport {

@@ -7,6 +7,7 @@
 //   - The residual stream's buffer holds its gradient on the way back, and spent activations make room for gradients (plan.h).
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 
 #include "attention.cuh"
 #include "gemm.cuh"
@@ -100,12 +101,12 @@ class State {
 public:
     const Setup& setup;
     const std::vector<Param> params;
+    const std::vector<UnitRange> units;
     const Quant stream;
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), stream{s.recipe.stream}, arena_(arena), cuda_(cuda),
-          weights_{arena.at(arena.layout.weights.offset), remainders(), stream.format},
-          total_(params.back().offset + params.back().padded_size()) {
+        : setup(s), params(parameters(s.config)), units(unit_ranges(params)), stream{s.recipe.stream}, arena_(arena), cuda_(cuda),
+          weights_{arena.at(arena.layout.weights.offset), remainders(), stream.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
@@ -118,8 +119,10 @@ public:
             if (params[i].name == name) return i;
         throw Error("The model has no parameter " + name + ".");
     }
-    View weight(size_t i) const { return flat(weights_.values, i); }
-    View gradient(size_t i) const { return flat(gradients(), i); }
+    View weight(size_t i) const {
+        return in_stream(static_cast<uint8_t*>(weights_.values) + params[i].offset * info(stream.format).bytes, params[i]);
+    }
+    View gradient(size_t i) const { return in_stream(arena_.at(arena_.layout.gradients[i]), params[i]); }
     TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
 
     // Moments start at zero: max 0 of every group, and k 1 as an all-zero group has it.
@@ -137,20 +140,16 @@ public:
         check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
     }
 
-    void update(const AdamW& a, Results* results) {
-        GradientState* state = &results->outcome.gradients;
-        clear(state, sizeof(GradientState), cuda_);
-        gradient_norm(gradients(), stream.format, total_, &results->checked_loss, {a.clip}, state, results->partials, cuda_);
-        clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments(), static_cast<int>(params.size()), {0, total_}, weights_, rounding_key(setup.seed, a.step),
-                   gradients(), state, cuda_);
-    }
+    void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
+    void update_unit(const UnitRange& unit, const AdamW& a, Results* results) { update(unit, a, {a.clip, a.last_norm, true}, results); }
 
-    void measure(Results* results, QuantReport& report) const {
-        QuantStats* stats = results->stats;
-        for (size_t i = 0; i < params.size(); i++) {
+    void measure(const UnitRange& unit, QuantStats* stats) const {
+        for (size_t i = unit.first; i < unit.last; i++)
             measure_moments(setup.optimizer, segment(i), gradient(i).codes, stream.format, stats + static_cast<int>(Kind::Moment1),
                             stats + static_cast<int>(Kind::Moment2), cuda_);
+    }
+    void expansion_factors(QuantReport& report) const {
+        for (size_t i = 0; i < params.size(); i++) {
             append(moment(i, false).k, params[i].groups(), report.k_m);
             append(moment(i, true).k, params[i].groups(), report.k_v);
         }
@@ -158,7 +157,7 @@ public:
 
     void read(const std::string& name, void* out) const {
         const auto [i, suffix] = parse(name);
-        if (suffix == ".gradient") return read_gradient(i, static_cast<float*>(out));
+        if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
         if (is_master(suffix)) return read_half(i, suffix == ".remainder", static_cast<uint16_t*>(out));
         const auto [data, bytes] = find(name, i, suffix);
         copy(out, data, bytes, cuda_);
@@ -181,16 +180,22 @@ private:
     const Arena& arena_;
     cudaStream_t cuda_;
     Weights weights_;
-    int64_t total_;  // elements of the flat order
 
-    void* gradients() const { return arena_.at(arena_.layout.gradients.offset); }
+    int64_t total() const { return params.back().offset + params.back().padded_size(); }  // elements of the flat order
     int16_t* remainders() const {
-        return stream.format == Format::F32 ? nullptr : reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset));
+        return arena_.layout.remainder.bytes ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset)) : nullptr;
     }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
-    View flat(void* base, size_t i) const {
-        const Param& p = params[i];
-        return {static_cast<uint8_t*>(base) + p.offset * info(stream.format).bytes, nullptr, p.rows, p.cols, stream};
+    View in_stream(uint8_t* data, const Param& p) const { return {data, nullptr, p.rows, p.cols, stream}; }
+
+    void update(const UnitRange& which, const AdamW& a, const Clipping& clip, Results* results) {
+        const int64_t n = static_cast<int64_t>(which.last - which.first);
+        GradientState* state = &results->outcome.gradients;
+        const void* gradients = gradient(which.first).codes;
+        gradient_norm(gradients, stream.format, which.elements, &results->checked_loss, clip, state, results->partials, cuda_);
+        clear(scale(which.first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        gpu::adamw(a, setup.optimizer, segments() + which.first, static_cast<int>(n), {which.offset, which.elements}, weights_,
+                   rounding_key(setup.seed, a.step), gradients, state, cuda_);
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -307,9 +312,9 @@ using Sums = std::vector<std::pair<void*, int64_t>>;  // gradients that are adde
 struct Layer {
     NormLayer norm1, norm2;
     Linear qkv, out, up, down;
-    View norm1_input, qkv_saved, attention, lse, norm2_input, up_saved;  // saved_per_layer()
+    View norm1_input, qkv_saved, attention, lse, norm2_input, up_saved, norm1_output, norm2_output, hidden;  // saved_per_layer(); else empty
     TensorScale* scales;
-    Sums sums;
+    int64_t first_unit;  // of the four: qkv, out, up, down
 };
 
 struct Batch {  // on the device
@@ -323,17 +328,16 @@ struct Batch {  // on the device
 class Network {
 public:
     QuantStats* stats = nullptr;  // one per Kind, on the device; null: not measured
+    std::function<void(const UnitRange&)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
     Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(recipe_on_gpu(s.recipe, facts.fp8_gemm)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
+        : config_(s.config), recipe_(s.recipe), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
           groups_(recipe_.nonlinear.fp8()), keeps_weights_(facts.keep_fp8_weights), embedding_(state.index("embedding")),
           head_(state.index(config_.tied ? "embedding" : "head")), positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
         uint8_t* kept = keeps_weights_ ? arena.work<uint8_t>(Work::KeptWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, kept));
         final_norm_ = make_norm("final_norm");
-        final_sums_ = make_sums([](const Param& p) { return p.name == "final_norm.gain" || p.name == "final_norm.bias"; });
-        // A tied embedding has the head's part already.
-        embedding_sums_ = make_sums([&](const Param& p) { return p.name == "positions" || (p.name == "embedding" && !config_.tied); });
+        for (const UnitRange& unit : state_.units) sums_.push_back(make_sums(unit));
         if (config_.arch.rope) rope_table(config_, gpu_positions(s), arena.work<float2>(Work::RopeTable), cuda_);
         need_places(s);
     }
@@ -353,11 +357,13 @@ public:
     // their place if it is the first of a step.
     void run(const Batch& batch, int64_t accumulate, bool backward, bool first, double* loss) {
         first_ = first;
+        keeps_outputs_ = backward && !state_.setup.recompute;
         forward(batch);
         head(batch, 1.0 / static_cast<double>(N_ * accumulate), backward, loss);
         if (!backward) return;
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         embedding_backward(batch);
+        keeps_outputs_ = false;
     }
 
     // Logits (1, padded_V) of one token's hidden state
@@ -371,17 +377,17 @@ public:
 
 private:
     const ModelConfig& config_;
-    const Recipe recipe_;
+    const Recipe& recipe_;
     const Arena& arena_;
     State& state_;
     Gemms& gemms_;
     cudaStream_t cuda_;
     const bool groups_, keeps_weights_;
     const size_t embedding_, head_, positions_;  // parameters; positions_ where the architecture has them
-    bool kept_are_valid_ = false, first_ = true;
+    bool kept_are_valid_ = false, first_ = true, keeps_outputs_ = false;
     std::vector<Layer> layers_;
     NormLayer final_norm_;
-    Sums final_sums_, embedding_sums_;
+    std::vector<Sums> sums_;  // by unit
     int64_t B_ = 0, T_ = 0, N_ = 0;
     View x_{};  // the residual stream, (N, C)
 
@@ -400,26 +406,32 @@ private:
         if (kept) kept += 2 * state_.params[i].size();
         return w;
     }
-    View make_saved(int64_t l, size_t which) const {
-        const SavedTensor t = saved_per_layer(state_.setup)[which];
-        uint8_t* codes = arena_.at(arena_.layout.saved.offset + l * arena_.layout.layer_bytes + arena_.layout.saved_codes[which].offset);
-        return {codes, codes + t.quant.code_bytes(arena_.layout.tokens, t.cols), arena_.layout.tokens, t.cols, t.quant};
+    View make_saved(int64_t l, Saved which) const {
+        const std::vector<SavedTensor> table = saved_per_layer(state_.setup);
+        for (size_t i = 0; i < table.size(); i++) {
+            if (table[i].which != which) continue;
+            const int64_t N = arena_.layout.tokens, cols = table[i].cols;
+            uint8_t* codes = arena_.at(arena_.layout.saved.offset + l * arena_.layout.layer_bytes + arena_.layout.saved_codes[i].offset);
+            return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};
+        }
+        return {};
     }
     Layer make_layer(int64_t l, uint8_t*& kept) const {
         const std::string name = "layers." + std::to_string(l) + ".";
-        Layer layer{make_norm(name + "norm1"), make_norm(name + "norm2"),
-                    make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
-                    make_linear(name + "up", kept), make_linear(name + "down", kept),
-                    make_saved(l, 0), make_saved(l, 1), make_saved(l, 2), make_saved(l, 3), make_saved(l, 4), make_saved(l, 5),
-                    state_.scale(state_.params.size() + l * LAYER_SCALES), {}};
-        layer.sums = make_sums([&](const Param& p) { return !p.role.linear && p.name.compare(0, name.size(), name) == 0; });
-        return layer;
+        auto saved = [&](Saved which) { return make_saved(l, which); };
+        return {make_norm(name + "norm1"), make_norm(name + "norm2"),
+                make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
+                make_linear(name + "up", kept), make_linear(name + "down", kept),
+                saved(Saved::Norm1Input), saved(Saved::Qkv), saved(Saved::Attention), saved(Saved::LogSumExp), saved(Saved::Norm2Input),
+                saved(Saved::Up), saved(Saved::Norm1Output), saved(Saved::Norm2Output), saved(Saved::ActivationOutput),
+                state_.scale(state_.params.size() + l * LAYER_SCALES), state_.params[state_.index(name + "qkv")].unit};
     }
-    template <class Wanted>
-    Sums make_sums(Wanted wanted) const {
+    // What kernels add to: all but the gradients of products; and a tied embedding has the head's part already.
+    Sums make_sums(const UnitRange& unit) const {
         Sums sums;
-        for (size_t i = 0; i < state_.params.size(); i++) {
-            if (!wanted(state_.params[i])) continue;
+        for (size_t i = unit.first; i < unit.last; i++) {
+            const bool product = state_.params[i].role.linear || i == head_;
+            if (product) continue;
             uint8_t* data = static_cast<uint8_t*>(state_.gradient(i).codes);
             const int64_t bytes = state_.params[i].padded_size() * info(recipe_.stream).bytes;
             const bool neighbour = !sums.empty() && static_cast<uint8_t*>(sums.back().first) + sums.back().second == data;
@@ -465,6 +477,14 @@ private:
         if (keeps_weights_ && (!kept_are_valid_ || stats)) keep_weights();
     }
 
+    void begin_unit(int64_t unit) const {
+        if (!first_) return;
+        for (const auto& [data, bytes] : sums_[unit]) clear(data, bytes, cuda_);
+    }
+    void end_unit(int64_t unit) const {
+        if (unit_done) unit_done(state_.units[unit]);
+    }
+
     // --- Operands of products -----------------------------------------------------------------------------------------
     // x quantized just in time with the amax in `scale`, to either orientation or both. What is stored in the wanted format already is
     // used where it lies.
@@ -474,10 +494,15 @@ private:
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
-    Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use) {
+    // kept: where backward finds it again, as its product wants it: FP8 codes transposed; empty where it is computed again.
+    Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use, const View& kept) {
         void* place = arena_.work(Work::Activation);
-        const bool transposed = q.fp8() && use == Gemm::Wgrad;
-        return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, scale, Kind::LinearInput);
+        if (!kept.codes || !keeps_outputs_) {
+            const bool transposed = q.fp8() && use == Gemm::Wgrad;
+            return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, scale, Kind::LinearInput);
+        }
+        if (use == Gemm::Fprop) return operand(x, q, q.fp8() ? place : kept.codes, q.fp8() ? kept.codes : nullptr, scale, Kind::LinearInput);
+        return {{kept.codes, scale, x.rows, x.cols, q}, kept.codes};
     }
     Operand gradient_operand(const Computed& g, const Quant& q, void* codes, TensorScale* scale) {
         return operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
@@ -499,16 +524,16 @@ private:
     }
 
     // --- Linear layers: each of the three products, and the bias -----------------------------------------------------
-    void linear_forward(const Linear& w, const Computed& x, TensorScale* scale, const View& y) {
+    void linear_forward(const Linear& w, const Computed& x, TensorScale* scale, const View& kept, const View& y) {
         const LinearQuant q = quant_of(w);
-        const Operand x8 = activation_operand(x, q.x, scale, Gemm::Fprop);
+        const Operand x8 = activation_operand(x, q.x, scale, Gemm::Fprop, kept);
         gemms_.run(Gemm::Fprop, x8, weight_operand(w, q.w, Gemm::Fprop), y, false, w.bias.values, cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight_operand(w, quant_of(w).w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
-    void wgrad(const Linear& w, const Operand& g8, const Computed& x, TensorScale* scale) {
-        const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad);
+    void wgrad(const Linear& w, const Operand& g8, const Computed& x, TensorScale* scale, const View& kept) {
+        const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad, kept);
         gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
     }
     // Of the gradient as the products see it, but for FP8's rounding.
@@ -531,20 +556,36 @@ private:
     void block_forward(int64_t l) {
         const Layer& layer = layers_[l];
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input), norm2 = norm_of(layer.norm2, layer.norm2_input);
-        const View qkv = cut(layer.qkv_saved), o = cut(layer.attention), branch = stream_view(Work::Branch, config_.C);
+        const View qkv = attention_view(layer.qkv_saved, Work::Qkv), o = attention_view(layer.attention, Work::AttentionOutput);
+        const View branch = stream_view(Work::Branch, config_.C);
 
-        linear_forward(layer.qkv, norm(norm1), amax_slot(layer, X_QKV), qkv);
+        linear_forward(layer.qkv, norm(norm1), amax_slot(layer, X_QKV), layer.norm1_output, qkv);
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
+        keep_attention(qkv, layer.qkv_saved);
         attention_forward(attention(), qkv.codes, o.codes, static_cast<float*>(layer.lse.codes), cuda_);
-        take_amax(stored(o), amax_slot(layer, X_OUT));
-        linear_forward(layer.out, stored(o), amax_slot(layer, X_OUT), branch);
+        keep_attention(o, layer.attention);
+        const Computed out = stored(cut(layer.attention));
+        take_amax(out, amax_slot(layer, X_OUT));
+        linear_forward(layer.out, out, amax_slot(layer, X_OUT), View{}, branch);
         residual_forward(branch, norm2, amax_slot(layer, X_UP));
 
         up_forward(layer, norm(norm2));
-        linear_forward(layer.down, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), branch);
+        linear_forward(layer.down, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), layer.hidden, branch);
         const bool last = l + 1 == config_.L;
         residual_forward(branch, last ? norm_of(final_norm_, final_input()) : norm_of(layers_[l + 1].norm1, layers_[l + 1].norm1_input),
                          last ? nullptr : amax_slot(layers_[l + 1], X_QKV));
+    }
+
+    // Attention computes in stream format. Where what it reads and writes is saved in groups, it computes with what those hold, so that the saved
+    // log-sum-exp belongs to what backward reads.
+    View attention_view(const View& saved, Work work) const { return saved.quant.fp8() ? stream_view(work, saved.cols) : cut(saved); }
+    void keep_attention(const View& x, const View& saved) {
+        if (saved.quant.fp8()) quantize_through(x, cut(saved), stats_of(Kind::Attention), cuda_);
+    }
+    View recall_attention(const View& saved, Work work) {
+        const View x = attention_view(saved, work);
+        if (saved.quant.fp8()) dequantize(cut(saved), x, cuda_);
+        return x;
     }
 
     // The widest tensor of a layer is saved in groups; in stream format it exists for UP_TOKENS tokens at a time.
@@ -552,11 +593,11 @@ private:
     void up_forward(const Layer& layer, const Computed& x) {
         const View up = cut(layer.up_saved);
         if (!groups_) {
-            linear_forward(layer.up, x, amax_slot(layer, X_UP), up);
+            linear_forward(layer.up, x, amax_slot(layer, X_UP), layer.norm2_output, up);
             return take_amax(activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
         }
         const LinearQuant q = quant_of(layer.up);
-        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop);
+        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop, layer.norm2_output);
         const Operand w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
         for (int64_t first = 0; first < N_; first += UP_TOKENS) {
             const int64_t n = std::min(UP_TOKENS, N_ - first);
@@ -570,19 +611,26 @@ private:
     // is made again, and the amax of the gradient that it hands on.
     void block_backward(int64_t l) {
         const Layer& layer = layers_[l];
-        if (first_) clear_sums(layer.sums);
-        feed_forward_backward(layer);
-        attention_block_backward(layer, l > 0 ? amax_slot(layers_[l - 1], G_DOWN) : nullptr);
+        down_backward(layer);
+        up_backward(layer);
+        out_backward(layer);
+        qkv_backward(layer, l > 0 ? amax_slot(layers_[l - 1], G_DOWN) : nullptr);
     }
 
-    void feed_forward_backward(const Layer& layer) {
-        const View g = residual_gradient(), up = cut(layer.up_saved), dx = stream_view(Work::Branch, config_.C);
+    // Each of a layer's four units: its linear layer, and what lies between that and the one before. g is the gradient of the residual stream.
+    void down_backward(const Layer& layer) {
+        begin_unit(layer.first_unit + 3);
+        const View g = residual_gradient();
         const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), amax_slot(layer, G_DOWN));
         bias_gradient(layer.down, stored(g));
-        wgrad(layer.down, g8, activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
-        const View dh = stream_view(Work::HiddenGradient, config_.F);
-        dgrad(layer.down, g8, dh);
+        wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), layer.hidden);
+        dgrad(layer.down, g8, stream_view(Work::HiddenGradient, config_.F));
+        end_unit(layer.first_unit + 3);
+    }
 
+    void up_backward(const Layer& layer) {
+        begin_unit(layer.first_unit + 2);
+        const View up = cut(layer.up_saved), dh = stream_view(Work::HiddenGradient, config_.F), dx = stream_view(Work::Branch, config_.C);
         const Computed du = activation_backward(config_.arch.gated, up, dh);
         take_amax(du, amax_slot(layer, G_UP));
         bias_gradient(layer.up, du);
@@ -592,17 +640,24 @@ private:
         dgrad(layer.up, du8, dx);
         const Norm norm2 = norm_of(layer.norm2, layer.norm2_input);
         residual_backward(norm2, layer.norm2, dx, amax_slot(layer, G_OUT));
-        wgrad(layer.up, du8, norm(norm2), amax_slot(layer, X_UP));
+        wgrad(layer.up, du8, norm(norm2), amax_slot(layer, X_UP), layer.norm2_output);
+        end_unit(layer.first_unit + 2);
     }
 
-    void attention_block_backward(const Layer& layer, TensorScale* next_scale) {
-        const View g = residual_gradient(), o = cut(layer.attention), qkv = cut(layer.qkv_saved);
-        const View do_ = stream_view(Work::Branch, config_.q_cols()), dx = stream_view(Work::Branch, config_.C);
+    void out_backward(const Layer& layer) {
+        begin_unit(layer.first_unit + 1);
+        const View g = residual_gradient();
         const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), amax_slot(layer, G_OUT));
         bias_gradient(layer.out, stored(g));
-        wgrad(layer.out, g8, stored(o), amax_slot(layer, X_OUT));
-        dgrad(layer.out, g8, do_);
+        wgrad(layer.out, g8, stored(cut(layer.attention)), amax_slot(layer, X_OUT), View{});
+        dgrad(layer.out, g8, stream_view(Work::Branch, config_.q_cols()));
+        end_unit(layer.first_unit + 1);
+    }
 
+    void qkv_backward(const Layer& layer, TensorScale* next_scale) {
+        begin_unit(layer.first_unit);
+        const View qkv = recall_attention(layer.qkv_saved, Work::Qkv), o = recall_attention(layer.attention, Work::AttentionOutput);
+        const View do_ = stream_view(Work::Branch, config_.q_cols()), dx = stream_view(Work::Branch, config_.C);
         // The feed-forward half is done with; plan.cpp says whether its input's place is large enough for dqkv.
         const bool in_place = arena_.place(Work::QkvGradient).bytes == 0;
         const View dqkv = stream_view(in_place ? layer.up_saved.codes : arena_.work(Work::QkvGradient), N_, config_.qkv_cols());
@@ -615,7 +670,8 @@ private:
         dgrad(layer.qkv, dqkv8, dx);
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);
         residual_backward(norm1, layer.norm1, dx, next_scale);
-        wgrad(layer.qkv, dqkv8, norm(norm1), amax_slot(layer, X_QKV));
+        wgrad(layer.qkv, dqkv8, norm(norm1), amax_slot(layer, X_QKV), layer.norm1_output);
+        end_unit(layer.first_unit);
     }
 
     void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* scale) {
@@ -651,20 +707,19 @@ private:
         }
         loss_sum(losses, N_, scale, loss, cuda_);
         if (!backward) return;
-        if (first_) clear_sums(final_sums_);
+        const int64_t unit = static_cast<int64_t>(state_.units.size()) - 1;
+        begin_unit(unit);
         norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN),
                       final_norm_.gain.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+        end_unit(unit);
     }
 
     void embedding_backward(const Batch& batch) {
-        if (first_) clear_sums(embedding_sums_);
+        begin_unit(0);
         gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
                                 arena_.work<float>(Work::EmbeddingPartials), cuda_);
         if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
-    }
-
-    void clear_sums(const Sums& sums) const {
-        for (const auto& [data, bytes] : sums) clear(data, bytes, cuda_);
+        end_unit(0);
     }
 };
 
@@ -686,12 +741,18 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T;
         upload(tokens, targets, setup_.accumulate * N);
-        clear_loss();
+        clear_outcome();
+        if (!setup_.keep_gradients)
+            network_.unit_done = [&](const UnitRange& unit) {
+                check_loss();
+                state_.update_unit(unit, adamw, results());
+            };
         for (int64_t a = 0; a < setup_.accumulate; a++) {
             network_.run(upload_order(tokens, a), setup_.accumulate, true, a == 0, &results()->outcome.loss);
-            checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss, stream_);
+            if (setup_.keep_gradients) check_loss();
         }
-        state_.update(adamw, results());
+        network_.unit_done = nullptr;
+        if (setup_.keep_gradients) state_.update(adamw, results());
         network_.weights_changed();
         const Outcome& outcome = finish();
         return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0};
@@ -699,7 +760,7 @@ public:
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         upload(tokens, targets, setup_.B * setup_.T);
-        clear_loss();
+        clear_outcome();
         network_.run(device_batch(0), 1, false, true, &results()->outcome.loss);
         return finish().loss;
     }
@@ -720,11 +781,12 @@ public:
         QuantReport report;
         upload(tokens, targets, setup_.B * setup_.T);
         clear(results()->stats, sizeof(results()->stats), stream_);
-        clear_loss();
+        clear_outcome();
         network_.stats = results()->stats;
+        network_.unit_done = [&](const UnitRange& unit) { state_.measure(unit, results()->stats); };
         network_.run(upload_order(tokens, 0), 1, true, true, &results()->outcome.loss);
-        network_.stats = nullptr;
-        state_.measure(results(), report);
+        network_.stats = nullptr, network_.unit_done = nullptr;
+        state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
         stream_.wait();
         std::sort(report.k_m.begin(), report.k_m.end());
@@ -805,9 +867,12 @@ private:
         return batch;
     }
 
-    void clear_loss() {
-        clear(&results()->outcome.loss, sizeof(double), stream_);
+    void clear_outcome() {
+        clear(&results()->outcome, sizeof(Outcome), stream_);
         clear(&results()->checked_loss, sizeof(double), stream_);
+    }
+    void check_loss() {
+        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss, stream_);
     }
 
     const Outcome& finish() {
@@ -820,20 +885,12 @@ private:
 // ---------------------------------------------------------------------------------------------------------------------
 // Whether and how a GPU can do it
 
-struct Capability {
-    int major, minor;
-    int number() const { return 10 * major + minor; }
-    std::string text() const { return std::to_string(major) + "." + std::to_string(minor); }
-};
 int attribute(cudaDeviceAttr which) {
     int value = 0;
     check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
     return value;
 }
-Capability capability() { return {attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor)}; }
-constexpr int FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
-
-std::string version(int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); }
+int capability() { return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor); }
 
 // What CUDA and cuBLAS load when kernels are first launched.
 constexpr int64_t LOADED_LATER = 256 << 20;
@@ -861,47 +918,44 @@ void need_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
 GpuFacts facts_for(const Setup& s) {
     GpuFacts facts;
     facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-    facts.fp8_gemm = capability().number() >= FP8_CAPABILITY;
-    if (!facts.fp8_gemm && s.recipe.x.fp8())
-        std::fprintf(stderr,
-                     "This GPU (compute capability %s) has no FP8 matrix products, which begin with 8.9: linear layers run in %s, on FP8 storage.\n",
-                     capability().text().c_str(), info(s.recipe.stream).name);
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     need_memory(s, facts, static_cast<int64_t>(free));
-    facts.keep_fp8_weights = s.accumulate > 1 && recipe_on_gpu(s.recipe, facts.fp8_gemm).w.fp8();
+    facts.keep_fp8_weights = s.accumulate > 1 && s.recipe.w.fp8();
     facts.keep_fp8_weights = facts.keep_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
     return facts;
+}
+
+Setup on_this_gpu(Setup s) {
+    const bool fp8_gemm = capability() >= FP8_CAPABILITY;
+    if (!fp8_gemm && s.recipe.x.fp8())
+        std::fprintf(stderr, "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear layers run in %s, on FP8 storage.\n",
+                     info(s.recipe.stream).name);
+    s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
+    return s;
 }
 
 }  // namespace
 }  // namespace coat
 
 std::string coat::why_no_gpu() {
-    int driver = 0, runtime = 0, count = 0;
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    const cudaError_t error = cudaGetDeviceCount(&count);
+    GpuFound found{};
+    cudaDriverGetVersion(&found.driver);
+    cudaRuntimeGetVersion(&found.runtime);
+    const cudaError_t error = cudaGetDeviceCount(&found.gpus);
     cudaGetLastError();  // forget it: this is a question
-    if (driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
-    if (error == cudaErrorInsufficientDriver)
-        return "the NVIDIA driver knows CUDA " + version(driver) + " and this program needs " + version(runtime) +
-               ": update the driver, or run make again with an older CUDA toolkit";
-    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
-        return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
-    if (error != cudaSuccess) return std::string("CUDA does not start (") + cudaGetErrorString(error) + "): check nvidia-smi";
-    const Capability have = capability();
-    if (have.number() < BF16_CAPABILITY)
-        return "this GPU has compute capability " + have.text() + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
-    if (!kernels_fit())
-        return "this program was built for another GPU than this one of compute capability " + have.text() +
-               ": run make clean, then make GPU_ARCH=" + std::to_string(have.number()) + (have.number() >= 90 ? "a" : "");
-    return "";
+    found.driver_too_old = error == cudaErrorInsufficientDriver;
+    if (error == cudaErrorNoDevice) found.gpus = 0;
+    else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
+    const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
+    if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
+    return why_not(found);
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     const std::string missing = why_no_gpu();
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
-    return std::make_unique<Gpu>(setup, facts_for(setup));
+    const Setup here = on_this_gpu(setup);
+    return std::make_unique<Gpu>(here, facts_for(here));
 }

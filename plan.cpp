@@ -186,13 +186,13 @@ int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t 
 
 std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const ModelConfig& c = s.config;
-    const Recipe r = recipe_on_gpu(s.recipe, facts.fp8_gemm);
+    const Recipe& r = s.recipe;
     const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T;
     const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
     const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes;
-    const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8();
+    const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const int64_t w = r.w.fp8() ? 1 : 0;  // for prompts even where the batch falls back; a weight in stream format is used where it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
@@ -220,9 +220,11 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? 2 * w * linear : 0},
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
         // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
-        {Work::Activation, "operand x", FORWARD | WGRADS,
+        {Work::Activation, "operand x", FORWARD | WGRADS,  // without recomputation prompts and evaluation still need it
          std::max(N * std::max({C, r.x.fp8() ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
+        {Work::Qkv, "q, k, v of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
+        {Work::AttentionOutput, "attention's output, of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
         {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
         {Work::Branch, "a branch's output or its gradient",
          FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
@@ -273,7 +275,7 @@ int64_t padded_elements(const ModelConfig& c) {
     return last.offset + last.padded_size();
 }
 
-// The lowest place of the gradients, from the first byte of the saved activations.
+// The lowest place of all gradients, from the first byte of the saved activations.
 int64_t gradients_after(const Setup& s, int64_t layer_bytes) {
     if (s.accumulate > 1) return s.config.L * layer_bytes;
     int64_t place = 0;
@@ -295,6 +297,18 @@ private:
     int64_t end_ = 0;
 };
 
+// All units' gradients in one place, one after the other; but a tied embedding's are added to from the head on, all through backward.
+void place_unit_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
+    const int64_t stream = info(s.recipe.stream).bytes;
+    const std::vector<Param> params = parameters(s.config);
+    const std::vector<UnitRange> units = unit_ranges(params);
+    int64_t largest = 0;
+    for (size_t u = s.config.tied ? 1 : 0; u < units.size(); u++) largest = std::max(largest, units[u].elements);
+    const int64_t shared = memory.take(largest * stream).offset;
+    const int64_t embedding = s.config.tied ? memory.take(units[0].elements * stream).offset : shared;
+    for (const Param& p : params) layout.gradients.push_back((p.unit ? shared : embedding) + (p.offset - units[p.unit].offset) * stream);
+}
+
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::vector<Param> params = parameters(s.config);
     const int64_t first = memory.end();
@@ -312,6 +326,16 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
 
 }  // namespace
 
+std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
+    std::vector<UnitRange> table;
+    for (size_t i = 0; i < params.size(); i++) {
+        if (i == 0 || params[i].unit != params[i - 1].unit) table.push_back({i, i, params[i].offset, 0});
+        table.back().last = i + 1;
+        table.back().elements += params[i].padded_size();
+    }
+    return table;
+}
+
 int64_t gpu_positions(const Setup& s) { return std::max(s.T, std::min(round_up(s.T, 16), s.config.max_T)); }
 int64_t gpu_tokens(const Setup& s) { return std::max(s.B * s.T, gpu_positions(s)); }
 
@@ -321,23 +345,46 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     return changed;
 }
 
+std::string why_not(const GpuFound& found) {
+    auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+    const std::string capability = std::to_string(found.capability / 10) + "." + std::to_string(found.capability % 10);
+    if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
+    if (found.driver_too_old)
+        return "the NVIDIA driver knows CUDA " + version(found.driver) + " and this program needs " + version(found.runtime) +
+               ": update the driver, or run make again with an older CUDA toolkit";
+    if (!found.error.empty()) return "CUDA does not start (" + found.error + "): check nvidia-smi";
+    if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    if (found.capability < BF16_CAPABILITY)
+        return "this GPU has compute capability " + capability + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
+    if (!found.kernels_fit)
+        return "this program was built for another GPU than this one of compute capability " + capability + ": run make clean, then make GPU_ARCH=" +
+               std::to_string(found.capability) + (found.capability >= 90 ? "a" : "");
+    return "";
+}
+
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t stream = info(s.recipe.stream).bytes, elements = padded_elements(s.config);
     GpuLayout layout{};
     Allocation memory;
     layout.weights = memory.take(elements * stream);
-    layout.remainder = memory.take(s.recipe.stream == Format::F32 ? 0 : elements * 2);
+    layout.remainder = memory.take(s.recipe.stream == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
     const int64_t N = layout.tokens = gpu_tokens(s);
     for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
         layout.layer_bytes += round_up(t.quant.bytes(N, t.cols), GPU_ALIGNMENT);
     }
-    const int64_t saved = s.config.L * layout.layer_bytes, after = gradients_after(s, layout.layer_bytes), gradients = elements * stream;
-    const Place both = memory.take(std::max(saved, after + gradients));
-    layout.saved = {both.offset, saved};
-    layout.gradients = {both.offset + after, gradients};
-    layout.shared = saved + gradients - both.bytes;
+    const int64_t saved = s.config.L * layout.layer_bytes;
+    if (s.keep_gradients) {
+        const int64_t after = gradients_after(s, layout.layer_bytes), gradients = elements * stream;
+        const Place both = memory.take(std::max(saved, after + gradients));
+        layout.saved = {both.offset, saved};
+        for (const Param& p : parameters(s.config)) layout.gradients.push_back(both.offset + after + p.offset * stream);
+        layout.shared = saved + gradients - both.bytes;
+    } else {
+        layout.saved = memory.take(saved);
+        place_unit_gradients(s, memory, layout);
+    }
     layout.final_norm_input = memory.take(N * s.config.C * stream);
     const int64_t work = memory.end(), work_bytes = pack(work_rows(s, facts), layout.work);
     for (Place& place : layout.work) place.offset += work;
@@ -357,9 +404,10 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     if (kept) plan.push_back({Category::Workspace, "FP8 weights and transposes, kept", kept, "parameter", parameter_count(s.config)});
     plan.push_back({Category::Workspace, "operands, gradients of one layer, logits", shifting, "token", tokens});
     plan.push_back({Category::Workspace, "GEMM scratch, scales, tokens", always, "token", tokens});
-    plan.push_back({Category::Workspace, "gradients where activations were", -layout.shared, "parameter", parameter_count(s.config)});
+    if (layout.shared) plan.push_back({Category::Workspace, "gradients where activations were", -layout.shared, "parameter", parameter_count(s.config)});
     const int64_t rest = layout.total - total_bytes(plan);  // alignment; room for a prompt that is longer than the batch
     plan.push_back({Category::Workspace, "alignment", rest, "token", tokens});
+    plan.push_back({Category::Workspace, "CUDA context and loaded kernels, about", GPU_CONTEXT, "token", tokens});
     return plan;
 }
 
@@ -374,14 +422,14 @@ void print_memory_line(const char* name, int64_t bytes, double per_unit, int64_t
     std::printf("  %-38s %11.1f MiB %10.3f   %11.1f MiB %10.3f   %s\n", name, mib(bytes), per_unit, mib(beside), beside_per_unit, unit);
 }
 
-// As far as it can be told without a GPU: what CUDA itself takes comes on top.
+// As far as it can be told without a GPU.
 void print_gpu_lines(const Setup& s) {
     GpuFacts facts;
     facts.keep_fp8_weights = s.accumulate > 1 && s.recipe.w.fp8();  // where memory allows
     const std::vector<MemoryRow> plan = gpu_memory_plan(s, facts);
     for (const MemoryRow& row : plan)
         if (row.category == Category::Workspace) std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
-    std::printf("  on one GPU: %-42s %11.1f MiB   and the CUDA context\n", "total", mib(total_bytes(plan)));
+    std::printf("  on one GPU: %-42s %11.1f MiB\n", "total", mib(total_bytes(plan)));
 }
 
 }  // namespace

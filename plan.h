@@ -54,14 +54,16 @@ enum class Work : uint8_t {
     GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments,
     Results, KeptWeights,
     // in some phases of it
-    Residual, Activation, Weight, Up, Branch, FinalNorm, Logits, Gradient, GradientTransposed, HiddenGradient, QkvGradient, Attention,
-    ColumnPartials, EmbeddingPartials, Count
+    Residual, Activation, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, Gradient, GradientTransposed, HiddenGradient, QkvGradient,
+    Attention, ColumnPartials, EmbeddingPartials, Count
 };
 
 struct Place {
     int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
 };
 inline constexpr int64_t GPU_ALIGNMENT = 256;
+// What CUDA, cuBLASLt and the loaded kernels take beside it: measured on an H200 with CUDA 13.0; it depends on the driver and the GPU.
+inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 
 struct MomentPlace {
     int64_t codes, max, k;  // offsets
@@ -70,13 +72,13 @@ struct MomentPlace {
 struct GpuFacts {
     int64_t multiprocessors = 132;   // an H200 has as many
     bool keep_fp8_weights = false;   // make FP8 weights and their transposes once a step; else whenever they are needed
-    bool fp8_gemm = true;            // compute capability 8.9 and later
 };
 
 struct GpuLayout {
     int64_t tokens;                  // of a micro-batch, or of a prompt
-    Place weights, remainder, gradients, moments, scales, saved, final_norm_input;
+    Place weights, remainder, moments, scales, saved, final_norm_input;
     Place work[static_cast<int>(Work::Count)];
+    std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one unit's lie where another's have been
     std::vector<MomentPlace> m, v;   // by parameter
     std::vector<Place> saved_codes;  // in the order of saved_per_layer(), from the layer's first byte; scales lie right behind
     int64_t layer_bytes;             // of saved, for one layer
@@ -84,17 +86,36 @@ struct GpuLayout {
     int64_t total;
 };
 
+// The parameters [first, last) of a unit (Param::unit), and the elements of the flat order that are theirs.
+struct UnitRange {
+    size_t first, last;
+    int64_t offset, elements;
+};
+std::vector<UnitRange> unit_ranges(const std::vector<Param>& params);  // by unit
+
 int64_t gpu_positions(const Setup& s);  // the longest sequence, of a micro-batch or of a prompt padded to a multiple of 16
 int64_t gpu_tokens(const Setup& s);
-// A layer's gradients are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
+// Kept gradients: a layer's are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
 // (With more, the sum over micro-batches has to outlive the next forward pass.)
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
-// memory_plan with the rows that a GPU adds; the total is the allocation's, byte for byte.
+// memory_plan with the rows that a GPU adds; the total less GPU_CONTEXT is the allocation's, byte for byte.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
-// The FP8 GEMM of this GPU: false where a GPU is too old, and the recipe's linear layers then run in the stream's format.
+// A GPU without FP8 products runs the recipe's linear layers in the stream's format.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // A batch's logits, and its feed-forward inputs before they are quantized, never exist whole: so many tokens' at a time do.
 inline constexpr int64_t HEAD_TOKENS = 2048, UP_TOKENS = 8192;
+
+// What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
+struct GpuFound {
+    int driver, runtime;     // CUDA versions, as CUDA tells them: 1000 major + 10 minor; driver 0: there is none
+    bool driver_too_old;     // for this runtime
+    std::string error;       // of starting CUDA, if any
+    int gpus;
+    int capability;          // 90: 9.0
+    bool kernels_fit;        // this program has code for it
+};
+std::string why_not(const GpuFound& found);
+inline constexpr int FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);

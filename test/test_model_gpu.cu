@@ -4,6 +4,7 @@
 // cores), so now and then a number falls to the other side of a rounding. In fp32 the difference stays one of FP32 sums. In bf16 and
 // coat it is bounded by the recipe's own error, which is measured: the distance of the reference's gradient from fp32's.
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <string>
@@ -117,6 +118,24 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
 // --- Whole steps --------------------------------------------------------------------------------------------------------
 
 constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
+// What saves memory beyond a recipe (Recipe::attention and the switches of Setup). "lean" is all that changes the numbers.
+struct Mode {
+    const char* name;
+    void (*apply)(Setup&);
+};
+const Mode MODES[] = {
+    {"attention in groups", [](Setup& s) { s.recipe.attention = Q_GROUP; }},
+    {"no master", [](Setup& s) { s.master = false; }},
+    {"no gradients", [](Setup& s) { s.keep_gradients = false; }},
+    {"no recomputation", [](Setup& s) { s.recompute = false; }},
+    {"lean", [](Setup& s) { s.recipe.attention = Q_GROUP, s.master = s.keep_gradients = false; }},
+};
+Setup in_mode(const char* name, Setup s) {
+    for (const Mode& mode : MODES)
+        if (!std::strcmp(mode.name, name)) mode.apply(s);
+    return s;
+}
+
 const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
 
 Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true, int64_t B = 4, int64_t T = 16) {
@@ -293,6 +312,52 @@ GPU_TEST_CASE("the whole step: loss and every gradient by name, against the refe
     }
 }
 
+GPU_TEST_CASE("the whole step with attention in groups; and with FP8 storage and BF16 products, as a GPU without FP8 products runs coat") {
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        check_step(in_mode("attention in groups", setup_of("coat", arch)));
+        check_step(in_mode("attention in groups", setup_of("coat", arch, true, 3, 7)));
+        Setup older = setup_of("coat", arch);
+        older.recipe = recipe_on_gpu(older.recipe, false);
+        check_step(older);
+    }
+    check_step(in_mode("attention in groups", tiny_setup(wide_heads(false), "coat", "coat", 2, 80)));
+}
+
+GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same bits") {
+    for (const char* recipe : RECIPES)
+        for (const Architecture& arch : {LLAMA, GPT2})
+            for (const auto& [T, accumulate] : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
+                Setup setup = setup_of(recipe, arch, true, 3, T);
+                setup.accumulate = accumulate;
+                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, in_mode("no recomputation", setup));
+                INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
+                CHECK(losses(again, 4) == losses(kept, 4));
+                CHECK((snapshot(*again.model) == snapshot(*kept.model)));
+                Floats a(static_cast<size_t>(setup.config.V)), b = a;
+                again.model->next_logits(again.tokens.data(), 5, a.data());
+                kept.model->next_logits(again.tokens.data(), 5, b.data());
+                CHECK(a == b);
+            }
+}
+
+GPU_TEST_CASE("gradients kept or spent as they come: the same bits where nothing is clipped") {
+    for (const char* recipe : RECIPES)
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true), wide_heads(true)}) {
+            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, in_mode("no gradients", setup));
+            kept.adamw.clip = spent.adamw.clip = 0;
+            INFO(config.name, " ", std::string(recipe));
+            for (int i = 0; i < 4; i++) {
+                const StepResult a = kept.step(), b = spent.step();
+                CHECK(a.loss == b.loss);
+                CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // a sum of doubles in another order
+            }
+            CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+            Floats gradient(static_cast<size_t>(config.C));
+            CHECK_THROWS_AS(spent.model->read("final_norm.gain.gradient", gradient.data()), Error);
+        }
+}
+
 GPU_TEST_CASE("the whole step where tokens are no multiple of 16, so that linear layers fall back") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2}) check_step(setup_of(recipe, arch, true, 3, 7));
@@ -316,20 +381,25 @@ GPU_TEST_CASE("50 steps: losses follow the reference's") {
     // changes the loss by. In bf16 and coat it is the noise of another run: 0.03 nats in a single batch of 256 tokens, 0.01 in the mean.
     using Band = std::pair<double, double>;
     const std::map<std::string, Band> bands = {{"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", {0.06, 0.02}}};
-    for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* recipe : RECIPES) {
-            const Setup setup = setup_of(recipe, arch, true, 8, 32);
-            Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
-            const Doubles a = losses(gpu, 50), b = losses(cpu, 50);
-            const auto [single, average] = bands.at(recipe);
-            double worst = 0;
-            for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
-            MESSAGE(std::string(arch.name), " ", std::string(recipe), ": ", a.front(), " to ", a.back(), ", the reference to ", b.back(),
-                    ", at most ", worst, " apart");
-            CHECK(worst <= single);
-            CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
-            CHECK(a.back() < a.front() - 1);
-        }
+    std::vector<Setup> setups;
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
+        for (const Mode& mode : MODES) setups.push_back(in_mode(mode.name, setup_of("coat", arch, true, 8, 32)));
+    }
+    for (const Setup& setup : setups) {
+        const char* recipe = setup.recipe.name;
+        Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
+        const Doubles a = losses(gpu, 50), b = losses(cpu, 50);
+        const auto [single, average] = bands.at(recipe);
+        double worst = 0;
+        for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
+        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), setup.recipe.attention.fp8() ? " attention in groups" : "",
+                setup.master ? "" : " no master", setup.keep_gradients ? "" : " no gradients", ": ", a.front(), " to ", a.back(), ", the reference to ",
+                b.back(), ", at most ", worst, " apart");
+        CHECK(worst <= single);
+        CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
+        CHECK(a.back() < a.front() - 1);
+    }
 }
 
 GPU_TEST_CASE("training llama-tiny on the GPU and on the reference gives the same loss within 0.02 nats") {
@@ -348,20 +418,25 @@ GPU_TEST_CASE("training llama-tiny on the GPU and on the reference gives the sam
 }
 
 GPU_TEST_CASE("two runs have the same bits") {
-    for (const char* recipe : RECIPES)
-        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true), wide_heads(true)}) {
-            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training a = training_on(make_gpu, setup), b = training_on(make_gpu, setup);
-            INFO(config.name, " ", std::string(recipe));
-            CHECK(losses(a, 5) == losses(b, 5));
-            CHECK((snapshot(*a.model) == snapshot(*b.model)));
-        }
+    std::vector<Setup> setups;
+    for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true), wide_heads(true)}) {
+        for (const char* recipe : RECIPES) setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
+        setups.push_back(in_mode("lean", setups.back()));
+    }
+    for (const Setup& setup : setups) {
+        Training a = training_on(make_gpu, setup), b = training_on(make_gpu, setup);
+        INFO(setup.config.name, " ", std::string(setup.recipe.name), setup.master ? "" : " lean");
+        CHECK(losses(a, 5) == losses(b, 5));
+        CHECK((snapshot(*a.model) == snapshot(*b.model)));
+    }
 }
 
 GPU_TEST_CASE("stop and resume is bit-identical, in every recipe and every optimizer") {
     std::vector<Setup> setups;
-    for (const Architecture& arch : {LLAMA, GPT2})
+    for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
+        for (const Mode& mode : MODES) setups.push_back(in_mode(mode.name, setup_of("coat", arch)));
+    }
     for (const OptimizerFormat& optimizer : optimizers()) {
         setups.push_back(setup_of("coat"));
         setups.back().optimizer = optimizer;
@@ -371,7 +446,7 @@ GPU_TEST_CASE("stop and resume is bit-identical, in every recipe and every optim
     for (Setup setup : setups) {
         Training whole = training_on(make_gpu, setup);
         losses(whole, 4);
-        setup.seed = 99;  // what the second run starts from must not matter
+        if (setup.master) setup.seed = 99;  // what the second run starts from must not matter; but stochastic rounding has it too
         Training resumed = training_on(make_gpu, setup);
         restore(*resumed.model, snapshot(*whole.model));
         resumed.text = whole.text;
@@ -384,10 +459,10 @@ GPU_TEST_CASE("stop and resume is bit-identical, in every recipe and every optim
 }
 
 GPU_TEST_CASE("a run stops on the GPU and resumes on the reference, and the other way round") {
-    for (const char* recipe : RECIPES)
+    for (const char* recipe : {"fp32", "bf16", "coat", "lean"})
         for (const bool on_gpu : {true, false}) {
             const Maker from = on_gpu ? make_gpu : make_reference, to = on_gpu ? make_reference : make_gpu;
-            const Setup setup = setup_of(recipe, LLAMA, true, 8, 32);
+            const Setup setup = !std::strcmp(recipe, "lean") ? in_mode(recipe, setup_of("coat", LLAMA, true, 8, 32)) : setup_of(recipe, LLAMA, true, 8, 32);
             Training first = training_on(from, setup), second = training_on(to, setup, 2);
             losses(first, 10);
             const Snapshot state = snapshot(*first.model);
@@ -422,10 +497,10 @@ GPU_TEST_CASE("accumulated micro-batches equal one larger batch within rounding"
 }
 
 GPU_TEST_CASE("a step whose loss or gradient is not finite changes nothing, and training goes on after it") {
-    for (const char* recipe : RECIPES)
+    for (const char* recipe : {"fp32", "bf16", "coat", "lean"})
         for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
             for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-                Training training = training_on(make_gpu, setup_of(recipe));
+                Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? in_mode(recipe, setup_of("coat")) : setup_of(recipe));
                 losses(training, 1);
                 const Snapshot good = snapshot(*training.model);
                 Snapshot bad = good;
@@ -507,7 +582,7 @@ GPU_TEST_CASE("the memory plan is what the driver reports, within 2%") {
     ModelConfig config = find_row(models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* recipe : {"bf16", "coat"}) {
-        const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024);
+        const Setup setup = in_mode(recipe == std::string("coat") ? "lean" : "", tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024));
         size_t before = 0, after = 0, total = 0;
         succeeded(cudaMemGetInfo(&before, &total));
         Training gpu = training_on(make_gpu, setup);
@@ -517,7 +592,7 @@ GPU_TEST_CASE("the memory plan is what the driver reports, within 2%") {
         succeeded(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
         GpuFacts facts;
         facts.multiprocessors = multiprocessors;
-        const double planned = double(total_bytes(gpu_memory_plan(setup, facts))), used = double(before - after);
+        const double planned = double(total_bytes(gpu_memory_plan(setup, facts)) - GPU_CONTEXT), used = double(before - after);
         MESSAGE(std::string(recipe), ": planned ", planned / 1e6, " MB, used ", used / 1e6);
         CHECK(std::fabs(used - planned) <= 0.02 * planned);
     }
@@ -563,16 +638,17 @@ TEST_CASE("where no GPU can be used, one sentence says why" * doctest::skip(gpu_
 TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
-            for (int64_t accumulate : {1, 2}) {
+            for (const auto& [accumulate, mode] : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "no recomputation"}}) {
                 ModelConfig config = model;
                 if (config.V == 0) config.V = 256;
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
+                if (setup.recipe.stream == Format::BF16) setup = in_mode(mode, setup);
                 GpuFacts facts;
                 facts.keep_fp8_weights = accumulate > 1;
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
-                CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total);
+                CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
                 const size_t attention = attention_workspace(attention_shape(config, setup.B, setup.T, setup.recipe.stream));
                 CHECK(layout.work[static_cast<int>(Work::Attention)].bytes == round_up(static_cast<int64_t>(attention), GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
@@ -587,8 +663,11 @@ TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare w
                         CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
                     }
                 }
-                for (const Param& p : parameters(config)) {
-                    const int64_t first = layout.gradients.offset + p.offset * info(setup.recipe.stream).bytes;
+                if (!setup.keep_gradients) continue;
+                const std::vector<Param> params = parameters(config);
+                for (size_t i = 0; i < params.size(); i++) {
+                    const Param& p = params[i];
+                    const int64_t first = layout.gradients[i];
                     const bool layer = p.name.compare(0, 7, "layers.") == 0;
                     const bool last = p.name == "positions" || (p.name == "embedding" && !config.tied);
                     const int64_t alive = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;

@@ -61,7 +61,9 @@ struct Training {
         const Setup& s = model->setup();
         text.next(s.accumulate * s.B, s.T, &tokens, &targets);
         adamw.step++;
-        return model->step(tokens.data(), targets.data(), adamw);
+        const StepResult result = model->step(tokens.data(), targets.data(), adamw);
+        if (!result.skipped) adamw.last_norm = result.grad_norm;
+        return result;
     }
 };
 
