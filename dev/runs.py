@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""The runs behind the README's figures: a table of them, and one command for each group.
+
+    python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about seven minutes on two cores
+    python3 dev/runs.py speed gpt2          on a GPU; several groups one after the other
+    python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU (for losses: speed wants a quiet machine)
+    python3 dev/runs.py speed --only 13b    the runs whose name has this in it
+
+For each group dev/results gets GROUP.md (a row a run: tokens/s, memory, losses), a log GROUP-RUN.jsonl of each and, where runs are to be
+compared, loss-GROUP.svg. The text of all but `cpu` and `default` is the Python source of the packages that lie beside torch, in tokens of a BPE
+trained on it. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard library is needed (and `tokenizers` for the text).
+"""
+import argparse
+import concurrent.futures
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+RESULTS = os.path.join(ROOT, "dev", "results")
+TEXT = "build/python-source"
+VOCABULARY, TEXT_BYTES = 16384, 80_000_000
+
+# Groups: (flags that all runs share, whether their curves are drawn, [(name, flags)])
+LEAN = "--attention groups --master none --gradients none"
+SHORT = f"--data {TEXT} --sample-every 0 --eval-every 0 --steps 24 --warmup 24"
+GPT2 = f"--model gpt2 --data {TEXT} --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
+GROUPS = {
+    "cpu": ("--device cpu --sample-every 0", True, [(r, f"--recipe {r}") for r in ("fp32", "bf16", "coat")]),
+    "default": ("--device gpu --sample-every 0", True, [(r, f"--recipe {r}") for r in ("bf16", "coat")]),
+    "speed": (SHORT, False, [
+        ("7b coat", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"),
+        ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
+        ("7b coat, leanest", f"--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 {LEAN}"),
+        ("7b bf16", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
+        ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
+        ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 3e-5 --warmup 10 {LEAN}"),
+        ("tinyllama coat", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"),
+        ("tinyllama bf16", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
+        ("gpt2 coat", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"),
+        ("gpt2 bf16", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recipe bf16 --optimizer bf16"),
+    ]),
+    "gpt2": (GPT2, True, [
+        ("bf16", "--recipe bf16"), ("bf16 seed 2", "--recipe bf16 --seed 2"), ("bf16 seed 3", "--recipe bf16 --seed 3"),
+        ("coat", ""), ("coat seed 2", "--seed 2"), ("coat seed 3", "--seed 3"),
+        ("attention in groups", "--attention groups"), ("no master", "--master none"), ("no gradients", "--gradients none"),
+        ("leanest", LEAN),
+    ]),
+}
+
+
+def commit():
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return os.environ.get("COAT_COMMIT") or said.stdout.strip() or "unknown"
+
+
+def make_text():
+    """The sources in a fixed order, as far as TEXT_BYTES go."""
+    if os.path.exists(os.path.join(ROOT, TEXT, "train.bin")):
+        return
+    import torch
+    packages = os.path.dirname(os.path.dirname(torch.__file__))
+    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(packages) for name in names if name.endswith(".py"))
+    source, room = os.path.join(ROOT, "build", "python.txt"), TEXT_BYTES
+    with open(source, "w", encoding="utf-8") as out:
+        for path in files:
+            if room <= 0 or os.path.getsize(path) > 200_000:
+                continue
+            with open(path, encoding="utf-8", errors="ignore") as file:
+                text = file.read()[:room]
+            out.write(text)
+            room -= len(text.encode("utf-8"))
+    subprocess.run([sys.executable, "data/tokenize.py", "--train-bpe", str(VOCABULARY), "--out", TEXT, source], cwd=ROOT, check=True)
+
+
+class MemoryWatch(threading.Thread):
+    """The most memory that the driver reports in use on one GPU, in MiB."""
+
+    def __init__(self, gpu):
+        super().__init__(daemon=True)
+        self.command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self.most, self.done = 0, False
+
+    def run(self):
+        while not self.done:
+            said = subprocess.run(self.command, capture_output=True, text=True, check=False).stdout.strip()
+            self.most = max(self.most, int(said) if said.isdigit() else 0)
+            time.sleep(0.5)
+
+
+def train(group, name, flags, gpu):
+    """Runs ./train; a row of the table."""
+    log = os.path.join(RESULTS, f"{group}-{name.replace(', ', '-').replace(' ', '-')}.jsonl")
+    environment = dict(os.environ, OMP_WAIT_POLICY="passive")
+    watch = None
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        watch = MemoryWatch(gpu)
+        watch.start()
+    command = ["./train", "--out", "", "--log", log] + flags.split()
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if watch:
+        watch.done = True
+        watch.join()
+    if ended.returncode:
+        return {"name": name, "flags": flags, "failed": ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else f"exit {ended.returncode}"}
+    with open(log, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    steps = [line for line in lines if line["kind"] == "step"]
+    validation = [line["loss"] for line in lines if line["kind"] == "validation"]
+    timed = steps[1:] or steps  # the first warms caches
+    return {"name": name, "flags": flags, "log": log, "steps": len(steps), "rate": statistics.median(s["tokens_per_second"] for s in timed),
+            "ms": statistics.median(s["ms"] for s in timed), "memory": watch.most if watch else 0,
+            "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validation[0], validation[-1])}
+
+
+def markdown(group, shared, rows):
+    lines = [f"Commit {commit()}; `./train {shared}` and what the row says. Medians over the steps but the first.", "",
+             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | |")
+            continue
+        lines.append(f"| {row['name']} | `{row['flags']}` | {row['steps']} | {row['rate']:,.0f} | {row['ms']:.1f} | "
+                     f"{row['memory']:,} ({row['memory'] * 2**20 / 1e9:.1f} GB) | {row['train'][0]:.3f} -> {row['train'][1]:.3f} | "
+                     f"{row['validation'][0]:.4f} -> {row['validation'][1]:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def run_group(group, gpus, only):
+    shared, drawn, runs = GROUPS[group]
+    free = queue.Queue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def one(run):
+        gpu = free.get()
+        try:
+            row = train(group, run[0], f"{shared} {run[1]}".strip(), None if group == "cpu" else gpu)
+        finally:
+            free.put(gpu)
+        row["flags"] = run[1]
+        print(f"{group}: {row['name']}: " + (row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"), flush=True)
+        return row
+
+    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+        rows = list(pool.map(one, [run for run in runs if only in run[0]]))
+    with open(os.path.join(RESULTS, f"{group}.md"), "w", encoding="utf-8") as file:
+        file.write(markdown(group, shared, rows))
+    curves = [f"{row['name']}={row['log']}" for row in rows if "failed" not in row and "seed" not in row["name"]]
+    if drawn and curves:
+        with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
+            subprocess.run([sys.executable, "dev/plot_loss.py", *curves], cwd=ROOT, stdout=svg, check=True)
+    return all("failed" not in row for row in rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="The runs behind the README's figures.")
+    parser.add_argument("groups", nargs="+", choices=list(GROUPS))
+    parser.add_argument("--gpus", default="0", help="numbers, by commas")
+    parser.add_argument("--only", default="", help="part of a run's name")
+    arguments = parser.parse_args()
+    os.makedirs(RESULTS, exist_ok=True)
+    os.makedirs(os.path.join(ROOT, "build"), exist_ok=True)
+    good = True
+    for group in arguments.groups:
+        if TEXT in GROUPS[group][0]:
+            make_text()
+        good &= run_group(group, arguments.gpus.split(","), arguments.only)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
