@@ -67,7 +67,8 @@ $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/la
 CUPTI := $(firstword $(wildcard $(CUDA)/extras/CUPTI) $(CUDA))
 $(O)/libtrace.so: dev/trace.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUPTI)/include -I$(CUDA)/include -o $@ $< $(foreach dir,lib64 lib,-L$(CUPTI)/$(dir) -Wl,-rpath=$(CUPTI)/$(dir)) -lcupti
+	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUPTI)/include -I$(CUDA)/include -o $@ $< \
+	    $(foreach dir,lib64 lib,-L$(CUPTI)/$(dir) -Wl,-rpath=$(CUPTI)/$(dir)) -lcupti
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg
