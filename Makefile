@@ -63,6 +63,12 @@ $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
+# CUPTI comes with the toolkit, in its own folder or beside the other libraries.
+CUPTI := $(firstword $(wildcard $(CUDA)/extras/CUPTI) $(CUDA))
+$(O)/libtrace.so: dev/trace.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUPTI)/include -I$(CUDA)/include -o $@ $< \
+	    $(foreach dir,lib64 lib,-L$(CUPTI)/$(dir) -Wl,-rpath=$(CUPTI)/$(dir)) -lcupti
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg

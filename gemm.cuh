@@ -45,7 +45,6 @@ private:
     Problem& problem(const Key& key, const Call& call);
     cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
     void choose(Problem& p, const Call& call);
-    float milliseconds(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
     uint64_t hash(const View& out, cudaStream_t s) const;
 
     cublasLtHandle_t handle_ = nullptr;
