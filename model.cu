@@ -353,14 +353,21 @@ public:
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
 
-    // Adds the micro-batch's mean loss over `accumulate` to *loss; if `backward`, also its gradients to the gradients, or puts them in
-    // their place if it is the first of a step.
-    void run(const Batch& batch, int64_t accumulate, bool backward, bool first, double* loss) {
-        first_ = first;
-        keeps_outputs_ = backward && !state_.setup.recompute;
+    // Adds the micro-batch's mean loss to *loss.
+    void evaluate(const Batch& batch, double* loss) {
         forward(batch);
-        head(batch, 1.0 / static_cast<double>(N_ * accumulate), backward, loss);
-        if (!backward) return;
+        head(batch, 1.0 / static_cast<double>(N_), false, loss);
+    }
+
+    // Forward and as much of backward as the head is: adds the micro-batch's mean loss over `accumulate` to *loss, its gradients to the gradients, or
+    // puts them in their place if it is the first of a step. backward() has to follow.
+    void forward_and_head(const Batch& batch, int64_t accumulate, bool first, double* loss) {
+        first_ = first;
+        keeps_outputs_ = !state_.setup.recompute;
+        forward(batch);
+        head(batch, 1.0 / static_cast<double>(N_ * accumulate), true, loss);
+    }
+    void backward(const Batch& batch) {
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         embedding_backward(batch);
         keeps_outputs_ = false;
@@ -489,7 +496,7 @@ private:
     // x quantized just in time with the amax in `scale`, to either orientation or both. What is stored in the wanted format already is
     // used where it lies.
     Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
-        if (x.rule == Rule::Stored && !q.fp8()) return {x.a};
+        if (x.rule == Rule::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
         const Operand out{{codes, scale, x.rows, x.cols, q}, transposed};
         quantize(x, out, stats_of(kind), cuda_);
         return out;
@@ -679,6 +686,11 @@ private:
                       arena_.work<float>(Work::NormPartials), cuda_);
     }
 
+    View head_sum(View gradient) const {
+        if (!head_sum_apart(recipe_.stream, N_)) return gradient;
+        return {arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32};
+    }
+
     // --- The ends -----------------------------------------------------------------------------------------------------
     Operand final_norm_output(int64_t first, int64_t n) {
         Norm part = norm_of(final_norm_, final_input());
@@ -692,21 +704,25 @@ private:
         return logits;
     }
 
-    // Logits, which become their gradients, exist for HEAD_TOKENS tokens at a time.
+    // Logits, which become their gradients, exist for HEAD_TOKENS tokens at a time. `sum` of their products goes on where the gradient is.
     void head(const Batch& batch, double scale, bool backward, double* loss) {
         const View dy = stream_view(Work::Branch, config_.C);
+        const View gradient = state_.gradient(head_), sum = head_sum(gradient);
         float* losses = arena_.work<float>(Work::Losses);
+        const bool apart = sum.codes != gradient.codes;
+        if (backward && apart && !first_) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n);
             cross_entropy(logits, config_.V, batch.targets + first, backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
             if (!backward) continue;
             const View y = stream_view(arena_.work(Work::FinalNorm), n, config_.C);
-            gemms_.run(Gemm::Wgrad, {logits}, {y}, state_.gradient(head_), !(first_ && first == 0), nullptr, cuda_);
+            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
             gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr, cuda_);
         }
         loss_sum(losses, N_, scale, loss, cuda_);
         if (!backward) return;
+        if (apart) quantize(stored(sum), {gradient}, nullptr, cuda_);
         const int64_t unit = static_cast<int64_t>(state_.units.size()) - 1;
         begin_unit(unit);
         norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN),
@@ -748,7 +764,7 @@ public:
                 state_.update_unit(unit, adamw, results());
             };
         for (int64_t a = 0; a < setup_.accumulate; a++) {
-            network_.run(upload_order(tokens, a), setup_.accumulate, true, a == 0, &results()->outcome.loss);
+            run(tokens, a, setup_.accumulate);
             if (setup_.keep_gradients) check_loss();
         }
         network_.unit_done = nullptr;
@@ -761,7 +777,7 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         upload(tokens, targets, setup_.B * setup_.T);
         clear_outcome();
-        network_.run(device_batch(0), 1, false, true, &results()->outcome.loss);
+        network_.evaluate(device_batch(0), &results()->outcome.loss);
         return finish().loss;
     }
 
@@ -784,7 +800,7 @@ public:
         clear_outcome();
         network_.stats = results()->stats;
         network_.unit_done = [&](const UnitRange& unit) { state_.measure(unit, results()->stats); };
-        network_.run(upload_order(tokens, 0), 1, true, true, &results()->outcome.loss);
+        run(tokens, 0, 1);
         network_.stats = nullptr, network_.unit_done = nullptr;
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
@@ -834,6 +850,12 @@ private:
         gemms_.tune(true);
         step(tokens.data(), tokens.data(), {1, 0.0f});
         gemms_.tune(false);
+    }
+
+    // The order of tokens is worked out by the host while the GPU is busy with the rest.
+    void run(const int32_t* tokens, int64_t micro_batch, int64_t accumulate) {
+        network_.forward_and_head(device_batch(micro_batch), accumulate, micro_batch == 0, &results()->outcome.loss);
+        network_.backward(upload_order(tokens, micro_batch));
     }
 
     void upload(const int32_t* tokens, const int32_t* targets, int64_t n) {

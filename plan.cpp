@@ -193,6 +193,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
     const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes;
     const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
+    const bool made_from_o = r.x.fp8() || attention_groups;  // else attention's output is the operand as it lies
     const int64_t w = r.w.fp8() ? 1 : 0;  // for prompts even where the batch falls back; a weight in stream format is used where it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
@@ -221,7 +222,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
         // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
         {Work::Activation, "operand x", FORWARD | WGRADS,  // without recomputation prompts and evaluation still need it
-         std::max(N * std::max({C, r.x.fp8() ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max(C, F) * stream : 0)},
+         std::max(N * std::max({C, made_from_o ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max({C, made_from_o ? Q : 0, F}) * stream : 0)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Qkv, "q, k, v of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
         {Work::AttentionOutput, "attention's output, of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
@@ -230,6 +231,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
         {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
         {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
+        {Work::HeadGradient, "head's gradient in FP32", HEAD, head_sum_apart(r.stream, N) ? V * C * 4 : 0},
         {Work::Gradient, "operand g", codes_phases, codes_phases ? N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g : 0},
         {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD,
          fp8 ? N * std::max(U, QKV) * g : 0},

@@ -393,8 +393,9 @@ GPU_TEST_CASE("50 steps: losses follow the reference's") {
         const auto [single, average] = bands.at(recipe);
         double worst = 0;
         for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
-        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), setup.recipe.attention.fp8() ? " attention in groups" : "",
-                setup.master ? "" : " no master", setup.keep_gradients ? "" : " no gradients", ": ", a.front(), " to ", a.back(), ", the reference to ",
+        const std::string mode = std::string(setup.recipe.attention.fp8() ? " attention in groups" : "") + (setup.master ? "" : " no master") +
+                                 (setup.keep_gradients ? "" : " no gradients");
+        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), mode, ": ", a.front(), " to ", a.back(), ", the reference to ",
                 b.back(), ", at most ", worst, " apart");
         CHECK(worst <= single);
         CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
