@@ -55,6 +55,35 @@ private:
     uint8_t* base_ = nullptr;
 };
 
+// Work that is launched again and again with the same arguments: recorded the first time, so that hundreds of kernels then start as one.
+class Recording {
+public:
+    Recording() = default;
+    ~Recording() { cudaGraphExecDestroy(graph_); }
+    Recording(const Recording&) = delete;
+    Recording& operator=(const Recording&) = delete;
+
+    template <class Work>
+    void run(cudaStream_t s, Work work) {
+        if (!graph_) record(s, work);
+        check(cudaGraphLaunch(graph_, s), "Launching a CUDA graph failed");
+    }
+
+private:
+    cudaGraphExec_t graph_ = nullptr;
+
+    template <class Work>
+    void record(cudaStream_t s, Work work) {
+        cudaGraph_t graph = nullptr;
+        check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
+        work();
+        check(cudaStreamEndCapture(s, &graph), "Recording a CUDA graph failed");
+        const cudaError_t error = cudaGraphInstantiate(&graph_, graph, 0);
+        cudaGraphDestroy(graph);
+        check(error, "Making a CUDA graph failed");
+    }
+};
+
 template <class T>
 class Pinned {
 public:
@@ -353,24 +382,35 @@ public:
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
 
+    // Weights have changed: FP8 copies that are kept are made anew. Before whatever follows.
+    void prepare() {
+        if (keeps_weights_ && (!kept_are_valid_ || stats)) keep_weights();
+    }
+
     // Adds the micro-batch's mean loss to *loss.
     void evaluate(const Batch& batch, double* loss) {
         forward(batch);
         head(batch, 1.0 / static_cast<double>(N_), false, loss);
     }
 
-    // Forward and as much of backward as the head is: adds the micro-batch's mean loss over `accumulate` to *loss, its gradients to the gradients, or
-    // puts them in their place if it is the first of a step. backward() has to follow.
-    void forward_and_head(const Batch& batch, int64_t accumulate, bool first, double* loss) {
+    // Adds the micro-batch's mean loss over `accumulate` to *loss, its gradients to the gradients, or puts them in their place if it is the first of
+    // a step: all but those of the embeddings, which have to follow.
+    void forward_and_backward(const Batch& batch, int64_t accumulate, bool first, double* loss) {
         first_ = first;
         keeps_outputs_ = !state_.setup.recompute;
         forward(batch);
         head(batch, 1.0 / static_cast<double>(N_ * accumulate), true, loss);
-    }
-    void backward(const Batch& batch) {
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
-        embedding_backward(batch);
         keeps_outputs_ = false;
+    }
+    void embedding_backward(const Batch& batch, bool first) {
+        take_shape(batch);  // a recording leaves no trace of its own
+        first_ = first;
+        begin_unit(0);
+        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
+                                arena_.work<float>(Work::EmbeddingPartials), cuda_);
+        if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
+        end_unit(0);
     }
 
     // Logits (1, padded_V) of one token's hidden state
@@ -379,7 +419,6 @@ public:
     // Weights' scales and, behind them, those of the layers' other operands.
     int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + config_.L * LAYER_SCALES; }
 
-    // Weights have changed: FP8 copies that are kept are made anew by the next forward.
     void weights_changed() { kept_are_valid_ = false; }
 
 private:
@@ -478,10 +517,10 @@ private:
     Rope rope() const { return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.stream); }
 
+    void take_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
     void begin(const Batch& batch) {
-        B_ = batch.B, T_ = batch.T, N_ = B_ * T_;
+        take_shape(batch);
         clear(layers_[0].scales, config_.L * LAYER_SCALES * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-        if (keeps_weights_ && (!kept_are_valid_ || stats)) keep_weights();
     }
 
     void begin_unit(int64_t unit) const {
@@ -729,14 +768,6 @@ private:
                       final_norm_.gain.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
         end_unit(unit);
     }
-
-    void embedding_backward(const Batch& batch) {
-        begin_unit(0);
-        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
-                                arena_.work<float>(Work::EmbeddingPartials), cuda_);
-        if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
-        end_unit(0);
-    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -755,16 +786,16 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        const int64_t N = setup_.B * setup_.T;
-        upload(tokens, targets, setup_.accumulate * N);
+        check_and_pin(tokens, targets, batch_tokens());
         clear_outcome();
+        network_.prepare();
         if (!setup_.keep_gradients)
             network_.unit_done = [&](const UnitRange& unit) {
                 check_loss();
                 state_.update_unit(unit, adamw, results());
             };
         for (int64_t a = 0; a < setup_.accumulate; a++) {
-            run(tokens, a, setup_.accumulate);
+            run(a, setup_.accumulate);
             if (setup_.keep_gradients) check_loss();
         }
         network_.unit_done = nullptr;
@@ -775,9 +806,11 @@ public:
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        upload(tokens, targets, setup_.B * setup_.T);
+        check_and_pin(tokens, targets, setup_.B * setup_.T);
+        upload(0, setup_.B * setup_.T);
         clear_outcome();
-        network_.evaluate(device_batch(0), &results()->outcome.loss);
+        network_.prepare();
+        network_.evaluate(device_batch(), &results()->outcome.loss);
         return finish().loss;
     }
 
@@ -785,7 +818,9 @@ public:
         const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // for FP8's products; what follows n is not seen
         std::vector<int32_t> context(padded, tokens[n - 1]);
         std::copy(tokens, tokens + n, context.begin());
-        upload(context.data(), context.data(), padded);
+        check_and_pin(context.data(), context.data(), padded);
+        upload(0, padded);
+        network_.prepare();
         network_.forward({device_tokens(), device_targets(), 1, padded});
         const View row = network_.token_logits(n - 1), wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         dequantize(row, wide, stream_);
@@ -795,12 +830,13 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantReport report;
-        upload(tokens, targets, setup_.B * setup_.T);
+        check_and_pin(tokens, targets, setup_.B * setup_.T);
         clear(results()->stats, sizeof(results()->stats), stream_);
         clear_outcome();
         network_.stats = results()->stats;
+        network_.prepare();
         network_.unit_done = [&](const UnitRange& unit) { state_.measure(unit, results()->stats); };
-        run(tokens, 0, 1);
+        run(0, 1);
         network_.stats = nullptr, network_.unit_done = nullptr;
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
@@ -828,6 +864,8 @@ private:
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
     Pinned<Outcome> outcome_;
+    Recording first_micro_batch_, later_micro_batch_;
+    bool tuning_ = false;
 
     int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
     int64_t batch_capacity() const { return std::max(batch_tokens(), gpu_tokens(setup_)); }
@@ -841,51 +879,56 @@ private:
         network_.weights_changed();
     }
 
-    // One step on made-up tokens, before the weights are set for good: every product of a step picks its algorithm, on numbers like
-    // the real ones, and CUDA loads every kernel.
+    // Two steps on made-up tokens, before the weights are set for good. In the first every product picks its algorithm, on numbers like the real
+    // ones, and CUDA loads every kernel; the second is recorded.
     void warm_up() {
         std::vector<int32_t> tokens(batch_tokens());
         const uint64_t V = static_cast<uint64_t>(setup_.config.V);
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        gemms_.tune(true);
+        gemms_.tune(tuning_ = true);
         step(tokens.data(), tokens.data(), {1, 0.0f});
-        gemms_.tune(false);
+        gemms_.tune(tuning_ = false);
+        step(tokens.data(), tokens.data(), {2, 0.0f});
     }
 
-    // The order of tokens is worked out by the host while the GPU is busy with the rest.
-    void run(const int32_t* tokens, int64_t micro_batch, int64_t accumulate) {
-        network_.forward_and_head(device_batch(micro_batch), accumulate, micro_batch == 0, &results()->outcome.loss);
-        network_.backward(upload_order(tokens, micro_batch));
-    }
-
-    void upload(const int32_t* tokens, const int32_t* targets, int64_t n) {
+    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
         for (int64_t i = 0; i < n; i++)
             if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 || targets[i] >= setup_.config.V)
                 throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
                             "; choose --data and --model that belong together.");
         std::copy(tokens, tokens + n, tokens_.get());
         std::copy(targets, targets + n, targets_.get());
-        copy(device_tokens(), tokens_.get(), n * 4, stream_);
-        copy(device_targets(), targets_.get(), n * 4, stream_);
+    }
+    void upload(int64_t first, int64_t n) {
+        copy(device_tokens(), tokens_.get() + first, n * 4, stream_);
+        copy(device_targets(), targets_.get() + first, n * 4, stream_);
     }
 
-    Batch device_batch(int64_t micro_batch) const {
-        const int64_t first = micro_batch * setup_.B * setup_.T;
-        return {device_tokens() + first, device_targets() + first, setup_.B, setup_.T, arena_.work<int32_t>(Work::EmbeddingOrder) + first,
-                arena_.work<EmbeddingChunk>(Work::EmbeddingChunks) + first, 0};
+    // One micro-batch of what is pinned. It is a recording where every launch is like the last one's: not while products are being tuned or
+    // quantization is measured, nor with updates on the way, whose numbers change. The host works out the order of the tokens meanwhile.
+    void run(int64_t micro_batch, int64_t accumulate) {
+        const int64_t N = setup_.B * setup_.T;
+        const bool first = micro_batch == 0;
+        upload(micro_batch * N, N);
+        auto work = [&] { network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss); };
+        if (network_.stats || network_.unit_done || tuning_) work();
+        else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
+        network_.embedding_backward(upload_order(micro_batch), first);
     }
+
+    Batch device_batch() const { return {device_tokens(), device_targets(), setup_.B, setup_.T}; }
 
     // The rows of equal tokens, for the embedding's gradient.
-    Batch upload_order(const int32_t* tokens, int64_t micro_batch) {
-        Batch batch = device_batch(micro_batch);
+    Batch upload_order(int64_t micro_batch) {
+        Batch batch = device_batch();
         const int64_t N = batch.B * batch.T, first = micro_batch * N;
-        const EmbeddingOrder order = embedding_order(tokens + first, N, setup_.config.V);
+        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N, setup_.config.V);
+        batch.order = arena_.work<int32_t>(Work::EmbeddingOrder), batch.chunks = arena_.work<EmbeddingChunk>(Work::EmbeddingChunks);
         batch.number_of_chunks = static_cast<int64_t>(order.chunks.size());
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
         std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
-        copy(const_cast<int32_t*>(batch.order), order_.get() + first, N * 4, stream_);
-        copy(const_cast<EmbeddingChunk*>(batch.chunks), chunks_.get() + first,
-             batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
+        copy(arena_.work(Work::EmbeddingOrder), order_.get() + first, N * 4, stream_);
+        copy(arena_.work(Work::EmbeddingChunks), chunks_.get() + first, batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
         return batch;
     }
 

@@ -187,7 +187,7 @@ int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t 
 std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const int64_t N = gpu_tokens(s), batch = s.accumulate * s.B * s.T;
+    const int64_t N = gpu_tokens(s);
     const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
@@ -208,10 +208,10 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     return {
         {Work::GemmScratch, "GEMM scratch", ALWAYS, 32 << 20},
         {Work::NormPartials, "partial sums of gains' gradients", ALWAYS, 8 * facts.multiprocessors * C * 4},
-        {Work::Tokens, "tokens", ALWAYS, std::max(batch, N) * 4},
-        {Work::Targets, "targets", ALWAYS, std::max(batch, N) * 4},
-        {Work::EmbeddingOrder, "tokens in order", ALWAYS, batch * 4},
-        {Work::EmbeddingChunks, "runs of equal tokens", ALWAYS, batch * 16},
+        {Work::Tokens, "tokens", ALWAYS, N * 4},
+        {Work::Targets, "targets", ALWAYS, N * 4},
+        {Work::EmbeddingOrder, "tokens in order", ALWAYS, s.B * s.T * 4},
+        {Work::EmbeddingChunks, "runs of equal tokens", ALWAYS, s.B * s.T * 16},
         {Work::Losses, "losses", ALWAYS, N * 4},
         {Work::NormStatistics, "norms' statistics", ALWAYS, N * 8},
         {Work::RopeTable, "sines and cosines", ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
