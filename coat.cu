@@ -14,6 +14,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
+#include <cuda_pipeline.h>
 
 #include <algorithm>
 
@@ -49,6 +50,11 @@ struct Fp8 {  // what kernels need of a format, as an argument
 Fp8 fp8(Format f) { return {f == Format::E5M2, info(f).max}; }
 
 __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+__device__ float larger(float top, float x) {  // max(top, |x|), NaN if one of them is
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
+    return y;
+}
 
 __device__ uint32_t encode2(bool e5m2, float lo, float hi) {
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -137,6 +143,7 @@ struct Plain<bf16> {
     using Raw = uint4;
     bf16* data;
 
+    __device__ Plain from(int64_t i) const { return {data + i}; }  // the same, counted from element i on
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
     __device__ void values(const Raw& raw, Values& v) const {
         const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -162,6 +169,7 @@ struct Plain<float> {
     };
     float* data;
 
+    __device__ Plain from(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const {
         const float4* p = reinterpret_cast<const float4*>(data + i);
         return {p[0], p[1]};
@@ -177,7 +185,7 @@ struct Plain<float> {
 };
 
 // E4M3 in 1x16 groups with BF16 scales. Columns are a multiple of 16, so the group of element i is i / 16, and two
-// neighbouring lanes hold one group: they must both call store().
+// neighbouring lanes hold one group: they must both call store(), and the even one stores the scale.
 struct Grouped {
     using Stream = bf16;
     struct Raw {
@@ -187,14 +195,14 @@ struct Grouped {
     uint8_t* codes;
     uint16_t* scales;
 
+    __device__ Grouped from(int64_t i) const { return {codes + i, scales + i / 16}; }
     __device__ Raw load(int64_t i) const { return {*reinterpret_cast<const uint2*>(codes + i), scales[i / 16]}; }
     __device__ void values(const Raw& r, Values& v) const { decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v); }
     static __device__ float group_scale(const Values& v) {
-        uint32_t top = 0;
+        float amax = 0;
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
-        top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-        const float amax = __uint_as_float(top);
+        for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
+        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);  // NaN, and so are the numbers that are read from the group: what a code would hide comes to light
         return amax > 0 ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
     }
@@ -214,7 +222,7 @@ struct Grouped {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (i % 16 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % 2 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
     }
@@ -238,48 +246,57 @@ struct WholeFp8 {
     const TensorScale* slot;
     bool e5m2;
 
+    __device__ WholeFp8 from(int64_t i) const { return {codes + i, slot, e5m2}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint2*>(codes + i); }
     __device__ void values(const Raw& r, Values& v) const { decode(e5m2, r, slot->scale, v); }
 };
 
 // =====================================================================================================================
-// Sources: load(row, col) fetches what 8 columns of the result need, compute() makes FP32 values of it. A source with two PLANES makes
-// [plane 0 | plane 1] side by side, each `width` columns wide. Column is what all rows of a column of chunks have in common.
+// Sources: start(row, col) is what a thread keeps of its place, load(start, i) fetches what 8 columns of row + i need, and compute() makes FP32
+// values of it. A source with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide.
 // Multiplications and additions are spelled out, so that every kernel that computes a tensor computes the same bits.
 
-struct NoColumn {};
+// Elements between a thread's first row and its row i: so few that 32 bits hold them, which makes an address one instruction.
+__device__ uint32_t rows_of(int i, int64_t width) { return static_cast<uint32_t>(i) * static_cast<uint32_t>(width); }
 
 template <class Held>
 struct StoredSource {
     static constexpr int PLANES = 1;
-    using Column = NoColumn;
+    using Start = Held;
     using Raw = typename Held::Raw;
     Held x;
     int64_t width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return x.load(row * width + col); }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const { x.values(raw, v[0]); }
+    __device__ Start start(int64_t row, int64_t col) const { return x.from(row * width + col); }
+    __device__ Raw load(const Start& at, int i) const { return at.load(rows_of(i, width)); }
+    __device__ void compute(const Raw& raw, const Start& at, int, Values (&v)[1]) const { at.values(raw, v[0]); }
 };
 
 template <class T, int HALVES>
 struct HalvesSource {  // [gate | up] as its two halves, or u as it is
     static constexpr int PLANES = HALVES;
-    using Column = NoColumn;
+    struct Start {
+        Plain<T> half[HALVES];
+    };
     struct Raw {
         typename Plain<T>::Raw half[HALVES];
     };
     Plain<T> u;
     int64_t width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
+    __device__ Start start(int64_t row, int64_t col) const {
+        Start at;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) at.half[h] = u.from((row * HALVES + h) * width + col);
+        return at;
+    }
+    __device__ Raw load(const Start& at, int i) const {
         Raw raw;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = u.load((row * HALVES + h) * width + col);
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[HALVES]) const {
+    __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[HALVES]) const {
 #pragma unroll
         for (int h = 0; h < HALVES; h++) u.values(raw.half[h], v[h]);
     }
@@ -288,16 +305,18 @@ struct HalvesSource {  // [gate | up] as its two halves, or u as it is
 template <class T>
 struct SumSource {  // x + a
     static constexpr int PLANES = 1;
-    using Column = NoColumn;
+    struct Start {
+        Plain<T> x, a;
+    };
     struct Raw {
         typename Plain<T>::Raw x, a;
     };
     Plain<T> x, a;
     int64_t width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return {x.load(row * width + col), a.load(row * width + col)}; }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+    __device__ Start start(int64_t row, int64_t col) const { return {x.from(row * width + col), a.from(row * width + col)}; }
+    __device__ Raw load(const Start& at, int i) const { return {at.x.load(rows_of(i, width)), at.a.load(rows_of(i, width))}; }
+    __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[1]) const {
         Values other;
         x.values(raw.x, v[0]);
         a.values(raw.a, other);
@@ -309,7 +328,9 @@ struct SumSource {  // x + a
 template <class T>
 struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
     static constexpr int PLANES = 1;
-    using Column = NoColumn;
+    struct Start {
+        int64_t row, col;
+    };
     struct Raw {
         typename Plain<T>::Raw e, p;
     };
@@ -317,14 +338,14 @@ struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
     Plain<T> embedding, positions;
     int64_t period, width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
+    __device__ Start start(int64_t row, int64_t col) const { return {row, col}; }
+    __device__ Raw load(const Start& at, int i) const {
         Raw raw{};
-        raw.e = embedding.load(tokens[row] * width + col);
-        if (positions.data) raw.p = positions.load(row % period * width + col);
+        raw.e = embedding.load(tokens[at.row + i] * width + at.col);
+        if (positions.data) raw.p = positions.load((at.row + i) % period * width + at.col);
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+    __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[1]) const {
         Values p;
         embedding.values(raw.e, v[0]);
         if (!positions.data) return;
@@ -355,7 +376,9 @@ template <class Held>
 struct NormSource {
     static constexpr int PLANES = 1;
     using T = typename Held::Stream;
-    struct Column {
+    struct Start {
+        Held in;
+        const float2* stats;
         Values gain, bias;
     };
     struct Raw {
@@ -367,17 +390,19 @@ struct NormSource {
     const float2* stats;
     int64_t width;
 
-    __device__ Column column(int64_t col) const {
-        Column c;
-        affine.load(col, c.gain, c.bias);
-        return c;
+    __device__ Start start(int64_t row, int64_t col) const {
+        Start at;
+        at.in = in.from(row * width + col);
+        at.stats = stats + row;
+        affine.load(col, at.gain, at.bias);
+        return at;
     }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const { return {in.load(row * width + col), stats[row]}; }
-    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[1]) const {
+    __device__ Raw load(const Start& at, int i) const { return {at.in.load(rows_of(i, width)), at.stats[i]}; }
+    __device__ void compute(const Raw& raw, const Start& at, int, Values (&v)[1]) const {
         Values x;
         in.values(raw.x, x);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, c.gain[j], c.bias[j]);
+        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, at.gain[j], at.bias[j]);
     }
 };
 
@@ -400,25 +425,32 @@ __device__ float activated(float first, float second) {
 
 template <class Held, bool GATED>
 struct ActivationSource {  // silu(gate) * up, or gelu(up)
-    static constexpr int PLANES = 1;
-    using Column = NoColumn;
+    static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
+    struct Start {
+        Held half[HALVES];
+    };
     struct Raw {
-        typename Held::Raw half[GATED ? 2 : 1];
+        typename Held::Raw half[HALVES];
     };
     Held up;
     int64_t width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
+    __device__ Start start(int64_t row, int64_t col) const {
+        Start at;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) at.half[h] = up.from((row * HALVES + h) * width + col);
+        return at;
+    }
+    __device__ Raw load(const Start& at, int i) const {
         Raw raw;
 #pragma unroll
-        for (int h = 0; h < (GATED ? 2 : 1); h++) raw.half[h] = up.load((row * (GATED ? 2 : 1) + h) * width + col);
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[1]) const {
+    __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[1]) const {
         Values first, second = {};
         up.values(raw.half[0], first);
-        if (GATED) up.values(raw.half[GATED ? 1 : 0], second);
+        if (GATED) up.values(raw.half[HALVES - 1], second);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(first[j], second[j]);
     }
@@ -428,7 +460,10 @@ template <class Held, bool GATED>
 struct ActivationBackwardSource {
     static constexpr int PLANES = GATED ? 2 : 1;
     using T = typename Held::Stream;
-    using Column = NoColumn;
+    struct Start {
+        Held half[PLANES];
+        Plain<T> dh;
+    };
     struct Raw {
         typename Held::Raw half[PLANES];
         typename Plain<T>::Raw dh;
@@ -437,15 +472,21 @@ struct ActivationBackwardSource {
     Plain<T> dh;
     int64_t width;
 
-    __device__ Column column(int64_t) const { return {}; }
-    __device__ Raw load(int64_t row, int64_t col, const Column&) const {
+    __device__ Start start(int64_t row, int64_t col) const {
+        Start at;
+#pragma unroll
+        for (int h = 0; h < PLANES; h++) at.half[h] = up.from((row * PLANES + h) * width + col);
+        at.dh = dh.from(row * width + col);
+        return at;
+    }
+    __device__ Raw load(const Start& at, int i) const {
         Raw raw;
 #pragma unroll
-        for (int h = 0; h < PLANES; h++) raw.half[h] = up.load((row * PLANES + h) * width + col);
-        raw.dh = dh.load(row * width + col);
+        for (int h = 0; h < PLANES; h++) raw.half[h] = at.half[h].load(rows_of(i, PLANES * width));
+        raw.dh = at.dh.load(rows_of(i, width));
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column&, int64_t, int64_t, Values (&v)[PLANES]) const {
+    __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[PLANES]) const {
         Values first, second, d;
         up.values(raw.half[0], first);
         if (GATED) up.values(raw.half[PLANES - 1], second);
@@ -488,8 +529,10 @@ __device__ float4 rotated(float4 own, float4 partner, const float2* table, float
 template <class T>
 struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - x1 sin
     static constexpr int PLANES = 1;
-    struct Column {        // of each four columns
-        int partner[2];    // how far the other element of the pair lies; 0: not rotated
+    struct Start {
+        Plain<T> x;
+        uint32_t position;
+        int partner[2];    // of each four columns: how far the other element of the pair lies; 0: not rotated
         int angle[2];      // column of the table
     };
     struct Raw {
@@ -500,32 +543,32 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
     Rope rope;
     int64_t width;
 
-    __device__ Column column(int64_t col) const {
-        Column c;
+    __device__ Start start(int64_t row, int64_t col) const {
+        Start at{x.from(row * width + col), static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T), {}, {}};
         const int half = static_cast<int>(rope.HS) / 2;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
-            const int at = static_cast<int>(col + 4 * q) % static_cast<int>(rope.HS);
-            c.partner[q] = col + 4 * q >= rope.rotated_cols ? 0 : at < half ? half : -half;
-            c.angle[q] = at < half ? at : at - half;
+            const int inside = static_cast<int>(col + 4 * q) % static_cast<int>(rope.HS);
+            at.partner[q] = col + 4 * q >= rope.rotated_cols ? 0 : inside < half ? half : -half;
+            at.angle[q] = inside < half ? inside : inside - half;
         }
-        return c;
+        return at;
     }
-    __device__ Raw load(int64_t row, int64_t col, const Column& c) const {
+    __device__ Raw load(const Start& at, int i) const {
         Raw raw;
-        raw.own = x.load(row * width + col);
+        raw.own = at.x.load(rows_of(i, width));
 #pragma unroll
-        for (int q = 0; q < 2; q++) raw.partner[q] = load4(x.data + row * width + col + 4 * q + c.partner[q]);
+        for (int q = 0; q < 2; q++) raw.partner[q] = load4(at.x.data + rows_of(i, width) + 4 * q + at.partner[q]);
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column& c, int64_t row, int64_t, Values (&v)[1]) const {
-        const float2* angles = rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * (rope.HS / 2);
+    __device__ void compute(const Raw& raw, const Start& at, int i, Values (&v)[1]) const {
+        const float2* angles = rope.table + (at.position + i) % static_cast<uint32_t>(rope.T) * (rope.HS / 2);
         x.values(raw.own, v[0]);
 #pragma unroll
         for (int q = 0; q < 2; q++) {
-            if (c.partner[q] == 0) continue;
+            if (at.partner[q] == 0) continue;
             float* own = v[0] + 4 * q;
-            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + c.angle[q], c.partner[q] > 0 ? 1.0f : -1.0f);
+            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + at.angle[q], at.partner[q] > 0 ? 1.0f : -1.0f);
             own[0] = r.x, own[1] = r.y, own[2] = r.z, own[3] = r.w;
         }
     }
@@ -536,35 +579,38 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
 template <class T>
 struct RopePairSource {
     static constexpr int PLANES = 2;
-    struct Column {
-        int64_t at;  // where plane 0 lies
-        int angle;   // -1: not rotated
+    struct Start {
+        Plain<T> x;           // plane 0
+        const float2* angles; // null: not rotated
+        uint32_t position;
     };
     struct Raw {
         typename Plain<T>::Raw half[2];
         float4 angles[CHUNK / 2];  // cos, sin, cos, sin
     };
     Plain<T> x;
-    Rope rope;
+    Rope rope;  // T at least ROWS
     int half;
     int64_t width;
 
     __device__ int64_t place(int plane, int64_t col) const { return col + (static_cast<int>(col) / half + plane) * half; }
-    __device__ Column column(int64_t col) const {
+    __device__ Start start(int64_t row, int64_t col) const {
         const int64_t at = place(0, col);
-        return {at, at < rope.rotated_cols ? static_cast<int>(col) % half : -1};
+        return {x.from(row * 2 * width + at), at < rope.rotated_cols ? rope.table + static_cast<int>(col) % half : nullptr,
+                static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T)};
     }
-    __device__ Raw load(int64_t row, int64_t, const Column& c) const {
-        Raw raw;
+    __device__ Raw load(const Start& at, int i) const {
+        Raw raw{};
 #pragma unroll
-        for (int h = 0; h < 2; h++) raw.half[h] = x.load(row * 2 * width + c.at + h * half);
-        if (c.angle < 0) return raw;
-        const float4* angles = reinterpret_cast<const float4*>(rope.table + static_cast<uint32_t>(row) % static_cast<uint32_t>(rope.T) * half + c.angle);
+        for (int h = 0; h < 2; h++) raw.half[h] = at.x.load(rows_of(i, 2 * width) + h * half);
+        if (!at.angles) return raw;
+        const uint32_t T_ = static_cast<uint32_t>(rope.T), sum = at.position + i, position = sum < T_ ? sum : sum - T_;
+        const float4* angles = reinterpret_cast<const float4*>(at.angles + position * static_cast<uint32_t>(half));
 #pragma unroll
         for (int j = 0; j < CHUNK / 2; j++) raw.angles[j] = angles[j];
         return raw;
     }
-    __device__ void compute(const Raw& raw, const Column& c, int64_t, int64_t, Values (&v)[2]) const {
+    __device__ void compute(const Raw& raw, const Start& at, int, Values (&v)[2]) const {
         Values a, b;
         x.values(raw.half[0], a);
         x.values(raw.half[1], b);
@@ -572,8 +618,8 @@ struct RopePairSource {
         for (int j = 0; j < CHUNK; j++) {
             const float4 q = raw.angles[j / 2];
             const float cosine = j % 2 ? q.z : q.x, sine = j % 2 ? q.w : q.y;
-            v[0][j] = c.angle < 0 ? a[j] : rotated(a[j], b[j], cosine, sine);
-            v[1][j] = c.angle < 0 ? b[j] : rotated(b[j], a[j], cosine, -sine);
+            v[0][j] = at.angles ? rotated(a[j], b[j], cosine, sine) : a[j];
+            v[1][j] = at.angles ? rotated(b[j], a[j], cosine, -sine) : b[j];
         }
     }
 };
@@ -595,6 +641,7 @@ constexpr int TILE = 128;                  // rows and columns
 constexpr int ACROSS = TILE / CHUNK;       // chunks across a tile, and groups of 8 rows down
 constexpr int TILE_THREADS = ACROSS * ACROSS;
 constexpr int ROWS = 8;                    // of one thread
+constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a thread; more warps or more registers were slower
 
 struct TilePlace {
     int across, down;
@@ -605,25 +652,23 @@ struct TilePlace {
 };
 dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
-// Calls use(i, values, live) for the thread's 8 rows in turn, with several rows' loads in flight. All lanes call it, live or not.
+// Calls use(i, values, live) for the thread's 8 rows in turn, with several rows' loads in flight. All lanes call it, live or not: a place outside
+// reads the last row or chunk again, so that no load has a condition.
 template <class Source, class Use>
 __device__ void for_tile_rows(const Source& x, const TilePlace& at, int64_t rows, Use use) {
-    constexpr int BYTES = sizeof(typename Source::Raw), BATCH = BYTES > 64 ? 2 : BYTES > 24 ? 4 : 8;
-    const bool inside = at.col < x.width;
-    typename Source::Column column{};
-    if (inside) column = x.column(at.col);
+    constexpr int BYTES = sizeof(typename Source::Raw), BATCH = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
+    const auto start = x.start(min(at.row, rows - 1), min(at.col, x.width - CHUNK));
+    const int inside = static_cast<int>(min(max(rows - at.row, int64_t(0)), int64_t(ROWS))), live = at.col < x.width ? inside : 0;
 #pragma unroll
     for (int first = 0; first < ROWS; first += BATCH) {
-        typename Source::Raw raw[BATCH] = {};
+        typename Source::Raw raw[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (inside && at.row + first + i < rows) raw[i] = x.load(at.row + first + i, at.col, column);
+        for (int i = 0; i < BATCH; i++) raw[i] = x.load(start, min(first + i, max(inside - 1, 0)));
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            Values v[Source::PLANES] = {};
-            const bool live = inside && at.row + first + i < rows;
-            if (live) x.compute(raw[i], column, at.row + first + i, at.col, v);
-            use(first + i, v, live);
+            Values v[Source::PLANES];
+            x.compute(raw[i], start, min(first + i, max(inside - 1, 0)), v);
+            use(first + i, v, first + i < live);
         }
     }
 }
@@ -647,15 +692,15 @@ __device__ void raise_by_tile(float* slot, uint32_t top) {
 }
 
 template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS, 2) amax_kernel(Source x, int64_t rows, TensorScale* slot) {
-    uint32_t top = 0;
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) amax_kernel(Source x, int64_t rows, TensorScale* slot) {
+    float top = 0;
     for_tile_rows(x, TilePlace(), rows, [&](int, const Values(&v)[Source::PLANES], bool) {
 #pragma unroll
         for (int p = 0; p < Source::PLANES; p++)
 #pragma unroll
-            for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[p][j]));
+            for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
     });
-    raise_by_tile(&slot->amax, top);
+    raise_by_tile(&slot->amax, magnitude(top));
 }
 
 // Four rows of four bytes become four columns of four bytes.
@@ -666,26 +711,25 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
     out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// A tile's codes in shared memory, a column's 128 rows together, in units of 8 rows. Unit u of a column lies at u ^ (the column's chunk):
-// so both the writes (16 lanes, one unit of 16 chunks) and the reads (8 lanes, 16 bytes each of one column) meet every bank once.
+// A tile's codes in shared memory, a column's 128 rows together, in words of 4 rows. Word w of a column lies at w ^ (twice the column's chunk) ^
+// (1 in every other unit of 8 rows): so both the writes (a word of 16 chunks and 2 units) and the reads (8 lanes, 16 bytes each of one column)
+// meet every bank once.
 struct TransposeTile {
-    uint2 units[TILE * ACROSS];
+    uint32_t words[TILE * TILE / 4];
 
-    __device__ void write(const TilePlace& at, const uint2 (&codes)[ROWS]) {
+    // The thread's rows 4 h ... 4 h + 3.
+    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];
+        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
+        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
+        uint32_t* to = words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            uint32_t top[4], bottom[4];
-            auto word = [&](int r) { return h ? codes[r].y : codes[r].x; };
-            transpose4(word(0), word(1), word(2), word(3), top);
-            transpose4(word(4), word(5), word(6), word(7), bottom);
-#pragma unroll
-            for (int j = 0; j < 4; j++) units[(at.across * CHUNK + 4 * h + j) * ACROSS + (at.down ^ at.across)] = {top[j], bottom[j]};
-        }
+        for (int j = 0; j < CHUNK; j++) to[j * (TILE / 4)] = columns[j / 4][j % 4];
     }
     __device__ uint4 rows16(int col, int piece) const {  // rows piece * 16 ... + 15 of one column
         const int chunk = col / CHUNK;
-        const uint4 q = *reinterpret_cast<const uint4*>(&units[col * ACROSS + 2 * (piece ^ chunk >> 1)]);
-        return chunk & 1 ? uint4{q.z, q.w, q.x, q.y} : q;
+        const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
+        return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
     // To (columns, rows); place(c) is where the tile's column c lies.
     template <class Place>
@@ -710,13 +754,9 @@ struct TransposeTile {
     }
 };
 
-// Codes of a tile to (rows, cols) and, transposed, to (cols, rows); either pointer may be null.
+// Codes of a tile, transposed, to (cols, rows). All threads of the block call it.
 template <int PLANES, class Place>
-__device__ void put_tile(TransposeTile (&tiles)[PLANES], const TilePlace& at, const uint2 (&codes)[PLANES][ROWS], int64_t rows, int64_t width,
-                         uint8_t* transposed, Place place) {
-    if (!transposed) return;
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) tiles[p].write(at, codes[p]);
+__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* transposed, Place place) {
     __syncthreads();
     const int64_t col0 = int64_t(blockIdx.x) * TILE;
 #pragma unroll
@@ -725,37 +765,42 @@ __device__ void put_tile(TransposeTile (&tiles)[PLANES], const TilePlace& at, co
                        [&](int c) { return place(p, col0 + c); });
 }
 
+template <bool E5M2>
+constexpr float FP8_MAX = info(E5M2 ? Format::E5M2 : Format::E4M3).max;
+
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
-template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS, 2) quantize_kernel(Source x, int64_t rows, Fp8 format, TensorScale* slot, uint8_t* codes,
-                                                                   uint8_t* transposed) {
+template <class Source, bool E5M2, bool TRANSPOSED>
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const float scale = scale_of(format.max, slot->amax), inverse = __frcp_rn(scale);
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;
-    int64_t to[PLANES];
+    const float scale = scale_of(FP8_MAX<E5M2>, slot->amax), inverse = __frcp_rn(scale);
+    uint8_t* to[PLANES];
 #pragma unroll
-    for (int p = 0; p < PLANES; p++) to[p] = place(x, p, at.col);
-    uint2 kept[PLANES][ROWS];
+    for (int p = 0; p < PLANES; p++) to[p] = codes + at.row * PLANES * x.width + place(x, p, at.col);
+    uint2 kept[PLANES][4];
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            kept[p][i] = encode(format.e5m2, v[p], inverse);
-            if (live && codes) put(codes + (at.row + i) * PLANES * x.width + to[p], kept[p][i]);
+            kept[p][i % 4] = encode(E5M2, v[p], inverse);
+            if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), kept[p][i % 4]);
+            if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
         }
     });
-    put_tile(tiles, at, kept, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
+    if (TRANSPOSED) flush(tiles, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;  // last, for no load of x is moved above a store
 }
 
 __global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
-    uint2 kept[1][ROWS] = {};
+    uint2 kept[2][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-        if (at.col < cols && at.row + i < rows) kept[0][i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-    put_tile(tiles, at, kept, rows, cols, transposed, [](int, int64_t col) { return col; });
+        if (at.col < cols && at.row + i < rows) kept[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+#pragma unroll
+    for (int h = 0; h < 2; h++) tiles[0].write(at, h, kept[h]);
+    flush(tiles, rows, cols, transposed, [](int, int64_t col) { return col; });
 }
 
 // Values rounded to the stream format, or in groups.
@@ -770,17 +815,20 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_
 
 // u in groups, and the amax of the activation of what they hold, as long as both halves are at hand.
 template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS, 2) quantize_up_kernel(Source u, int64_t rows, Grouped up, TensorScale* slot) {
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_up_kernel(Source u, int64_t rows, Grouped up, TensorScale* slot) {
     constexpr int PLANES = Source::PLANES;
     const TilePlace at;
-    uint32_t top = 0;
+    Grouped to[PLANES];
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) to[p] = up.from((at.row * PLANES + p) * u.width + at.col);
+    float top = 0;
     for_tile_rows(u, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
-        for (int p = 0; p < PLANES; p++) up.store(((at.row + i) * PLANES + p) * u.width + at.col, v[p], live);
+        for (int p = 0; p < PLANES; p++) to[p].store(rows_of(i, PLANES * u.width), v[p], live);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(activated<PLANES == 2>(v[0][j], v[PLANES - 1][j])));
+        for (int j = 0; j < CHUNK; j++) top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
     });
-    raise_by_tile(&slot->amax, top);
+    raise_by_tile(&slot->amax, at.col < u.width ? magnitude(top) : 0);  // outside, two lanes that hold no group have rounded with a wrong scale
 }
 
 // What one thread has counted, added up by warps first: the totals are a single address for the whole GPU. All lanes must call.
@@ -847,11 +895,11 @@ __global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int
     const int64_t step = int64_t(COLUMN_PARTIALS) * ACROSS;
     Values sum[PLANES] = {};
     if (at.col < x.width) {
-        const auto column = x.column(at.col);
 #pragma unroll 4
         for (int64_t row = blockIdx.y * ACROSS + at.down; row < rows; row += step) {
             Values v[PLANES];
-            x.compute(x.load(row, at.col, column), column, row, at.col, v);
+            const auto start = x.start(row, at.col);
+            x.compute(x.load(start, 0), start, 0, v);
 #pragma unroll
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
@@ -951,7 +999,8 @@ void with_source(const Computed& x, F f) {
         case Rule::RopeBackward:
             return with_stream(x.a, [&](auto held) {
                 using T = typename decltype(held)::Stream;
-                if (x.rope.HS % 32 == 0 && x.cols % x.rope.HS == 0) return f(RopePairSource<T>{held, x.rope, static_cast<int>(x.rope.HS) / 2, x.cols / 2});
+                if (x.rope.HS % 32 == 0 && x.cols % x.rope.HS == 0 && x.rope.T >= ROWS)
+                    return f(RopePairSource<T>{held, x.rope, static_cast<int>(x.rope.HS) / 2, x.cols / 2});
                 f(RopeBackwardSource<T>{held, x.rope, x.cols});
             });
         default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
@@ -961,8 +1010,13 @@ void with_source(const Computed& x, F f) {
 template <class Source>
 void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, cudaStream_t s) {
     need(out.view.quant.granularity == PER_TENSOR && out.view.scales, "a per-tensor FP8 output needs its TensorScale");
-    quantize_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, fp8(out.view.quant.format), tensor_scale(out.view),
-                                                                      static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
+    auto launch = [&](auto kernel) {
+        kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
+                                                                                static_cast<uint8_t*>(out.transposed));
+    };
+    const bool e5m2 = out.view.quant.format == Format::E5M2;
+    if (out.transposed) launch(e5m2 ? quantize_kernel<Source, true, true> : quantize_kernel<Source, false, true>);
+    else launch(e5m2 ? quantize_kernel<Source, true, false> : quantize_kernel<Source, false, false>);
     CHECK_LAUNCH("quantize");
 }
 
@@ -1073,7 +1127,7 @@ void dequantize(const View& x, const View& out, cudaStream_t s) {
 
 namespace {
 
-constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;
+constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // of a block, at most
 
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
@@ -1083,8 +1137,9 @@ dim3 row_block(int64_t C) {
 
 __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it.
-template <int K>
+// Sums over the team in a fixed order; every thread gets the same bits. All threads of the team call it. Two calls in a row want different PLACEs:
+// nobody is still reading a place when the next but one is written.
+template <int PLACE, int K>
 __device__ void team_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
@@ -1093,16 +1148,19 @@ __device__ void team_sum(float (&x)[K]) {
         for (int lanes = 16; lanes > 0; lanes /= 2) x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], lanes);
     const int warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (warps == 1) return;
-    __syncthreads();  // everybody has read the sums before these
     if (threadIdx.x % 32 == 0)
 #pragma unroll
         for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
-    __syncthreads();
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");  // teams do not wait for one another
 #pragma unroll
     for (int k = 0; k < K; k++) {
         x[k] = 0;
         for (int w = 0; w < warps; w++) x[k] += parts[k][first + w];
     }
+}
+
+__device__ float inverse_root(float squares, int64_t C, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
 // {mean, 1 / std} of a row ({0, 1 / rms}). Forward and backward call it with the same chunks in the same threads: the same bits.
@@ -1113,7 +1171,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
         for (int c = 0; c < ROW_CHUNKS; c++)
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        team_sum(sum);
+        team_sum<0>(sum);
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
@@ -1124,8 +1182,8 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(d, d, square[0]);
         }
-    team_sum(square);
-    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(square[0], static_cast<float>(C)), eps)))};
+    team_sum<1>(square);
+    return {mean, inverse_root(square[0], C, eps)};
 }
 
 // The residual pair and what the next norm's two passes need: sum -> x_out, in, stats, amax of the norm's output.
@@ -1136,14 +1194,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) row_kernel(Source sum, int64_t
     typename Source::Raw raw[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
-        if (row < rows && row_column(c) < C) raw[c] = sum.load(row, row_column(c), {});
+        if (row < rows && row_column(c) < C) raw[c] = sum.load(sum.start(row, row_column(c)), 0);
     Values v[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t col = row_column(c), i = row * C + col;
         const bool live = row < rows && col < C;
         Values whole[1] = {};
-        if (live) sum.compute(raw[c], {}, row, col, whole);
+        if (live) sum.compute(raw[c], {}, 0, whole);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[c][j] = whole[0][j];
         if (!WRITE) continue;
@@ -1206,85 +1264,109 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
     }
 }
 
-// xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain.
-// dgain += dy xhat, dbias += dy: by a block in shared memory, then through partials.
+// xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
+// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a team in shared memory, by a block,
+// then through partials. While a row is computed the next one is under way: x in registers, dy and g in shared memory, where each thread reads
+// what it has copied itself.
+constexpr int BACKWARD_THREADS = 512;
+
 template <class Held, bool RMS>
-__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
-                                                                       Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
-                                                                       int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
-                                                                       float* partials) {
-    using T = typename Held::Stream;
-    constexpr bool EARLY = sizeof(T) < 4;  // FP32 rows leave no registers for g
-    extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
+__global__ void __launch_bounds__(BACKWARD_THREADS, 1) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
+                                                                    Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
+                                                                    int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
+                                                                    float* partials) {
+    using Stream = Plain<typename Held::Stream>;
+    using Raw = typename Stream::Raw;
+    constexpr bool AHEAD = sizeof(Raw) == 16;      // two FP32 rows find no room
+    extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C); then what is under way, two Raw a chunk and thread
     const ColumnSums dgain(sums + threadIdx.y * C, C), dbias(sums + (blockDim.y + threadIdx.y) * C, C);
+    Raw* const mine = reinterpret_cast<Raw*>(sums + (RMS ? 1 : 2) * blockDim.y * C) + threadIdx.y * blockDim.x + threadIdx.x;
+    const int threads = blockDim.x * blockDim.y;
+    const int64_t step = int64_t(gridDim.x) * blockDim.y, first = threadIdx.x * CHUNK;
+    const uint32_t apart = blockDim.x * CHUNK;  // columns between a thread's chunks
+    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    auto copy = [&](int which, int c, const Stream& from) {
+        if (AHEAD) __pipeline_memcpy_async(mine + (which * ROW_CHUNKS + c) * threads, from.data + c * apart, sizeof(Raw));
+    };
+    auto take = [&](int which, int c, const Stream& from, Values& v) {
+        from.values(AHEAD ? mine[(which * ROW_CHUNKS + c) * threads] : from.load(c * apart), v);
+    };
+    typename Held::Raw raw_x[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= C) continue;
         dgain.zero(row_column(c));
         if (!RMS) dbias.zero(row_column(c));
+        if (row >= rows) continue;
+        raw_x[c] = in.from(row * C + first).load(c * apart);
+        copy(0, c, dy.from(row * C + first));
+        if (g_in.data) copy(1, c, g_in.from(row * C + first));
     }
-    uint32_t top = 0;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
-        const int64_t row = first + threadIdx.y;
-        auto live = [&](int c) { return row < rows && row_column(c) < C; };
-        typename Held::Raw raw_x[ROW_CHUNKS] = {};
-        typename Plain<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+    __pipeline_commit();
+    const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
+    float top = 0;
+    for (; row < rows; row += step) {
+        const int64_t at = row * C + first, next = (row + step < rows ? row + step : row) * C + first;
+        const Stream this_dy = dy.from(at), this_g = g_in.from(at), next_dy = dy.from(next), next_g = g_in.from(next);
+        Values x[ROW_CHUNKS] = {}, dw[ROW_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++)
+            if (row_column(c) < C) {
+                in.values(raw_x[c], x[c]);
+                raw_x[c] = in.from(next).load(c * apart);
+            }
+        float2 st{};
+        if (!RMS) st = row_stats(x, C, false, eps);
+        __pipeline_wait_prior(0);
+        float sum[2] = {0, 0};  // RMS: of x^2 and of dy gain x; else of dy gain and of dy gain xhat
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            const int64_t i = row * C + row_column(c);
-            raw_x[c] = in.load(i);
-            raw_dy[c] = dy.load(i);
-            if (EARLY && g_in.data) raw_g[c] = g_in.load(i);
-        }
-        Values x[ROW_CHUNKS];
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
-        const float2 st = row_stats(x, C, RMS, eps);
-        if (row < rows && threadIdx.x == 0) stats[row] = st;
-
-        float mean[2] = {0, 0};  // of dy gain xhat, and of dy gain
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values d, w, dxhat;
-            dy.values(raw_dy[c], d);
+            if (row_column(c) >= C) continue;
+            Values d, w;
+            take(0, c, this_dy, d);
             gain.values(gain.load(row_column(c)), w);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
+                dw[c][j] = d[j] * w[j];
+                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw[c][j];
+                sum[1] += dw[c][j] * x[c][j];
+            }
+        }
+        team_sum<2>(sum);
+        if (RMS) st = {0, inverse_root(sum[0], C, eps)};
+        if (threadIdx.x == 0) stats[row] = st;
+        const float mean = RMS ? 0.0f : sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (row_column(c) >= C) continue;
+            Values d, g = {};
+            take(0, c, this_dy, d);
+            copy(0, c, next_dy);
+            if (g_in.data) {
+                take(1, c, this_g, g);
+                copy(1, c, next_g);
+            }
             if (!RMS) dbias.add(row_column(c), d);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                x[c][j] = (x[c][j] - st.x) * st.y;
-                mean[0] += d[j] * w[j] * x[c][j];
-                if (!RMS) mean[1] += d[j] * w[j];
-                dxhat[j] = d[j] * x[c][j];
+                const float xhat = RMS ? x[c][j] * st.y : x[c][j];
+                d[j] *= xhat;
+                g[j] += st.y * ((RMS ? dw[c][j] : dw[c][j] - mean) - xhat * mean_xhat);
             }
-            dgain.add(row_column(c), dxhat);
+            dgain.add(row_column(c), d);
+            g_out.store(at + c * apart, g, true);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) top = larger(top, g[j]);
         }
-        team_sum(mean);
-        mean[0] /= static_cast<float>(C);
-        mean[1] /= static_cast<float>(C);
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            Values d, w, g;
-            dy.values(raw_dy[c], d);
-            gain.values(gain.load(row_column(c)), w);
-            if (!EARLY && g_in.data) raw_g[c] = g_in.load(row * C + row_column(c));
-            g_in.values(raw_g[c], g);
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) g[j] += st.y * (d[j] * w[j] - mean[1] - x[c][j] * mean[0]);
-            g_out.store(row * C + row_column(c), g, true);
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(g[j]));
-        }
+        __pipeline_commit();
     }
-    if (slot) raise_by_warp(&slot->amax, top);
+    if (slot) raise_by_warp(&slot->amax, magnitude(top));
     __syncthreads();
     write_partials(sums, C, {partials});
     if (!RMS) write_partials(sums + blockDim.y * C, C, {partials + gridDim.x * C});
 }
 
-constexpr int NORM_BLOCKS_PER_SM = 4;
 int multiprocessors() {
     static const int count = [] {
         int device = 0, n = 0;
@@ -1300,12 +1382,13 @@ void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, 
                       const View& dbias, float* workspace, cudaStream_t s) {
     using T = typename Held::Stream;
     const int64_t rows = n.in.rows, C = n.in.cols;
-    const dim3 block = row_block(C);
-    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
-    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float);
+    dim3 block = row_block(C);
+    block.y = BACKWARD_THREADS / block.x;
+    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors()));
+    const size_t ahead = sizeof(T) < 4 ? 2 * ROW_CHUNKS * CHUNK * sizeof(T) * block.x * block.y : 0;
+    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float) + ahead;
     auto kernel = norm_backward_kernel<Held, RMS>;
-    if (shared > 48 << 10)
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
     kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
                                        n.stats, g_slot, workspace);
     CHECK_LAUNCH("norm_backward");
@@ -1335,7 +1418,7 @@ void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s) {
     with_held(n.in, [&](auto in) { row<false>(StoredSource<decltype(in)>{in, n.in.cols}, View{}, n, in, y_slot, nullptr, s); });
 }
 
-size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float); }
+size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * C * sizeof(float); }
 
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
                    float* workspace, cudaStream_t s) {

@@ -3,6 +3,7 @@
 //
 //   make bench                                                                     the runs in the table RUNS
 //   make bench BENCH_ARGS="--model llama-2-7b --recipe bf16 --batch 4 --seq 2048"  another one
+//   build/bench --model gpt2 --only norm                                           operators with this in group or name, and no whole step
 //
 // The floor of an operator is the longer of two times: its bytes (every input read once, every output written once) at the rate of a copy
 // within the device, and its FLOPs at the rate of a large matrix product in the same formats. Percentages are floor / time; where a
@@ -243,8 +244,8 @@ class Step {
 public:
     std::vector<Row> rows;
 
-    Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings)
-        : setup_(s), c_(s.config), r_(r), clock_(clock), ceilings_(ceilings), stream_(r.stream), fp8_(r.x.fp8()),
+    Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
+        : only_(only), setup_(s), c_(s.config), r_(r), clock_(clock), ceilings_(ceilings), stream_(r.stream), fp8_(r.x.fp8()),
           groups_(r.nonlinear.fp8()), N_(s.B * s.T), layers_(static_cast<double>(c_.L * s.accumulate)),
           batches_(static_cast<double>(s.accumulate)), slot_(fp8_ ? clock.slot() : nullptr),
           gemms_(scratch_.take(Gemms::SCRATCH), r.fast_accumulation) {
@@ -258,6 +259,7 @@ public:
 
 private:
     enum class Use { Fprop, Wgrad, Both };
+    const std::string only_;
     const Setup& setup_;
     const ModelConfig& c_;
     const Recipe& r_;
@@ -271,8 +273,10 @@ private:
     Memory scratch_, memory_;
     Gemms gemms_;
 
+    bool wanted(const char* group, const std::string& name) const { return (group + (": " + name)).find(only_) != std::string::npos; }
     void add(const char* group, const std::string& name, double count, double bytes, double flops, Ceiling ceiling, bool product,
              const std::function<void()>& run) {
+        if (!wanted(group, name)) return;
         const double seconds = clock_.seconds(run);
         const bool known = flops == 0 || ceilings_.count(ceiling);
         const double work = flops > 0 && known ? flops / ceilings_.at(ceiling) : 0;
@@ -316,6 +320,7 @@ private:
     // --- Matrix products ------------------------------------------------------------------------------------------------
     void product(const char* group, const std::string& name, double count, Gemm kind, const Operand& a, const Operand& b, const View& out,
                  double flops, const void* bias, bool accumulate) {
+        if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, false, bias, nullptr);  // picks the algorithm
         const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
         add(group, name, count, bytes, flops, product_ceiling(kind, a.view.quant, r_), true,
@@ -583,13 +588,14 @@ void print_totals(const std::vector<Row>& rows, const Totals& total, double step
     std::printf("    %-42s %10.2f %7.1f%%\n", "whole step less that sum", (step - total.measured) * 1e3, 100 * (1 - total.measured / step));
 }
 
-Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps) {
+Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps, const std::string& only) {
     std::printf("\n%s, recipe %s, optimizer %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name, s.optimizer.name,
                 static_cast<long long>(s.accumulate), static_cast<long long>(s.B), static_cast<long long>(s.T));
-    const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings).rows;
+    const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings, only).rows;
     Totals total;
     for (const Row& r : rows) total.add(r);
     print_rows(rows);
+    if (!only.empty()) return {{"model", s.config.name}, {"recipe", s.recipe.name}, {"operators", rows_json(rows)}};
     const std::vector<double> times = step_seconds(s, clock, steps);
     const double step = times[times.size() / 2], tokens = static_cast<double>(s.accumulate * s.B * s.T);
     print_totals(rows, total, step);
@@ -611,7 +617,7 @@ using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
     Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--optimizer", "coat"}, {"--batch", ""},
-                {"--seq", ""},   {"--accumulate", ""}, {"--steps", "20"},       {"--json", ""}};
+                {"--seq", ""},   {"--accumulate", ""}, {"--steps", "20"},       {"--json", ""},  {"--only", ""}};
     std::string known;
     for (const auto& [flag, value] : flags) known += " " + flag;
     for (int i = 1; i < argc; i += 2) {
@@ -664,7 +670,7 @@ int main(int argc, char** argv) try {
     for (const auto& [c, rate] : ceilings)
         std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12, c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"ceilings", ceilings_json(ceilings)}, {"runs", Json::array()}};
-    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, static_cast<int>(number(flags, "--steps", 20))));
+    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, static_cast<int>(number(flags, "--steps", 20)), flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
     if (!(file << report.dump(1) << "\n")) throw Error(flags.at("--json") + " cannot be written: choose another --json.");
