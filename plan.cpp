@@ -27,6 +27,32 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+const std::vector<Mode>& modes() {
+    static const std::vector<Mode> table = {
+        {"attention", true,
+         {{"stream", "q, k, v and the output are kept for backward in the recipe's stream format"},
+          {"groups", "in FP8 groups of 16, which the forward pass reads too"}},
+         [](const Setup& s) { return !s.recipe.attention.fp8(); },
+         [](Setup& s, bool first) { s.recipe.attention = first ? Quant{s.recipe.stream} : Q_GROUP; }},
+        {"master", true,
+         {{"exact", "16 bits beside each BF16 weight make its FP32 master"},
+          {"none", "BF16 weights alone, which the update rounds stochastically"}},
+         [](const Setup& s) { return s.master; },
+         [](Setup& s, bool first) { s.master = first; }},
+        {"gradients", true,
+         {{"kept", "all of them, until the update after the backward pass"},
+          {"none", "the backward pass updates each linear layer as soon as it has its gradient; one micro-batch a step; clips by the last step's norm"}},
+         [](const Setup& s) { return s.keep_gradients; },
+         [](Setup& s, bool first) { s.keep_gradients = first; }},
+        {"recompute", false,
+         {{"on", "outputs of norms and activation functions are computed again in the backward pass"},
+          {"off", "they are kept, on a GPU: the same bits in less time and more memory (a CPU always computes them again)"}},
+         [](const Setup& s) { return s.recompute; },
+         [](Setup& s, bool first) { s.recompute = first; }},
+    };
+    return table;
+}
+
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.max_T)
@@ -36,6 +62,12 @@ void validate(const Setup& s) {
     if (s.B > INT32_MAX / s.T)
         throw Error("--batch " + std::to_string(s.B) + " times --seq " + std::to_string(s.T) +
                     " is more than 2^31 tokens; use a smaller --batch and more --accumulate.");
+    const std::string in_fp32 = std::string(" goes with BF16, and --recipe ") + s.recipe.name + " computes in fp32; leave it out, or choose --recipe coat.";
+    if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
+    if (s.recipe.stream == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
+    if (!s.keep_gradients && s.accumulate > 1)
+        throw Error("--gradients none spends each gradient at once, so that --accumulate " + std::to_string(s.accumulate) +
+                    " has nothing to add up in; use --accumulate 1 with a larger --batch, or --gradients kept.");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -46,6 +78,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const std::string stream = info(r.stream).name, fp32 = info(Format::F32).name;
     const std::string nonlinear = r.nonlinear.text(), pair = r.nonlinear.fp8() ? stream + " and " + nonlinear : stream;
+    const std::string attention = r.attention.text();
     const std::string layers = "each of " + std::to_string(c.L) + " layers", none = "-";
 
     std::vector<PrecisionRow> table;
@@ -55,23 +88,26 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     };
     auto operands = [&](int64_t out, int64_t in) { return linear_quant(r, s.B * s.T, out, in); };
     auto named = [](const std::string& name, const LinearQuant& q) { return q.fallback ? name + " (falls back)" : name; };
-    auto linear = [&](const std::string& name, const std::string& input, int64_t out, int64_t in, const std::string& saved) {
+    auto linear = [&](const std::string& name, int64_t out, int64_t in, const std::string& output) {
         const LinearQuant q = operands(out, in);
-        row(layers, named(name, q), input.empty() ? q.x.text() : input, q.w.text(), stream, saved);
+        row(layers, named(name, q), q.x.text(), q.w.text(), output, none);
     };
-    auto produced = [&](int64_t out, int64_t in) { return operands(out, in).x.text(); };  // what the linear layer after it reads
+    auto recomputed = [&](const std::string& name, const std::string& weights, int64_t out, int64_t in) {  // the operand of a linear layer
+        const std::string output = operands(out, in).x.text();
+        row(layers, name, nonlinear, weights, output, nonlinear + " input" + (s.recompute ? "" : "; " + output + " output"));
+    };
 
     row("", "embedding", "tokens", stream, pair, none);
-    row(layers, "norm 1", nonlinear, stream, produced(c.qkv_cols(), c.C), nonlinear + " input");
-    linear("q, k, v projection", "", c.qkv_cols(), c.C, none);
-    if (c.arch.rope) row(layers, "rotary positions", stream, none, stream, none);
-    row(layers, "attention", stream, none, stream, stream + " q, k, v, output; fp32 log-sum-exp");
-    linear("attention output projection", "", c.C, c.q_cols(), none);
+    recomputed("norm 1", stream, c.qkv_cols(), c.C);
+    linear("q, k, v projection", c.qkv_cols(), c.C, c.arch.rope ? stream : attention);
+    if (c.arch.rope) row(layers, "rotary positions", stream, none, attention, none);
+    row(layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp");
+    linear("attention output projection", c.C, c.q_cols(), stream);
     row(layers, "residual add", stream, none, pair, none);
-    row(layers, "norm 2", nonlinear, stream, produced(c.up_cols(), c.C), nonlinear + " input");
-    linear(c.arch.gated ? "gate and up projection" : "up projection", "", c.up_cols(), c.C, none);
-    row(layers, c.arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, produced(c.C, c.F), nonlinear + " input");
-    linear("down projection", "", c.C, c.F, none);
+    recomputed("norm 2", stream, c.up_cols(), c.C);
+    linear(c.arch.gated ? "gate and up projection" : "up projection", c.up_cols(), c.C, stream);
+    recomputed(c.arch.gated ? "SiLU(gate) x up" : "GELU", none, c.C, c.F);
+    linear("down projection", c.C, c.F, stream);
     row(layers, "residual add", stream, none, pair, none);
     row("", "final norm", stream, stream, stream, stream + " input");
     row("", "head", stream, stream, stream, none);
@@ -82,7 +118,11 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     row("backward", named("linear layers, dgrad", q), q.g.text(), q.w.text(), stream, none);
     row("backward", named("linear layers, wgrad", q), q.g.text() + " x " + q.x.text(), none, stream + " gradient", none);
     row("backward", "norms, activations", nonlinear + ", " + stream, stream, stream, none);
-    row("backward", "attention, head", stream, stream, stream, none);
+    row("backward", "attention", r.attention.fp8() ? attention + ", " + stream : stream, none, stream, none);
+    row("backward", "head", stream, stream, stream, none);
+    const bool halves = s.master && r.stream != Format::F32;
+    const std::string held = halves ? stream + " and 16 bits: fp32" : stream;
+    row("update", "AdamW, weights", held, none, s.master ? held : held + " stochastically", none);
     for (const auto& [name, format] : {std::pair{"AdamW, first moment", s.optimizer.m}, std::pair{"AdamW, second moment", s.optimizer.v}})
         row("update", name, info(format).name, none, info(format).name,
             !is_fp8(format) ? none : s.optimizer.expand ? "fp32 max, k each 128" : "fp32 max each 128");
@@ -92,6 +132,22 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
+namespace {
+
+// Elements of the flat order that have a gradient at one time. A tied embedding's is added to from the head on, all through backward.
+int64_t gradient_elements(const Setup& s) {
+    int64_t all = 0, largest = 0;
+    const std::vector<UnitRange> units = unit_ranges(parameters(s.config));
+    for (size_t u = 0; u < units.size(); u++) {
+        all += units[u].elements;
+        if (u > 0 || !s.config.tied) largest = std::max(largest, units[u].elements);
+    }
+    return s.keep_gradients ? all : largest + (s.config.tied ? units[0].elements : 0);
+}
+
+}  // namespace
+
+// What only a run with a mode has comes last, so that a row has the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, live = parameter_count(c);
@@ -112,16 +168,17 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     auto format = [](Format f) { return std::string(" (") + info(f).name + ")"; };
     std::vector<MemoryRow> plan = {
         {Category::Weights, "weights" + format(stream), elements * info(stream).bytes, "parameter", live},
-        {Category::Weights, "rest of the FP32 master", stream == Format::F32 ? 0 : elements * 2, "parameter", live},
-        {Category::Gradients, "gradients" + format(stream), elements * info(stream).bytes, "parameter", live},
+        {Category::Weights, "rest of the FP32 master", stream == Format::F32 || !s.master ? 0 : elements * 2, "parameter", live},
+        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of one linear layer") + format(stream),
+         gradient_elements(s) * info(stream).bytes, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
         {Category::Optimizer, s.optimizer.expand ? "max and k of each group" : "max of each group", group_scales, "parameter", live},
+        {Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.quant.bytes(N, t.cols) * c.L,
                         "token, layer", N * c.L});
-    plan.push_back({Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N});
     return plan;
 }
 
@@ -150,6 +207,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_beside(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
+    for (const Mode& mode : modes()) mode.choose(s, true);
     return s;
 }
 
@@ -452,6 +510,9 @@ void print_precision_plan(const Setup& s) {
     if (falls_back)
         std::printf("  A linear layer falls back to %s where a side of its GEMMs is no multiple of 16; here --batch x --seq is %lld tokens.\n",
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
+    if (!s.keep_gradients)
+        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the norm of the\n"
+                    "  last step that changed something (the first step is not clipped), and a gradient that is not finite skips what is updated with it.\n");
 }
 
 void print_memory_plan(const Setup& s) {
@@ -464,8 +525,10 @@ void print_memory_plan(const Setup& s) {
                 static_cast<long long>(parameter_count(s.config)), static_cast<long long>(s.B * s.T), static_cast<long long>(s.config.L));
     std::printf("  %-38s %26s   %26s\n", "", title("", s).c_str(), title("beside ", other).c_str());
     std::printf("  %-38s %26s   %26s   per\n", "", "bytes", "bytes");
-    for (size_t i = 0; i < plan.size(); i++)
-        print_memory_line(plan[i].name.c_str(), plan[i].bytes, plan[i].per_unit(), beside[i].bytes, beside[i].per_unit(), plan[i].unit);
+    for (size_t i = 0; i < plan.size(); i++) {
+        const bool both = i < beside.size();
+        print_memory_line(plan[i].name.c_str(), plan[i].bytes, plan[i].per_unit(), both ? beside[i].bytes : 0, both ? beside[i].per_unit() : 0, plan[i].unit);
+    }
     std::printf("\n");
     for (int category = 0; category < static_cast<int>(Category::Workspace); category++) {
         const Category which = static_cast<Category>(category);

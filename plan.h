@@ -14,7 +14,21 @@ struct Schedule {
 const std::vector<Schedule>& schedules();
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);  // step counts from 0
 
-// Sizes of a run that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
+// What trades memory beyond a recipe and an optimizer: a flag of two values each, the first of which is the default and loses nothing.
+struct Choice {
+    const char *name, *about;
+};
+struct Mode {
+    const char* flag;
+    bool changes_numbers;  // so that a checkpoint is of one choice
+    std::vector<Choice> choices;
+    bool (*is_first)(const Setup&);
+    void (*choose)(Setup&, bool first);
+    const char* chosen(const Setup& s) const { return choices[is_first(s) ? 0 : 1].name; }
+};
+const std::vector<Mode>& modes();
+
+// Sizes of a run, or modes, that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
 void validate(const Setup& s);
 
 // The precision flow (paper figure 2): format and granularity of what every operator reads, writes and keeps for backward.
@@ -43,7 +57,7 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category);
 double optimizer_bytes_per_parameter(const Setup& s);
 double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input, which is not a layer's
 
-Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moments, which the plan is printed beside
+Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moments and no mode that saves memory, which the plan is printed beside
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One GPU: everything lies in one allocation, laid out here, so that the plan can be printed where there is no GPU.

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 
@@ -110,6 +111,12 @@ void split_master(float master, uint16_t* weight, int16_t* remainder) {
 
 float join_master(uint16_t weight, int16_t remainder) {
     return bits_as<float>((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+// A magnitude whose low half is r of 65536 carries into the upper half for r of the 65536 random numbers: up with probability r / 65536.
+uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
+    const uint64_t random = rounding_bits(key, static_cast<uint64_t>(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
+    return static_cast<uint16_t>((bits_as<uint32_t>(x) + static_cast<uint32_t>(random)) >> 16);
 }
 
 // =====================================================================================================================
@@ -749,16 +756,14 @@ public:
     const ModelConfig config;
     const Recipe recipe;
     const std::vector<Param> params;
-    std::vector<Tensor> weights, gradients;  // by parameter; values of the stream format
+    std::vector<Tensor> weights, gradients;  // by parameter; values of the stream format. A gradient may be empty until it is added to
     QuantStats* stats = nullptr;             // one per Kind; null: not measured
-    bool finite = true;                      // no tensor that went to FP8 had a NaN or an infinity, which a code would hide
+    bool finite = true;                      // no loss, and no tensor that went to FP8, had a NaN or an infinity, which a code would hide
+    std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
-    Network(const ModelConfig& c, const Recipe& r) : config(c), recipe(r), params(parameters(c)) {
+    Network(const ModelConfig& c, const Recipe& r) : config(c), recipe(r), params(parameters(c)), gradients(params.size()) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
-        for (const Param& p : params) {
-            weights.emplace_back(p.size());
-            gradients.emplace_back(p.size());
-        }
+        for (const Param& p : params) weights.emplace_back(p.size());
     }
 
     size_t index(const std::string& name) const { return index_.at(name); }
@@ -778,6 +783,7 @@ public:
         const Tensor y = rounded(norm("final_norm", x));
         Tensor logits = head_logits(y, N_);
         const double loss = cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, static_cast<Real>(scale));
+        finite = finite && std::isfinite(loss);
         if (scale == 0) return loss;
         Tensor g = head_backward(x, y, rounded(logits));
         for (int64_t l = config.L; l-- > 0;) g = block_backward(l, g);
@@ -858,8 +864,8 @@ private:
         Tensor dx(N_ * w.cols), dw(w.size());
         matmul<Real>(N_, w.cols, w.rows, {g8.data(), w.rows, 1}, {w8.data(), w.cols, 1}, dx.data());  // dgrad
         matmul<Real>(w.rows, w.cols, N_, {g8.data(), 1, w.rows}, {x8.data(), w.cols, 1}, dw.data());  // wgrad
-        add_gradient(name, dw);
-        if (config.arch.bias) add_gradient(name + ".bias", column_sums(q.g.fp8() ? dy : g8, w.rows));
+        add_gradient(index(name), dw);
+        if (config.arch.bias) add_gradient(index(name + ".bias"), column_sums(q.g.fp8() ? dy : g8, w.rows));
         return rounded(dx);
     }
 
@@ -870,9 +876,13 @@ private:
         return sums;
     }
 
-    void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& g = gradients[index(name)];
-        g = rounded(added(g, contribution));
+    void add_gradient(size_t i, const Tensor& contribution) {
+        gradients[i].resize(contribution.size());  // with zeros, where nothing was
+        gradients[i] = rounded(added(gradients[i], contribution));
+    }
+
+    void done_with_unit_of(const std::string& name) const {
+        if (unit_done) unit_done(params[index(name)].unit);
     }
 
     // --- Embedding ----------------------------------------------------------------------------------------------------
@@ -890,13 +900,14 @@ private:
     void embed_backward(const int32_t* tokens, const Tensor& g) {
         scatter("embedding", g, [&](int64_t n) { return static_cast<int64_t>(tokens[n]); });
         if (!config.arch.rope) scatter("positions", g, [&](int64_t n) { return n % T_; });
+        done_with_unit_of("embedding");
     }
 
     template <class Row>
     void scatter(const std::string& name, const Tensor& g, Row row) {
         Tensor sums(params[index(name)].size());
         for (int64_t n = 0; n < N_; n++) add_scaled(config.C, Real(1), g.data() + n * config.C, sums.data() + row(n) * config.C);
-        add_gradient(name, sums);
+        add_gradient(index(name), sums);
     }
 
     // --- Head: logits' gradients -> hidden states' gradients --------------------------------------------------------
@@ -905,16 +916,18 @@ private:
         Tensor dhead(V * C), dy(N_ * C);
         matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
         matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
-        gradients[head()] = rounded(added(gradients[head()], dhead));
-        return rounded(norm_gradient("final_norm", x, rounded(dy)));
+        add_gradient(head(), dhead);
+        const Tensor dx = norm_gradient("final_norm", x, rounded(dy));
+        done_with_unit_of("final_norm.gain");
+        return rounded(dx);
     }
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // FP32
         Tensor dx(x.size()), dgain(config.C), dbias(config.arch.rms ? 0 : config.C);
         norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weights[index(name + ".gain")].data(), dy.data(), dx.data(),
                             dgain.data(), config.arch.rms ? nullptr : dbias.data());
-        add_gradient(name + ".gain", dgain);
-        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
+        add_gradient(index(name + ".gain"), dgain);
+        if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
     }
 
@@ -931,14 +944,13 @@ private:
         s.norm1_input = norm_input(sum);
         Tensor qkv = linear_forward(name + "qkv", norm(name + "norm1", recall(s.norm1_input)));
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
-        qkv = rounded(qkv);
+        s.qkv = hold(rounded(qkv), N_, config.qkv_cols(), recipe.attention, Kind::Attention);
+        qkv = rounded(recall(s.qkv));  // what backward will read too, so that the log-sum-exp belongs to it
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
         attention_forward(config, B_, T_, qkv.data(), attention.data(), s.lse.data());
-        attention = rounded(attention);
-        const Tensor middle = added(rounded(sum), linear_forward(name + "attention_out", attention));
-        s.qkv = keep(qkv, N_, config.qkv_cols(), Quant{recipe.stream}, nullptr);
-        s.attention = keep(attention, N_, config.q_cols(), Quant{recipe.stream}, nullptr);
+        s.attention = hold(rounded(attention), N_, config.q_cols(), recipe.attention, Kind::Attention);
+        const Tensor middle = added(rounded(sum), linear_forward(name + "attention_out", recall(s.attention)));
 
         s.norm2_input = norm_input(middle);
         const Tensor up = linear_forward(name + "up", norm(name + "norm2", recall(s.norm2_input)));
@@ -956,19 +968,24 @@ private:
         const Tensor up = recall(s.up), norm2_input = recall(s.norm2_input), norm1_input = recall(s.norm1_input);
 
         const Tensor dh = linear_backward(name + "down", activation(up), g);
+        done_with_unit_of(name + "down");
         Tensor dup(up.size());
         activation_backward<Real>(config.arch.gated, N_, config.F, up.data(), dh.data(), dup.data());
         const Tensor dnorm2 = linear_backward(name + "up", norm(name + "norm2", norm2_input), dup);
         g = rounded(added(g, norm_gradient(name + "norm2", norm2_input, dnorm2)));
+        done_with_unit_of(name + "up");
 
-        const Tensor attention = recall(s.attention), qkv = recall(s.qkv);
-        const Tensor dattention = linear_backward(name + "attention_out", attention, g);
+        const Tensor dattention = linear_backward(name + "attention_out", recall(s.attention), g);
+        done_with_unit_of(name + "attention_out");
+        const Tensor attention = rounded(recall(s.attention)), qkv = rounded(recall(s.qkv));  // attention computes in the stream's format
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
         const Tensor dnorm1 = linear_backward(name + "qkv", norm(name + "norm1", norm1_input), dqkv);
-        return rounded(added(g, norm_gradient(name + "norm1", norm1_input, dnorm1)));
+        g = rounded(added(g, norm_gradient(name + "norm1", norm1_input, dnorm1)));
+        done_with_unit_of(name + "qkv");
+        return g;
     }
 };
 
@@ -981,29 +998,44 @@ public:
         const auto& params = network_.params;
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
-            State s{std::vector<uint16_t>(p.size()), std::vector<int16_t>(p.size()), {}, {}};
+            State s{std::vector<uint16_t>(p.size()), std::vector<int16_t>(setup.master ? p.size() : 0), {}, {}};
             s.m.init(p.moment(setup.optimizer.m), setup.optimizer.expand, p.size());
             s.v.init(p.moment(setup.optimizer.v), setup.optimizer.expand, p.size());
             const int64_t live = live_elements(setup.config, p);
-            for (int64_t e = 0; e < p.size(); e++)
-                split_master(initial(p.init_std, p.role.gain, live, setup.seed, i, e), &s.weight[e], &s.remainder[e]);
+            for (int64_t e = 0; e < p.size(); e++) {
+                int16_t remainder;
+                split_master(initial(p.init_std, p.role.gain, live, setup.seed, i, e), &s.weight[e], &remainder);
+                if (setup.master) s.remainder[e] = remainder;
+            }
             states_.push_back(std::move(s));
             refresh(i);
         }
+        clear_gradients();
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         clear_gradients();
         network_.finite = true;
         const int64_t N = setup_.B * setup_.T;
-        double loss = 0;
+        double loss = 0, squares = 0;  // of the gradients, so far
+        bool skipped = false;
+        auto update_if_finite = [&](const Range& which) {
+            const double here = squares_of(which);
+            squares += here;
+            const bool good = network_.finite && std::isfinite(here);
+            if (good) update(which, adamw, setup_.keep_gradients ? std::sqrt(squares) : adamw.last_norm);
+            skipped |= !good;
+        };
+        if (!setup_.keep_gradients)
+            network_.unit_done = [&](int64_t unit) {
+                update_if_finite(parameters_of(unit));
+                release_gradients(parameters_of(unit));
+            };
         for (int64_t a = 0; a < setup_.accumulate; a++)
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / static_cast<double>(N * setup_.accumulate));
-        loss /= static_cast<double>(N * setup_.accumulate);
-        const double norm = gradient_norm();
-        const bool skipped = !network_.finite || !std::isfinite(loss) || !std::isfinite(norm);
-        if (!skipped) update(adamw, norm);
-        return {loss, norm, skipped};
+        network_.unit_done = nullptr;
+        if (setup_.keep_gradients) update_if_finite({0, states_.size()});
+        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1025,9 +1057,13 @@ public:
         QuantReport report;
         network_.stats = report.kinds;
         clear_gradients();
+        network_.unit_done = [&](int64_t unit) {
+            const Range which = parameters_of(unit);
+            for (size_t i = which.first; i < which.last; i++) measure_moments(i, report);
+            if (!setup_.keep_gradients) release_gradients(which);
+        };
         network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / static_cast<double>(setup_.B * setup_.T));
-        network_.stats = nullptr;
-        for (size_t i = 0; i < states_.size(); i++) measure_moments(i, report);
+        network_.stats = nullptr, network_.unit_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
@@ -1049,8 +1085,11 @@ public:
 private:
     struct State {  // of one parameter
         std::vector<uint16_t> weight;
-        std::vector<int16_t> remainder;
+        std::vector<int16_t> remainder;  // empty where there is no master
         Moment m, v;
+    };
+    struct Range {  // parameters [first, last)
+        size_t first, last;
     };
     static constexpr int64_t CHUNK = 32 * MOMENT_GROUP;  // elements that one thread updates at a time
 
@@ -1065,37 +1104,53 @@ private:
             network_.weights[i][e] = setup_.recipe.stream == Format::F32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
     }
 
+    Range parameters_of(int64_t unit) const {  // they follow one another
+        const auto& params = network_.params;
+        auto number = [&](int64_t u) {
+            return std::lower_bound(params.begin(), params.end(), u, [](const Param& p, int64_t wanted) { return p.unit < wanted; }) - params.begin();
+        };
+        return {static_cast<size_t>(number(unit)), static_cast<size_t>(number(unit + 1))};
+    }
+
     void clear_gradients() {
-        for (auto& g : network_.gradients) std::fill(g.begin(), g.end(), 0.0f);
+        if (!setup_.keep_gradients) return;  // each begins when backward comes to it
+        for (size_t i = 0; i < states_.size(); i++) network_.gradients[i].assign(network_.params[i].size(), 0.0f);
+    }
+    void release_gradients(const Range& which) {
+        for (size_t i = which.first; i < which.last; i++) std::vector<float>().swap(network_.gradients[i]);
     }
 
-    double gradient_norm() const {
+    double squares_of(const Range& which) const {
         double sum = 0;
-        for (const auto& g : network_.gradients)
-            for (float x : g) sum += static_cast<double>(x) * x;
-        return std::sqrt(sum);
+        for (size_t i = which.first; i < which.last; i++)
+            for (float x : network_.gradients[i]) sum += static_cast<double>(x) * x;
+        return sum;
     }
 
-    void update(const AdamW& adamw, double norm) {
-        for (size_t i = 0; i < states_.size(); i++) {
+    void update(const Range& which, const AdamW& adamw, double norm) {
+        const uint64_t key = rounding_key(setup_.seed, adamw.step);
+        for (size_t i = which.first; i < which.last; i++) {
             const AdamWFactors f = adamw_factors(adamw, network_.params[i].role.decay, norm);
             const int64_t size = network_.params[i].size();
 #pragma omp parallel for
-            for (int64_t first = 0; first < size; first += CHUNK) update_chunk(i, f, first, std::min(CHUNK, size - first));
+            for (int64_t first = 0; first < size; first += CHUNK) update_chunk(i, f, key, first, std::min(CHUNK, size - first));
             refresh(i);
         }
     }
 
-    void update_chunk(size_t i, const AdamWFactors& f, int64_t first, int64_t n) {
+    void update_chunk(size_t i, const AdamWFactors& f, uint64_t key, int64_t first, int64_t n) {
         State& s = states_[i];
         float master[CHUNK], m[CHUNK], v[CHUNK];
-        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
+        for (int64_t e = 0; e < n; e++)
+            master[e] = setup_.master ? join_master(s.weight[first + e], s.remainder[first + e]) : from_bf16(s.weight[first + e]);
         s.m.load(first, n, m);
         s.v.load(first, n, v);
         adamw(f, n, network_.gradients[i].data() + first, master, m, v);
         s.m.store(first, n, m, false);
         s.v.store(first, n, v, true);
-        for (int64_t e = 0; e < n; e++) split_master(master[e], &s.weight[first + e], &s.remainder[first + e]);
+        for (int64_t e = 0; e < n; e++)
+            if (setup_.master) split_master(master[e], &s.weight[first + e], &s.remainder[first + e]);
+            else s.weight[first + e] = round_stochastically(master[e], key, network_.params[i].offset + first + e);
     }
 
     // What the moments that the gradient at hand leads to would lose; and the expansion factors in use.
@@ -1120,8 +1175,8 @@ private:
         auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
         const std::string suffix = name.substr(network_.params[i].name.size());
         if (suffix.empty()) return bytes_of(s.weight);
-        if (suffix == ".remainder") return bytes_of(s.remainder);
-        if (suffix == ".gradient") return bytes_of(network_.gradients[i]);
+        if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
+        if (suffix == ".gradient" && setup_.keep_gradients) return bytes_of(network_.gradients[i]);
         if (suffix == ".m") return bytes_of(s.m.codes);
         if (suffix == ".v") return bytes_of(s.v.codes);
         if (suffix == ".m.max") return bytes_of(s.m.max);

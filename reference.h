@@ -20,6 +20,9 @@ float round_to(Format f, float x);  // x as F32 or BF16 holds it
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 
+// A weight without a master: element i of the flat order, rounded to BF16 so that the expected value is x (coat.h, rounding_bits).
+uint16_t round_stochastically(float x, uint64_t key, int64_t i);
+
 // --- Quantizers (paper section 5.1) --------------------------------------------------------------------------------
 // A QuantizedView that owns its memory. F32 and BF16 hold values themselves and have no scales.
 struct Quantized {

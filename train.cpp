@@ -56,6 +56,10 @@ const Flag FLAGS[] = {
     {"optimizer", Value::Text, "", "", 0, 0, Resume::Same, "formats of the moments; default coat with recipe coat, else fp32"},
     {"m-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the first moment, if not --optimizer's: e4m3, e5m2, bf16, fp32"},
     {"v-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the second moment, likewise"},
+    {"attention", Value::Text, "stream", "stream", 0, 0, Resume::Same, "format of q, k, v and the output: stream, or groups (FP8)"},
+    {"master", Value::Text, "exact", "exact", 0, 0, Resume::Same, "FP32 master weights: exact, or none (stochastic rounding)"},
+    {"gradients", Value::Text, "kept", "kept", 0, 0, Resume::Same, "kept until the update, or none: updated in the backward pass"},
+    {"recompute", Value::Text, "on", "on", 0, 0, Resume::Kept, "outputs of norms and activations in the backward pass: on or off"},
     {"data", Value::Text, "", "", 0, 0, Resume::Kept, "text files, folders of them, or token files (.bin), by commas; default: C++ headers"},
     {"batch", Value::Count, "16", "32", 1, 1 << 20, Resume::Same, "sequences in a micro-batch"},
     {"seq", Value::Count, "128", "1024", 1, 1 << 24, Resume::Same, "tokens in a sequence"},
@@ -227,6 +231,7 @@ void print_help() {
                     static_cast<long long>(c.C), static_cast<long long>(c.max_T));
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
+    for (const Mode& mode : modes()) print_choices(mode.flag, mode.choices);
     print_choices("schedule", schedules());
 }
 
@@ -284,6 +289,13 @@ OptimizerFormat choose_optimizer(Flags& flags) {
     return optimizer;
 }
 
+void choose_modes(const Flags& flags, Setup& setup) {
+    for (const Mode& mode : modes()) {
+        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), (std::string("--") + mode.flag).c_str());
+        mode.choose(setup, &choice == &mode.choices.front());
+    }
+}
+
 // A model whose vocabulary is open takes that of the data, or of bytes where a plan asks and no data is named.
 void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
     if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
@@ -323,7 +335,8 @@ void need_folder(const std::string& out, const Setup& setup) {
         throw Error("--out " + shown(out) + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
                     "); choose another folder, or \"\" to save nothing.");
     const std::vector<MemoryRow> plan = memory_plan(setup);
-    const int64_t checkpoint = 4 * parameter_count(setup.config) + total_bytes(plan, Category::Optimizer);  // BF16 weights, remainders
+    const int64_t weight = setup.master ? 4 : 2;  // BF16, and the rest of the master
+    const int64_t checkpoint = weight * parameter_count(setup.config) + total_bytes(plan, Category::Optimizer);
     const fs::space_info space = fs::space(out, failed);
     if (!failed && space.available < static_cast<uint64_t>(checkpoint))
         throw Error("--out " + shown(out) + " has " + std::to_string(space.available >> 20) + " MiB free, but a checkpoint takes " +
@@ -562,9 +575,11 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
         adamw.clip = static_cast<float>(flags_.real("clip"));
+        adamw.last_norm = state_.grad_norm;
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
         state_.step++;
         state_.updates += !result.skipped;
+        if (!result.skipped) state_.grad_norm = result.grad_norm;
         state_.tokens += setup_.accumulate * setup_.B * setup_.T;
         state_.position = train_.position();
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
@@ -744,6 +759,7 @@ int run(int argc, char** argv) {
     Setup setup{};
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
     setup.optimizer = choose_optimizer(flags);
+    choose_modes(flags, setup);
     find_row(schedules(), flags.text("schedule"), "--schedule");
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
     need_steps_left(flags, origin);

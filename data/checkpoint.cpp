@@ -12,6 +12,7 @@
 #include <set>
 #include <nlohmann/json.hpp>
 
+#include "../plan.h"
 #include "safetensors.h"
 
 namespace coat {
@@ -176,6 +177,12 @@ struct Fields {
         const json& value = object[field];
         const float number = value.is_number() ? value.get<float>() : 0;
         if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + value.dump());
+        return number;
+    }
+    double not_negative(const std::string& field, double otherwise) const {
+        if (!has(field)) return otherwise;
+        const double number = object[field].is_number() ? object[field].get<double>() : -1;
+        if (!(number >= 0 && std::isfinite(number))) refuse(field, "must be a number of at least 0, not " + object[field].dump());
         return number;
     }
     bool flag(const std::string& field, bool otherwise) const {
@@ -443,7 +450,7 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
         if (bad) throw Error(s.path + " has NaN, infinity or numbers beyond BF16 in tensor " + s.piece.theirs + "; start from other weights.");
     }
     model.write(p.name, weight.data());
-    model.write(p.name + ".remainder", remainder.data());
+    if (model.setup().master) model.write(p.name + ".remainder", remainder.data());
 }
 
 void save_weights(const std::string& path, Model& model) {
@@ -474,8 +481,11 @@ void save_weights(const std::string& path, Model& model) {
 using Metadata = std::map<std::string, std::string>;
 
 Metadata run_metadata(const Setup& s) {
-    return {{"coat_version", std::to_string(CHECKPOINT_VERSION)}, {"recipe", s.recipe.name},        {"optimizer", s.optimizer.name},
-            {"m_format", info(s.optimizer.m).name},               {"v_format", info(s.optimizer.v).name}};
+    Metadata metadata = {{"coat_version", std::to_string(CHECKPOINT_VERSION)}, {"recipe", s.recipe.name},        {"optimizer", s.optimizer.name},
+                         {"m_format", info(s.optimizer.m).name},               {"v_format", info(s.optimizer.v).name}};
+    for (const Mode& mode : modes())
+        if (mode.changes_numbers) metadata[mode.flag] = mode.chosen(s);
+    return metadata;
 }
 
 void save_optimizer(const std::string& path, Model& model) {
@@ -497,10 +507,12 @@ void save_optimizer(const std::string& path, Model& model) {
 struct RunField {
     const char *key, *flag;
 };
-constexpr RunField RUN_FIELDS[] = {{"recipe", "--recipe"}, {"optimizer", "--optimizer"}, {"m_format", "--m-format"}, {"v_format", "--v-format"}};
+constexpr RunField RUN_FIELDS[] = {{"recipe", "--recipe"},       {"optimizer", "--optimizer"}, {"m_format", "--m-format"}, {"v_format", "--v-format"},
+                                   {"attention", "--attention"}, {"master", "--master"},       {"gradients", "--gradients"}};
 
 void need_same_run(const Safetensors& file, const Setup& setup) {
     Metadata theirs = file.metadata(), ours = run_metadata(setup);
+    for (const Mode& mode : modes()) theirs.emplace(mode.flag, mode.choices[0].name);  // files of before there was a choice do not say
     if (theirs["coat_version"] != ours["coat_version"])
         throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : theirs["coat_version"]) +
                     ", this program reads version " + ours["coat_version"] + "; resume it with the program that wrote it.");
@@ -539,7 +551,7 @@ void need_same_shape(const std::string& checkpoint, const ModelConfig& theirs, c
 void save_loop_state(const std::string& path, const LoopState& s, const Setup& setup) {
     write_json(path, {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
-                      {"first_validation", s.first_validation}, {"settings", s.settings}});  // JSON has no NaN: that is null
+                      {"first_validation", s.first_validation}, {"grad_norm", s.grad_norm}, {"settings", s.settings}});  // JSON has no NaN: that is null
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -706,6 +718,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.tokens = f.natural("tokens");
     const json first = f.object.value("first_validation", json());
     s.first_validation = first.is_number() ? first.get<double>() : std::numeric_limits<double>::quiet_NaN();
+    s.grad_norm = f.not_negative("grad_norm", 0);
     s.settings = f.text("settings");
     return s;
 }

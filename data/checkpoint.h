@@ -1,7 +1,7 @@
 // data/checkpoint.h - model folders and checkpoints (checkpoint.cpp, on safetensors.cpp).
 //
 // A checkpoint is a Hugging Face model folder (config.json, model.safetensors in BF16) that transformers opens as it is. Beside
-// the weights lie optimizer.safetensors (remainders and moments) and trainer.json (the loop's state and what the run was).
+// the weights lie optimizer.safetensors (moments, and the rest of the FP32 master) and trainer.json (the loop's state and what the run was).
 // A downloaded Llama or GPT-2 folder, sharded or not, has only the first two and is where fine-tuning starts.
 #pragma once
 #include <string>
@@ -16,7 +16,7 @@ namespace coat {
 ModelConfig read_model_config(const std::string& folder);
 
 // Weights of a Hugging Face folder (model.safetensors, or shards by model.safetensors.index.json; BF16, F16 or F32) into
-// the model. Remainders are set too where the file is F32.
+// the model. Remainders are set too where the file is F32 and the run has a master.
 void load_weights(const std::string& folder, Model& model);
 
 struct LoopState {
@@ -25,6 +25,7 @@ struct LoopState {
     Loader::Position position;  // of the training data
     int64_t tokens = 0;
     double first_validation = 0;
+    double grad_norm = 0;       // of the last step that was not skipped (AdamW::last_norm)
     std::string settings;       // JSON of the flags that shape the run, written by train.cpp, compared on resume
 };
 
@@ -37,7 +38,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 std::string find_checkpoint(const std::string& folder);
 LoopState read_loop_state(const std::string& checkpoint);
 
-// Everything the model needs to go on exactly. Error if the checkpoint is of another shape, version, recipe or optimizer.
+// Everything the model needs to go on exactly. Error if the checkpoint is of another shape, version, recipe, optimizer or mode.
 void load_checkpoint(const std::string& checkpoint, Model& model);
 
 }  // namespace coat

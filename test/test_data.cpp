@@ -146,7 +146,7 @@ const Param& param(const std::vector<Param>& table, const std::string& name) {
     return *std::find_if(table.begin(), table.end(), [&](const Param& p) { return p.name == name; });
 }
 
-LoopState some_state(int64_t step) { return {step, step - 1, {3, 7}, 12345678901, 5.4321, "{\"lr\": 0.003}"}; }
+LoopState some_state(int64_t step) { return {step, step - 1, {3, 7}, 12345678901, 5.4321, 0.1 + 0.2, "{\"lr\": 0.003}"}; }
 
 }  // namespace
 
@@ -323,6 +323,7 @@ TEST_CASE("data: a checkpoint gives back every bit") {
                 CHECK(state.position.window == expected.position.window);
                 CHECK(state.tokens == expected.tokens);
                 CHECK(state.first_validation == expected.first_validation);
+                CHECK(state.grad_norm == expected.grad_norm);
                 CHECK(state.settings == expected.settings);
 
                 const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
