@@ -123,7 +123,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // Quantizers (paper section 5.1)
 
 float scale_of(const Quant& q, float amax) {
-    if (amax == 0 || !std::isfinite(amax)) return 1.0f;
+    if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : std::numeric_limits<float>::quiet_NaN();
+    if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, std::numeric_limits<float>::min());  // so that 1 / s is finite
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }

@@ -75,9 +75,14 @@ TEST_CASE("quantize: a scale is amax / FMAX, rounded up where it is stored in BF
         }
 }
 
-TEST_CASE("quantize: an amax of zero, infinity or NaN gives a scale of 1") {
-    for (const Quant& q : fp8_quants())
-        for (float a : {0.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) CHECK(scale_of(q, a) == 1.0f);
+TEST_CASE("quantize: an amax of zero gives a scale of 1, one that is not finite 1 for a tensor and NaN for a block") {
+    for (const Quant& q : fp8_quants()) {
+        CHECK(scale_of(q, 0.0f) == 1.0f);
+        for (float a : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+            if (q.granularity == PER_TENSOR) CHECK(scale_of(q, a) == 1.0f);
+            else CHECK(std::isnan(scale_of(q, a)));
+        }
+    }
 }
 
 TEST_CASE("quantize: group scaling gives the amax of one stage, for any count") {
@@ -156,7 +161,7 @@ TEST_CASE("quantize: statistics count what happened, and add up") {
     });
 }
 
-TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted, and neighbours outside the block do not change") {
+TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted or makes its block NaN, and neighbours outside the block do not change") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants()) {
         INFO(q.text());
@@ -167,8 +172,12 @@ TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted, and neigh
         QuantStats stats;
         const Quantized after = quantize(x.data(), 4, 32, q, &stats);
         CHECK(std::isnan(after.value(1, 5)));
-        CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
-        CHECK(stats.saturated == 1);
+        if (q.granularity == PER_TENSOR) {
+            CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
+            CHECK(stats.saturated == 1);
+        } else {
+            CHECK(std::isnan(after.value(1, 6)));
+        }
         if (q.granularity.rows != 1) continue;
         for (int64_t r : {0, 2, 3})
             for (int64_t c = 0; c < 32; c++) CHECK(after.value(r, c) == before.value(r, c));  // never across tokens (paper figure 4a)
