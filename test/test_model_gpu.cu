@@ -118,23 +118,13 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
 // --- Whole steps --------------------------------------------------------------------------------------------------------
 
 constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
-// What saves memory beyond a recipe (Recipe::attention and the switches of Setup). "lean" is all that changes the numbers.
-struct Mode {
-    const char* name;
-    void (*apply)(Setup&);
-};
-const Mode MODES[] = {
-    {"attention in groups", [](Setup& s) { s.recipe.attention = Q_GROUP; }},
-    {"no master", [](Setup& s) { s.master = false; }},
-    {"no gradients", [](Setup& s) { s.keep_gradients = false; }},
-    {"no recomputation", [](Setup& s) { s.recompute = false; }},
-    {"lean", [](Setup& s) { s.recipe.attention = Q_GROUP, s.master = s.keep_gradients = false; }},
-};
-Setup in_mode(const char* name, Setup s) {
-    for (const Mode& mode : MODES)
-        if (!std::strcmp(mode.name, name)) mode.apply(s);
+// The setup with the second choice of one mode (plan.h); "lean": of all that change the numbers.
+Setup in_mode(const std::string& name, Setup s) {
+    for (const Mode& mode : modes())
+        if (name == mode.flag || (name == "lean" && mode.changes_numbers)) mode.choose(s, false);
     return s;
 }
+const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
 const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
 
@@ -314,13 +304,13 @@ GPU_TEST_CASE("the whole step: loss and every gradient by name, against the refe
 
 GPU_TEST_CASE("the whole step with attention in groups; and with FP8 storage and BF16 products, as a GPU without FP8 products runs coat") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
-        check_step(in_mode("attention in groups", setup_of("coat", arch)));
-        check_step(in_mode("attention in groups", setup_of("coat", arch, true, 3, 7)));
+        check_step(in_mode("attention", setup_of("coat", arch)));
+        check_step(in_mode("attention", setup_of("coat", arch, true, 3, 7)));
         Setup older = setup_of("coat", arch);
         older.recipe = recipe_on_gpu(older.recipe, false);
         check_step(older);
     }
-    check_step(in_mode("attention in groups", tiny_setup(wide_heads(false), "coat", "coat", 2, 80)));
+    check_step(in_mode("attention", tiny_setup(wide_heads(false), "coat", "coat", 2, 80)));
 }
 
 GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same bits") {
@@ -329,7 +319,7 @@ GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same
             for (const auto& [T, accumulate] : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
                 Setup setup = setup_of(recipe, arch, true, 3, T);
                 setup.accumulate = accumulate;
-                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, in_mode("no recomputation", setup));
+                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, in_mode("recompute", setup));
                 INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
                 CHECK(losses(again, 4) == losses(kept, 4));
                 CHECK((snapshot(*again.model) == snapshot(*kept.model)));
@@ -344,7 +334,7 @@ GPU_TEST_CASE("gradients kept or spent as they come: the same bits where nothing
     for (const char* recipe : RECIPES)
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true), wide_heads(true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, in_mode("no gradients", setup));
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, in_mode("gradients", setup));
             kept.adamw.clip = spent.adamw.clip = 0;
             INFO(config.name, " ", std::string(recipe));
             for (int i = 0; i < 4; i++) {
@@ -384,7 +374,7 @@ GPU_TEST_CASE("50 steps: losses follow the reference's") {
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
-        for (const Mode& mode : MODES) setups.push_back(in_mode(mode.name, setup_of("coat", arch, true, 8, 32)));
+        for (const char* mode : MODES) setups.push_back(in_mode(mode, setup_of("coat", arch, true, 8, 32)));
     }
     for (const Setup& setup : setups) {
         const char* recipe = setup.recipe.name;
@@ -436,7 +426,7 @@ GPU_TEST_CASE("stop and resume is bit-identical, in every recipe and every optim
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
-        for (const Mode& mode : MODES) setups.push_back(in_mode(mode.name, setup_of("coat", arch)));
+        for (const char* mode : MODES) setups.push_back(in_mode(mode, setup_of("coat", arch)));
     }
     for (const OptimizerFormat& optimizer : optimizers()) {
         setups.push_back(setup_of("coat"));
@@ -642,7 +632,7 @@ TEST_CASE("where no GPU can be used, one sentence says why" * doctest::skip(gpu_
 TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
-            for (const auto& [accumulate, mode] : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "no recomputation"}}) {
+            for (const auto& [accumulate, mode] : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
                 ModelConfig config = model;
                 if (config.V == 0) config.V = 256;
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
