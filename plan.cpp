@@ -27,8 +27,8 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-const std::vector<Mode>& modes() {
-    static const std::vector<Mode> table = {
+const std::vector<MemoryMode>& memory_modes() {
+    static const std::vector<MemoryMode> table = {
         {"attention", true,
          {{"stream", "q, k, v and the output are kept for backward in the recipe's stream format"},
           {"groups", "in FP8 groups of 16, which the forward pass reads too"}},
@@ -41,7 +41,7 @@ const std::vector<Mode>& modes() {
          [](Setup& s, bool first) { s.master = first; }},
         {"gradients", true,
          {{"kept", "all of them, until the update after the backward pass"},
-          {"none", "the backward pass updates each linear layer as soon as it has its gradient; one micro-batch a step; clips by the last step's norm"}},
+          {"none", "backward updates a linear layer as soon as it has its gradient: one micro-batch a step, clipped by the last step's norm"}},
          [](const Setup& s) { return s.keep_gradients; },
          [](Setup& s, bool first) { s.keep_gradients = first; }},
         {"recompute", false,
@@ -62,7 +62,7 @@ void validate(const Setup& s) {
     if (s.B > INT32_MAX / s.T)
         throw Error("--batch " + std::to_string(s.B) + " times --seq " + std::to_string(s.T) +
                     " is more than 2^31 tokens; use a smaller --batch and more --accumulate.");
-    const std::string in_fp32 = std::string(" goes with BF16, and --recipe ") + s.recipe.name + " computes in fp32; leave it out, or choose --recipe coat.";
+    const std::string in_fp32 = " goes with BF16, but --recipe " + std::string(s.recipe.name) + " is all FP32; leave it out, or choose --recipe coat.";
     if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
     if (s.recipe.stream == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
     if (!s.keep_gradients && s.accumulate > 1)
@@ -207,7 +207,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_beside(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    for (const Mode& mode : modes()) mode.choose(s, true);
+    for (const MemoryMode& mode : memory_modes()) mode.choose(s, true);
     return s;
 }
 
@@ -511,8 +511,8 @@ void print_precision_plan(const Setup& s) {
         std::printf("  A linear layer falls back to %s where a side of its GEMMs is no multiple of 16; here --batch x --seq is %lld tokens.\n",
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
-        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the norm of the\n"
-                    "  last step that changed something (the first step is not clipped), and a gradient that is not finite skips what is updated with it.\n");
+        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the norm\n"
+                    "  of the last step that was not skipped (the first is not clipped), and a gradient that is not finite skips its own layer alone.\n");
 }
 
 void print_memory_plan(const Setup& s) {
@@ -526,8 +526,9 @@ void print_memory_plan(const Setup& s) {
     std::printf("  %-38s %26s   %26s\n", "", title("", s).c_str(), title("beside ", other).c_str());
     std::printf("  %-38s %26s   %26s   per\n", "", "bytes", "bytes");
     for (size_t i = 0; i < plan.size(); i++) {
+        const MemoryRow& row = plan[i];
         const bool both = i < beside.size();
-        print_memory_line(plan[i].name.c_str(), plan[i].bytes, plan[i].per_unit(), both ? beside[i].bytes : 0, both ? beside[i].per_unit() : 0, plan[i].unit);
+        print_memory_line(row.name.c_str(), row.bytes, row.per_unit(), both ? beside[i].bytes : 0, both ? beside[i].per_unit() : 0, row.unit);
     }
     std::printf("\n");
     for (int category = 0; category < static_cast<int>(Category::Workspace); category++) {

@@ -18,7 +18,7 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 struct Choice {
     const char *name, *about;
 };
-struct Mode {
+struct MemoryMode {
     const char* flag;
     bool changes_numbers;  // so that a checkpoint is of one choice
     std::vector<Choice> choices;
@@ -26,7 +26,7 @@ struct Mode {
     void (*choose)(Setup&, bool first);
     const char* chosen(const Setup& s) const { return choices[is_first(s) ? 0 : 1].name; }
 };
-const std::vector<Mode>& modes();
+const std::vector<MemoryMode>& memory_modes();
 
 // Sizes of a run, or modes, that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
 void validate(const Setup& s);

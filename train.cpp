@@ -231,7 +231,7 @@ void print_help() {
                     static_cast<long long>(c.C), static_cast<long long>(c.max_T));
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
-    for (const Mode& mode : modes()) print_choices(mode.flag, mode.choices);
+    for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
     print_choices("schedule", schedules());
 }
 
@@ -290,7 +290,7 @@ OptimizerFormat choose_optimizer(Flags& flags) {
 }
 
 void choose_modes(const Flags& flags, Setup& setup) {
-    for (const Mode& mode : modes()) {
+    for (const MemoryMode& mode : memory_modes()) {
         const Choice& choice = find_row(mode.choices, flags.text(mode.flag), (std::string("--") + mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }

@@ -483,7 +483,7 @@ using Metadata = std::map<std::string, std::string>;
 Metadata run_metadata(const Setup& s) {
     Metadata metadata = {{"coat_version", std::to_string(CHECKPOINT_VERSION)}, {"recipe", s.recipe.name},        {"optimizer", s.optimizer.name},
                          {"m_format", info(s.optimizer.m).name},               {"v_format", info(s.optimizer.v).name}};
-    for (const Mode& mode : modes())
+    for (const MemoryMode& mode : memory_modes())
         if (mode.changes_numbers) metadata[mode.flag] = mode.chosen(s);
     return metadata;
 }
@@ -512,7 +512,7 @@ constexpr RunField RUN_FIELDS[] = {{"recipe", "--recipe"},       {"optimizer", "
 
 void need_same_run(const Safetensors& file, const Setup& setup) {
     Metadata theirs = file.metadata(), ours = run_metadata(setup);
-    for (const Mode& mode : modes()) theirs.emplace(mode.flag, mode.choices[0].name);  // files of before there was a choice do not say
+    for (const MemoryMode& mode : memory_modes()) theirs.emplace(mode.flag, mode.choices[0].name);  // older files do not say
     if (theirs["coat_version"] != ours["coat_version"])
         throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : theirs["coat_version"]) +
                     ", this program reads version " + ours["coat_version"] + "; resume it with the program that wrote it.");
@@ -551,7 +551,8 @@ void need_same_shape(const std::string& checkpoint, const ModelConfig& theirs, c
 void save_loop_state(const std::string& path, const LoopState& s, const Setup& setup) {
     write_json(path, {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
-                      {"first_validation", s.first_validation}, {"grad_norm", s.grad_norm}, {"settings", s.settings}});  // JSON has no NaN: that is null
+                      {"first_validation", s.first_validation},  // JSON has no NaN: that is null
+                      {"grad_norm", s.grad_norm}, {"settings", s.settings}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

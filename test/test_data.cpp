@@ -18,6 +18,7 @@
 #include "../coat.h"
 #include "../data/checkpoint.h"
 #include "../data/safetensors.h"
+#include "../plan.h"
 #include "random.h"
 
 using namespace coat;
@@ -333,6 +334,47 @@ TEST_CASE("data: a checkpoint gives back every bit") {
                 CHECK(config.norm_eps == c.norm_eps);
                 CHECK(config.rope_theta == (arch.rope ? c.rope_theta : config.rope_theta));
             }
+}
+
+TEST_CASE("data: a checkpoint of every memory mode gives back every bit, and without a master there is no remainder") {
+    for (const MemoryMode& mode : memory_modes()) {
+        CAPTURE(mode.flag);
+        Folder folder;
+        Setup setup = small_setup(LLAMA);
+        mode.choose(setup, false);
+        MemoryModel saved(setup, 1), loaded(setup, 2);
+        const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
+        load_checkpoint(checkpoint, loaded);
+        CHECK(saved.tensors() == loaded.tensors());
+        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") != nullptr) == setup.master);
+    }
+}
+
+TEST_CASE("data: a checkpoint from before there were memory modes is one of the first choices, whose last norm is not known") {
+    Folder folder;
+    MemoryModel saved(small_setup(LLAMA), 1), loaded(small_setup(LLAMA), 2);
+    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+    auto without = [](std::string text, const std::string& begin, const std::string& end) {
+        const size_t first = text.find(begin);
+        REQUIRE(first != std::string::npos);
+        return text.erase(first, text.find(end, first) + end.size() - first);
+    };
+    const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
+    write_bytes(trainer, without(read_bytes(trainer), "\"grad_norm\"", ","));
+    CHECK(read_loop_state(checkpoint).grad_norm == 0);
+    std::string bytes = read_bytes(optimizer);
+    for (const MemoryMode& mode : memory_modes()) {  // the header's length stays: another key takes the place
+        const size_t at = bytes.find("\"" + std::string(mode.flag) + "\"");
+        CHECK((at != std::string::npos) == mode.changes_numbers);
+        if (at != std::string::npos) bytes[at + 1] = '-';
+    }
+    write_bytes(optimizer, bytes);
+    load_checkpoint(checkpoint, loaded);
+    CHECK(saved.tensors() == loaded.tensors());
+    Setup other = small_setup(LLAMA);
+    other.master = false;
+    MemoryModel lean(other, 3);
+    check_refused(error_of([&] { load_checkpoint(checkpoint, lean); }), checkpoint, "--master exact");
 }
 
 TEST_CASE("data: a first validation that is not a number survives") {
@@ -652,6 +694,20 @@ TEST_CASE("data: all finite F16 values and F32 of every kind become exact master
     CHECK(wrong == 0);
 }
 
+TEST_CASE("data: weights in F32 start a run without a master at the nearest BF16") {
+    const Foreign f = foreign_llama();
+    Folder folder;
+    f.write(folder.path.string());
+    Setup setup = small_setup(LLAMA);
+    setup.config = read_model_config(folder.path.string());
+    MemoryModel with(setup, 1);
+    setup.master = false;
+    MemoryModel without(setup, 2);
+    load_weights(folder.path.string(), with);
+    load_weights(folder.path.string(), without);
+    for (const StateTensor& t : weight_tensors(setup.config)) CHECK(with.tensors().at(t.name) == without.tensors().at(t.name));
+}
+
 TEST_CASE("data: weights with NaN or infinity are refused, also where BF16 would hide them") {
     Foreign f = foreign_llama();
     Folder folder;
@@ -811,6 +867,13 @@ TEST_CASE("data: a checkpoint of another shape, version, recipe or optimizer is 
     other = small_setup(LLAMA);
     other.optimizer.v = Format::E5M2;
     refused(other, "--v-format");
+    for (const MemoryMode& mode : memory_modes()) {
+        other = small_setup(LLAMA);
+        mode.choose(other, false);
+        MemoryModel model(other, 2);
+        if (mode.changes_numbers) refused(other, std::string("--") + mode.flag + " " + mode.choices[0].name);
+        else CHECK_NOTHROW(load_checkpoint(checkpoint, model));
+    }
     refused(small_setup(GPT2), "architecture");
     refused(small_setup(LLAMA, false), "tied");
     other = small_setup(LLAMA);
@@ -822,7 +885,8 @@ TEST_CASE("data: a checkpoint of another shape, version, recipe or optimizer is 
 
     const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
     for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
-                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}}) {
+                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"grad_norm\": ", "\"grad_norm\": -"},
+                                   {"\"grad_norm\": ", "\"grad_norm\": true, \"_\": "}}) {
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
         write_bytes(path, bad);

@@ -445,6 +445,7 @@ TEST_CASE("gradients: the bf16 and coat recipes' differ from fp32's by what thei
     // with such errors the result has the root of the sum of their squares. A layer has, on the longest way:
     //  coat     11 E4M3 roundings forward (two norm inputs, up, four linear inputs, four weights) and 4 E5M2 backward, and bf16's
     //  bf16     forward: 4 weights' and 12 activations', backward: 8
+    //  groups   in bf16 with attention in FP8 groups: four more of E4M3 (q, k, v, the output)
     // The way of one gradient does not lead through all of them, and residual connections dilute them, so this is a bound.
     FRESH_RANDOM(rng);
     for (const Architecture& arch : {LLAMA, GPT2}) {
@@ -462,10 +463,18 @@ TEST_CASE("gradients: the bf16 and coat recipes' differ from fp32's by what thei
         const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
         const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
         const GradientRun coat = gradients_of(tiny_setup(c, "coat", "fp32", B, T), start, tokens, targets);
+        Setup in_groups = tiny_setup(c, "bf16", "fp32", B, T);
+        in_groups.recipe.attention = Q_GROUP;
+        const GradientRun groups = gradients_of(in_groups, start, tokens, targets);
+        in_groups.recipe = find_row(recipes(), "coat", "");
+        in_groups.recipe.attention = Q_GROUP;
+        const GradientRun coat_groups = gradients_of(in_groups, start, tokens, targets);
         const double e_bf16 = rms_error(Format::BF16), e4m3 = rms_error(Format::E4M3), e5m2 = rms_error(Format::E5M2), L = double(c.L);
         const double bound_bf16 = std::sqrt(24 * L) * e_bf16;
         const double bound_coat = std::sqrt(L * (11 * e4m3 * e4m3 + 4 * e5m2 * e5m2)) + bound_bf16;
+        const double bound_groups = std::sqrt(4 * L) * e4m3 + bound_bf16, bound_coat_groups = std::hypot(bound_coat - bound_bf16, std::sqrt(4 * L) * e4m3) + bound_bf16;
         CHECK(std::fabs(bf16.loss - exact.loss) <= bound_bf16 * exact.loss);
+        CHECK(std::fabs(groups.loss - exact.loss) <= bound_groups * exact.loss);
         CHECK(std::fabs(coat.loss - exact.loss) <= bound_coat * exact.loss);
         const std::vector<Param> params = parameters(c);
         for (size_t p = 0; p < params.size(); p++) {
@@ -476,6 +485,12 @@ TEST_CASE("gradients: the bf16 and coat recipes' differ from fp32's by what thei
             CHECK(of_bf16 > 0);
             CHECK(of_coat > of_bf16);
             if (params[p].role.linear) CHECK(of_coat > e4m3 / 2);  // FP8 is really in use
+            const double of_groups = relative_error(groups.gradients[p], exact.gradients[p]), of_both = relative_error(coat_groups.gradients[p], exact.gradients[p]);
+            INFO("bf16 with attention in groups ", of_groups, " (", bound_groups, "), coat ", of_both, " (", bound_coat_groups, ")");
+            CHECK(of_groups <= bound_groups);
+            CHECK(of_both <= bound_coat_groups);
+            CHECK(coat_groups.gradients[p] != coat.gradients[p]);
+            if (params[p].name.find("attention_out") != std::string::npos && params[p].role.linear) CHECK(of_groups > e4m3 / 2);  // made from the groups
         }
     }
 }

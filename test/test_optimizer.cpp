@@ -511,6 +511,59 @@ TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in dou
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Weights without a master
+
+TEST_CASE("stochastic rounding: to a neighbour, exactly by the table's rule, and exact numbers stay") {
+    FRESH_RANDOM(rng);
+    for (int64_t i = 0; i < count(200000, 10000); i++) {
+        const uint64_t key = rng.bits();
+        const int64_t at = int64_t(rng.bits() >> 24);
+        const float x = float(rng.sign() * std::exp2(-140 + 260 * rng.uniform()));
+        const uint32_t bits = bits_of(x), low = bits & 0xFFFF;
+        const uint32_t random = uint32_t(rounding_bits(key, uint64_t(at) / 4) >> (16 * (at % 4))) & 0xFFFF;
+        const uint16_t got = round_stochastically(x, key, at);
+        REQUIRE(got == (bits >> 16) + (low + random > 0xFFFF));
+        REQUIRE(round_stochastically(from_bf16(got), key, at) == got);
+    }
+}
+
+TEST_CASE("stochastic rounding: over elements, over steps and over seeds the mean is the value") {
+    // n draws of a step h that is taken with probability p: their mean has the deviation h sqrt(p (1 - p) / n), at most h / 2 sqrt(n). Five of
+    // them are passed once in two million: there are 3 x 6 checks.
+    const int64_t n = count(1 << 20, 1 << 14);
+    const float step = 0x1p-7f;
+    for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
+        const float x = -(1 + part * step);
+        double by_element = 0, by_step = 0, by_seed = 0;
+        for (int64_t i = 0; i < n; i++) {
+            by_element += double(from_bf16(round_stochastically(x, rounding_key(1, 7), i)));
+            by_step += double(from_bf16(round_stochastically(x, rounding_key(1, i), 12345)));
+            by_seed += double(from_bf16(round_stochastically(x, rounding_key(uint64_t(i), 7), 12345)));
+        }
+        INFO("part of a step ", part);
+        const double bound = part == 0 ? 0 : 5 * double(step) / 2 / std::sqrt(double(n));
+        for (double sum : {by_element, by_step, by_seed}) CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
+    }
+}
+
+TEST_CASE("stochastic rounding: a weight moves by what is far below its step, where rounding to nearest holds it") {
+    // 1000 updates of step / 50 each: 20 steps in all. The sum of n independent roundings has a deviation of at most step sqrt(n) / 2 = 16 steps,
+    // and over many weights the mean is right: 16 / sqrt(2048) = 0.35 steps; five of them are allowed.
+    const int64_t n = 2048, updates = 1000;
+    const float step = 0x1p-7f, move = step / 50;
+    double sum = 0;
+    uint16_t held = to_bf16(1.25f);
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t w = to_bf16(1.25f);
+        for (int64_t t = 1; t <= updates; t++) w = round_stochastically(from_bf16(w) + move, rounding_key(3, t), i);
+        sum += double(from_bf16(w)) - 1.25;
+    }
+    for (int64_t t = 1; t <= updates; t++) held = to_bf16(from_bf16(held) + move);
+    CHECK(from_bf16(held) == 1.25f);
+    CHECK(std::fabs(sum / double(n) - double(move) * double(updates)) <= 5 * double(step) * std::sqrt(double(updates)) / 2 / std::sqrt(double(n)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The paper's table 1: errors of the moments and of the update m / sqrt(v), on the moments of a real run
 
 namespace {

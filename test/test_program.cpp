@@ -125,13 +125,15 @@ TEST_CASE("program: --help lists every flag, its default and the tables") {
         const Ended ended = train(folder, flag);
         CHECK(ended.code == 0);
         CHECK(ended.error.empty());
-        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "data", "batch", "seq", "accumulate", "steps",
+        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "attention", "master", "gradients", "recompute", "data", "batch", "seq", "accumulate", "steps",
                                  "lr", "warmup", "schedule", "weight-decay", "clip", "seed", "out", "save-every", "resume", "eval-every",
                                  "sample-every", "prompt", "log", "plan", "help"})
             CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
         for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
         for (const Recipe& r : recipes()) CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
         for (const OptimizerFormat& o : optimizers()) CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
+        for (const MemoryMode& mode : memory_modes())
+            for (const Choice& choice : mode.choices) CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
     }
 }
 
@@ -174,6 +176,10 @@ TEST_CASE("program: a flag or a value that is not known is refused in one senten
         {"--m-format int8", "--m-format"},
         {"--v-format e3m4", "--v-format"},
         {"--schedule step", "--schedule"},
+        {"--attention fp8", "--attention"},
+        {"--master bf16", "--master"},
+        {"--gradients some", "--gradients"},
+        {"--recompute yes", "--recompute"},
         {"--model llama-tinny", "--model"},
         {"--model nowhere/model", "--model"},
     };
@@ -188,6 +194,9 @@ TEST_CASE("program: shapes and sizes that cannot work are refused before anythin
     check_refused(folder, "--device cpu --data text --model empty", "config.json");
     check_refused(folder, "--device cpu --data text --seq 512", "--seq");  // llama-tiny has 256 positions
     check_refused(folder, "--plan --model llama-3-8b --batch 1048576 --seq 8192", "--batch");
+    check_refused(folder, "--plan --recipe fp32 --attention groups", "--attention groups");
+    check_refused(folder, "--plan --recipe fp32 --master none", "--master none");
+    check_refused(folder, "--plan --gradients none --accumulate 2", "--accumulate 1");
     check_refused(folder, "--device cpu --data text --model llama-30b --batch 100000 --seq 2048", "memory");
     check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'", "--prompt");
     check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
@@ -238,6 +247,9 @@ TEST_CASE("program: a checkpoint that is missing, damaged or of another run is r
     check_refused(folder, resume + "--recipe fp32", "--recipe");
     check_refused(folder, resume + "--optimizer fp8", "--optimizer");
     check_refused(folder, resume + "--m-format e5m2", "--m-format");
+    check_refused(folder, resume + "--attention groups", "--attention");
+    check_refused(folder, resume + "--master none", "--master");
+    check_refused(folder, resume + "--gradients none", "--gradients");
     check_refused(folder, resume + "--model gpt2-tiny", "--model");
     check_refused(folder, resume + "--batch 4", "--batch");
     check_refused(folder, resume + "--seq 32", "--seq");
@@ -346,7 +358,7 @@ TEST_CASE("program: the same seed gives the same bits, another seed does not") {
 
 TEST_CASE("program: stopping by Ctrl-C saves, and going on gives the bits of a run that was not stopped") {
     Folder folder;
-    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32"}) {
+    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32", "--attention groups --master none --gradients none"}) {
         CAPTURE(formats);
         fs::remove_all(folder.path / "whole");
         fs::remove_all(folder.path / "parts");
@@ -376,6 +388,35 @@ TEST_CASE("program: a finished run goes on when --steps grows") {
     require_success(train(folder, "--device cpu --resume parts --steps 6"));
     CHECK(weights_and_state(folder.path / "whole/step-000006") == weights_and_state(folder.path / "parts/step-000006"));
     CHECK(!fs::exists(folder.path / "parts/step-000003"));
+}
+
+TEST_CASE("program: outputs kept or computed again, a run has the same bits, and may go on either way") {
+    Folder folder;
+    require_success(tiny(folder, "--schedule constant --steps 6 --out on"));
+    require_success(tiny(folder, "--schedule constant --steps 3 --recompute off --out off"));
+    require_success(train(folder, "--device cpu --resume off --steps 5"));
+    require_success(train(folder, "--device cpu --resume off --steps 6 --recompute on"));
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
+        CHECK(read_file(folder.path / "on/step-000006" / file) == read_file(folder.path / "off/step-000006" / file));
+}
+
+TEST_CASE("program: the norm that the next step clips by is the last one told, and a checkpoint without a master is smaller") {
+    Folder folder;
+    require_success(tiny(folder, "--steps 3 --gradients none --master none --out lean --log log"));
+    require_success(tiny(folder, "--steps 3 --out usual"));
+    std::istringstream log(read_file(folder.path / "log"));
+    double norm = 0;
+    for (std::string line; std::getline(log, line);) {
+        const nlohmann::json json = nlohmann::json::parse(line);
+        if (json.at("kind") == "step") norm = json.at("grad_norm").get<double>();
+    }
+    const nlohmann::json trainer = nlohmann::json::parse(read_file(folder.path / "lean/step-000003/trainer.json"));
+    CHECK(norm > 0);
+    CHECK(trainer.at("grad_norm").get<double>() == norm);
+    ModelConfig config = find_row(models(), "llama-tiny", "");
+    config.V = 256;
+    const auto size = [&](const char* run) { return int64_t(fs::file_size(folder.path / run / "step-000003/optimizer.safetensors")); };
+    CHECK(size("usual") - size("lean") > 2 * parameter_count(config));
 }
 
 TEST_CASE("program: a saved model is a folder that another run starts from") {
@@ -435,6 +476,69 @@ TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary nam
                 CHECK(total_bytes(plan, Category::Activations) ==
                       std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
             }
+}
+
+TEST_CASE("plan: every memory mode changes its own rows alone, by what it says") {
+    for (const ModelConfig& model : models())
+        for (const char* recipe : {"bf16", "coat"}) {
+            CAPTURE(model.name);
+            CAPTURE(recipe);
+            Setup s{model, find_row(recipes(), recipe, ""), find_row(optimizers(), "coat", ""), 3, 48};
+            if (s.config.V == 0) s.config.V = 256;
+            const ModelConfig& c = s.config;
+            const std::vector<MemoryRow> usual = memory_plan(s);
+            const std::vector<Param> params = parameters(c);
+            std::map<int64_t, int64_t> units;
+            for (const Param& p : params) units[p.unit] += p.padded_size();
+            int64_t elements = 0, largest = 0;
+            for (const auto& [unit, size] : units) {
+                elements += size;
+                if (unit > 0 || !c.tied) largest = std::max(largest, size);
+            }
+            if (c.tied) largest += units.at(0);  // that of the embedding is added to from the head on
+            const Quant wide = s.recipe.attention, x = linear_quant(s.recipe, 3 * 48, 16, 16).x;
+            const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
+            const std::map<std::string, std::pair<Category, int64_t>> freed = {
+                {"attention", {Category::Activations, attention}},
+                {"master", {Category::Weights, 2 * elements}},
+                {"gradients", {Category::Gradients, 2 * (elements - largest)}},
+                {"recompute", {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
+            for (const MemoryMode& mode : memory_modes()) {
+                CAPTURE(mode.flag);
+                Setup other = s;
+                mode.choose(other, false);
+                CHECK(!mode.is_first(other));
+                const std::vector<MemoryRow> plan = memory_plan(other);
+                const auto& [category, bytes] = freed.at(mode.flag);
+                CHECK(total_bytes(usual, category) - total_bytes(plan, category) == bytes);
+                CHECK(total_bytes(usual) - total_bytes(plan) == bytes);
+                CHECK(total_bytes(memory_plan(bf16_beside(other))) == total_bytes(memory_plan(bf16_beside(s))));  // what it is printed beside stays
+                mode.choose(other, true);
+                CHECK(mode.is_first(other));
+                CHECK(total_bytes(memory_plan(other)) == total_bytes(usual));
+            }
+        }
+}
+
+TEST_CASE("plan: the precision plan says of every memory mode what it changes") {
+    auto told = [](const std::string& flag, const std::string& part) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 64};
+        int rows = 0;
+        for (const MemoryMode& mode : memory_modes())
+            if (flag == mode.flag) mode.choose(s, false);
+        for (const PrecisionRow& r : precision_plan(s)) rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
+        return rows;
+    };
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1}, {"attention", "rotary positions|bf16|e4m3 1x16", 1},
+                                           {"master", "bf16 stochastically", 1}, {"recompute", "; e4m3 tensor output", 3}}) {
+        CAPTURE(part);
+        CHECK(told("", part) == 0);
+        CHECK(told(flag, part) == rows);
+    }
+    CHECK(told("", "bf16 and 16 bits: fp32|bf16 and 16 bits: fp32") == 1);
+    Folder folder;
+    CHECK(train(folder, "--plan --gradients none").out.find("--clip goes by the norm") != std::string::npos);
+    CHECK(train(folder, "--plan").out.find("--clip goes by the norm") == std::string::npos);
 }
 
 TEST_CASE("plan: a linear layer that cannot run in FP8 is said to fall back") {
