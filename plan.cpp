@@ -62,7 +62,7 @@ void validate(const Setup& s) {
     if (s.B > INT32_MAX / s.T)
         throw Error("--batch " + std::to_string(s.B) + " times --seq " + std::to_string(s.T) +
                     " is more than 2^31 tokens; use a smaller --batch and more --accumulate.");
-    const std::string in_fp32 = " goes with BF16, but --recipe " + std::string(s.recipe.name) + " is all FP32; leave it out, or choose --recipe coat.";
+    const std::string recipe = s.recipe.name, in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
     if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
     if (s.recipe.stream == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
     if (!s.keep_gradients && s.accumulate > 1)
@@ -511,8 +511,9 @@ void print_precision_plan(const Setup& s) {
         std::printf("  A linear layer falls back to %s where a side of its GEMMs is no multiple of 16; here --batch x --seq is %lld tokens.\n",
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
-        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the norm\n"
-                    "  of the last step that was not skipped (the first is not clipped), and a gradient that is not finite skips its own layer alone.\n");
+        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
+                    "  norm of the last step that was not skipped (the first is not clipped), and a gradient that is not finite skips its layer\n"
+                    "  and those before it, not what was updated already.\n");
 }
 
 void print_memory_plan(const Setup& s) {

@@ -125,7 +125,8 @@ TEST_CASE("program: --help lists every flag, its default and the tables") {
         const Ended ended = train(folder, flag);
         CHECK(ended.code == 0);
         CHECK(ended.error.empty());
-        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "attention", "master", "gradients", "recompute", "data", "batch", "seq", "accumulate", "steps",
+        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "attention", "master", "gradients", "recompute",
+                                 "data", "batch", "seq", "accumulate", "steps",
                                  "lr", "warmup", "schedule", "weight-decay", "clip", "seed", "out", "save-every", "resume", "eval-every",
                                  "sample-every", "prompt", "log", "plan", "help"})
             CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
@@ -358,7 +359,8 @@ TEST_CASE("program: the same seed gives the same bits, another seed does not") {
 
 TEST_CASE("program: stopping by Ctrl-C saves, and going on gives the bits of a run that was not stopped") {
     Folder folder;
-    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32", "--attention groups --master none --gradients none"}) {
+    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32",
+                                      "--attention groups --master none --gradients none"}) {
         CAPTURE(formats);
         fs::remove_all(folder.path / "whole");
         fs::remove_all(folder.path / "parts");
@@ -526,7 +528,8 @@ TEST_CASE("plan: the precision plan says of every memory mode what it changes") 
         int rows = 0;
         for (const MemoryMode& mode : memory_modes())
             if (flag == mode.flag) mode.choose(s, false);
-        for (const PrecisionRow& r : precision_plan(s)) rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
+        for (const PrecisionRow& r : precision_plan(s))
+            rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
         return rows;
     };
     for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1}, {"attention", "rotary positions|bf16|e4m3 1x16", 1},
