@@ -120,7 +120,7 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
 constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
 // The setup with the second choice of one mode (plan.h); "lean": of all that change the numbers.
 Setup in_mode(const std::string& name, Setup s) {
-    for (const Mode& mode : modes())
+    for (const MemoryMode& mode : memory_modes())
         if (name == mode.flag || (name == "lean" && mode.changes_numbers)) mode.choose(s, false);
     return s;
 }
