@@ -130,6 +130,22 @@ inline const std::vector<Recipe>& recipes() {
     return table;
 }
 
+// Hopper's FP8 tensor cores add up in about 14 bits; "exact" carries the sums over to FP32 now and then, and takes longer. A recipe has
+// a choice of its own, and --accumulation another.
+struct Accumulation {
+    const char* name;
+    bool fast[3];  // as Recipe::fast_accumulation
+    const char* about;
+};
+inline const std::vector<Accumulation>& accumulations() {
+    static const std::vector<Accumulation> table = {
+        {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
+        {"exact", {false, false, false}, "exact in all products"},
+        {"fast", {true, true, true}, "fast in all products"},
+    };
+    return table;
+}
+
 // The optimizer's moments (paper section 4): FP8 moments are held in groups of 128 consecutive elements.
 inline constexpr int MOMENT_GROUP = 128;
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <map>
 #include <new>
 #include <nlohmann/json.hpp>
@@ -60,6 +61,7 @@ const Flag FLAGS[] = {
     {"master", Value::Text, "exact", "exact", 0, 0, Resume::Same, "FP32 master weights: exact, or none (stochastic rounding)"},
     {"gradients", Value::Text, "kept", "kept", 0, 0, Resume::Same, "kept until the update, or none: updated in the backward pass"},
     {"recompute", Value::Text, "on", "on", 0, 0, Resume::Kept, "outputs of norms and activations in the backward pass: on or off"},
+    {"accumulation", Value::Text, "", "", 0, 0, Resume::Same, "how a GPU's FP8 products add up, if not as the recipe says: forward, exact, fast"},
     {"data", Value::Text, "", "", 0, 0, Resume::Kept, "text files, folders of them, or token files (.bin), by commas; default: C++ headers"},
     {"batch", Value::Count, "16", "32", 1, 1 << 20, Resume::Same, "sequences in a micro-batch"},
     {"seq", Value::Count, "128", "1024", 1, 1 << 24, Resume::Same, "tokens in a sequence"},
@@ -232,6 +234,7 @@ void print_help() {
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
+    print_choices("accumulation", accumulations());
     print_choices("schedule", schedules());
 }
 
@@ -287,6 +290,14 @@ OptimizerFormat choose_optimizer(Flags& flags) {
         *format = format_named(flags.text(flag), (std::string("--") + flag).c_str());
     }
     return optimizer;
+}
+
+// The recipe's own accumulation into the flag, or the flag's into the recipe.
+void choose_accumulation(Flags& flags, Recipe& recipe) {
+    for (const Accumulation& row : accumulations())
+        if (flags.text("accumulation").empty() && std::equal(row.fast, row.fast + 3, recipe.fast_accumulation)) flags.set("accumulation", row.name);
+    const Accumulation& chosen = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
+    std::copy(chosen.fast, chosen.fast + 3, recipe.fast_accumulation);
 }
 
 void choose_modes(const Flags& flags, Setup& setup) {
@@ -473,10 +484,12 @@ std::string duration(double s) {
 
 struct Batch {  // (accumulate, B, T) each
     std::vector<int32_t> tokens, targets;
+    Loader::Position after;  // where the data goes on
     Batch(int64_t micro_batches, int64_t tokens_each)
         : tokens(static_cast<size_t>(micro_batches * tokens_each)), targets(tokens.size()) {}
     void fill(Loader& loader, int64_t tokens_each) {
         for (size_t at = 0; at < tokens.size(); at += static_cast<size_t>(tokens_each)) loader.next(&tokens[at], &targets[at]);
+        after = loader.position();
     }
 };
 
@@ -568,8 +581,8 @@ private:
 
     void step() {
         const double before = seconds();
-        Batch batch(setup_.accumulate, setup_.B * setup_.T);
-        batch.fill(train_, setup_.B * setup_.T);
+        const Batch batch = next_.valid() ? next_.get() : training_batch();
+        if (state_.step + 1 < steps_) next_ = std::async(std::launch::async, [this] { return training_batch(); });
         AdamW adamw{};
         adamw.step = state_.updates + 1;
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
@@ -581,12 +594,18 @@ private:
         state_.updates += !result.skipped;
         if (!result.skipped) state_.grad_norm = result.grad_norm;
         state_.tokens += setup_.accumulate * setup_.B * setup_.T;
-        state_.position = train_.position();
+        state_.position = batch.after;
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
         tell_step(result, adamw.lr, seconds() - before);
         if (skipped_in_a_row_ == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
                         " steps in a row; lower --lr, and go on from the last checkpoint with --resume if there is one.");
+    }
+
+    Batch training_batch() {
+        Batch batch(setup_.accumulate, setup_.B * setup_.T);
+        batch.fill(train_, setup_.B * setup_.T);
+        return batch;
     }
 
     void tell_step(const StepResult& result, float lr, double took) {
@@ -607,8 +626,11 @@ private:
     void sample() {
         if (corpus_.vocabulary.empty()) return;  // said at the start
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
-        const std::string text = corpus_.vocabulary.decode(generate(model_, prompt_, seed));
-        std::printf("sample | step %lld\n----------\n%s\n----------\n", static_cast<long long>(state_.step), printable(text).c_str());
+        const double before = seconds();
+        const std::vector<int32_t> tokens = generate(model_, prompt_, seed);
+        const double each = (seconds() - before) / static_cast<double>(tokens.size() - prompt_.size());
+        std::printf("sample | step %lld | %.2f ms a token\n----------\n%s\n----------\n", static_cast<long long>(state_.step), each * 1e3,
+                    printable(corpus_.vocabulary.decode(tokens)).c_str());
         std::fflush(stdout);
     }
 
@@ -681,6 +703,7 @@ private:
     Log log_;
     double last_validation_ = 0, started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
+    std::future<Batch> next_;  // is read while the model works on the one before
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -759,6 +782,7 @@ int run(int argc, char** argv) {
     Setup setup{};
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
     setup.optimizer = choose_optimizer(flags);
+    choose_accumulation(flags, setup.recipe);
     choose_modes(flags, setup);
     find_row(schedules(), flags.text("schedule"), "--schedule");
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
