@@ -35,7 +35,8 @@ struct Quantized {
 };
 
 // The scale of a block whose largest magnitude is amax: s = amax / FMAX, at least 2^-126, rounded up where it is stored in
-// BF16; amax = 0 gives 1. Not finite: 1 for a whole tensor, whose amax is looked at; NaN for a block, so that nothing hides it. Codes are made with inverse = 1 / s in FP32: code = encode(x * inverse).
+// BF16; amax = 0 gives 1. Not finite: 1 for a whole tensor, whose amax is looked at; NaN for a block, so that nothing hides it.
+// Codes are made with inverse = 1 / s in FP32: code = encode(x * inverse).
 float scale_of(const Quant& q, float amax);
 
 // amax of n values, NaN and infinity included (as infinity). In two stages (group scaling, paper section 5.2): maxima of 1xG groups, then
