@@ -328,7 +328,8 @@ TEST_CASE("program: a run tells each step, validates, samples, saves and logs, i
                              &rate) == 7;
     }
     CHECK(steps == 12);
-    CHECK(ended.out.find("sample | step 6\n----------\nint ") != std::string::npos);
+    CHECK(ended.out.find("sample | step 6 | ") != std::string::npos);
+    CHECK(ended.out.find(" ms a token\n----------\nint ") != std::string::npos);
     CHECK(ended.out.find("expansion factor k") != std::string::npos);
     CHECK(fs::exists(folder.path / "out" / "step-000012" / "model.safetensors"));
 
