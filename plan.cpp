@@ -62,7 +62,8 @@ void validate(const Setup& s) {
     if (s.B > INT32_MAX / s.T)
         throw Error("--batch " + std::to_string(s.B) + " times --seq " + std::to_string(s.T) +
                     " is more than 2^31 tokens; use a smaller --batch and more --accumulate.");
-    const std::string recipe = s.recipe.name, in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
+    const std::string recipe = s.recipe.name;
+    const std::string in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
     if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
     if (s.recipe.stream == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
     if (!s.keep_gradients && s.accumulate > 1)
