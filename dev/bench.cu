@@ -503,8 +503,9 @@ private:
         const double count = static_cast<double>(total) / static_cast<double>(n);
         auto held = [&](Format f) { return info(f).bytes + (is_fp8(f) ? (o.expand ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0), each = 2 * (weight + held(o.m) + held(o.v)) + info(stream_).bytes;
-        pass(OPTIMIZER, "gradient norm", count, size(gradient),
-             [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); });
+        auto norm = [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); };
+        norm();  // the update below reads its result
+        pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
              [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, state, nullptr); });
     }
