@@ -3,9 +3,9 @@
 //
 // All of it is bound by memory bandwidth, so three shapes of kernel do nearly everything:
 //   tile kernels   a block takes 128 rows x 128 columns, a thread 8 x 8 of them: every access of a warp covers whole 128-byte lines, also that
-//                  of the transpose, which goes through registers (bytes) and then shared memory (8-byte units, swizzled).
+//                  of the transpose, which goes through registers (bytes) and then shared memory (words of 4 rows, swizzled).
 //   row kernels    a team of warps holds a whole row in registers: norms forward and backward, the residual pair.
-//   the optimizer  one warp a group of 128 elements, four a lane, the next group's loads in flight while this one is computed.
+//   the optimizer  half a warp a group of 128 elements, eight a lane, the next group's loads in flight while this one is computed.
 // What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (stream format or
 // FP8 groups) is a Held type inside of it. Sources are to kernels what Computed is to launchers.
 //
@@ -567,7 +567,8 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
         for (int q = 0; q < 2; q++) {
             if (at.partner[q] == 0) continue;
             float* own = v[0] + 4 * q;
-            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + at.angle[q], at.partner[q] > 0 ? 1.0f : -1.0f);
+            const float sign = at.partner[q] > 0 ? 1.0f : -1.0f;
+            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + at.angle[q], sign);
             own[0] = r.x, own[1] = r.y, own[2] = r.z, own[3] = r.w;
         }
     }
@@ -640,7 +641,7 @@ constexpr int TILE = 128;                  // rows and columns
 constexpr int ACROSS = TILE / CHUNK;       // chunks across a tile, and groups of 8 rows down
 constexpr int TILE_THREADS = ACROSS * ACROSS;
 constexpr int ROWS = 8;                    // of one thread
-constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a thread; more warps or more registers were slower
+constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a thread; most kernels were slower with 3 and with 5
 
 struct TilePlace {
     int across, down;
@@ -768,7 +769,8 @@ static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57
 
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
 template <class Source, bool E5M2, bool TRANSPOSED>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes, uint8_t* transposed) {
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes,
+                                                                             uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
@@ -1264,8 +1266,8 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
 }
 
 // xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
-// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then through
-// partials.
+// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then
+// through partials.
 template <class Held, bool RMS>
 __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
                                                                        Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
@@ -1491,8 +1493,8 @@ __device__ Softmax block_softmax(Softmax mine) {
 
 // A block a token. The second pass finds the row in shared memory (each thread what it has left there), a row too long for it (not KEPT) in L2.
 template <class T, bool KEPT>
-__global__ void __launch_bounds__(LOSS_THREADS, 3) cross_entropy_kernel(Plain<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
-                                                                     float* losses) {
+__global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
+    cross_entropy_kernel(Plain<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale, float* losses) {
     extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
     typename Plain<T>::Raw* const kept = reinterpret_cast<typename Plain<T>::Raw*>(shared);
     const int64_t row = blockIdx.x, first = row * stride;
@@ -1980,7 +1982,8 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
         return codes;
     }
     template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Values& x, bool live) {
+    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Values& x,
+                                 bool live) {
         const uint2 codes = encode<SECOND>(f, g, x);
         if (!live) return;
         put(static_cast<uint8_t*>(m.codes) + i, codes);
@@ -2030,7 +2033,8 @@ __device__ uint32_t larger2(uint32_t top, uint4 pairs) {  // of BF16 in both hal
 }
 __device__ uint32_t wider(uint32_t top) { return max(top & 0xFFFF0000u, top << 16); }
 __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {
-    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector), __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
+    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector), __byte_perm(b[4], b[5], selector),
+            __byte_perm(b[6], b[7], selector)};
 }
 constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
 
@@ -2143,8 +2147,9 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-// A warp's groups of one segment: first and first + 1, then ADAM_GROUPS later and so on below last (counted in the segment). The pointers are moved to
-// the segment and lane beforehand: then an address is one multiplication. Half a warp without a group works through the last one again, and stores nothing.
+// A warp's groups of one segment: first and first + 1, then ADAM_GROUPS later and so on below last (counted in the segment). The pointers are moved
+// to the segment and lane beforehand: then an address is one multiplication. Half a warp without a group works through the last one again, and
+// stores nothing.
 template <class W, Format M, Format V>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
     using T = typename W::Value;

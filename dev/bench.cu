@@ -671,7 +671,8 @@ int main(int argc, char** argv) try {
     for (const auto& [c, rate] : ceilings)
         std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12, c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"ceilings", ceilings_json(ceilings)}, {"runs", Json::array()}};
-    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, static_cast<int>(number(flags, "--steps", 20)), flags.at("--only")));
+    const int steps = static_cast<int>(number(flags, "--steps", 20));
+    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, steps, flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
     if (!(file << report.dump(1) << "\n")) throw Error(flags.at("--json") + " cannot be written: choose another --json.");
