@@ -3,9 +3,9 @@
 //
 // All of it is bound by memory bandwidth, so three shapes of kernel do nearly everything:
 //   tile kernels   a block takes 128 rows x 128 columns, a thread 8 x 8 of them: every access of a warp covers whole 128-byte lines, also that
-//                  of the transpose, which goes through registers (bytes) and then shared memory (8-byte units, swizzled).
+//                  of the transpose, which goes through registers (bytes) and then shared memory (words of 4 rows, swizzled).
 //   row kernels    a team of warps holds a whole row in registers: norms forward and backward, the residual pair.
-//   the optimizer  one warp a group of 128 elements, four a lane, the next group's loads in flight while this one is computed.
+//   the optimizer  half a warp a group of 128 elements, eight a lane, the next group's loads in flight while this one is computed.
 // What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (stream format or
 // FP8 groups) is a Held type inside of it. Sources are to kernels what Computed is to launchers.
 //
@@ -14,7 +14,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
-#include <cuda_pipeline.h>
 
 #include <algorithm>
 
@@ -87,6 +86,12 @@ __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
 // s = amax / FMAX; 1 for nothing and for what is not finite (NaN and infinity fail the comparison). 1 / s stays finite.
 __device__ float scale_of(float fp8_max, float amax) {
     return amax > 0 && amax < INFINITY ? fmaxf(__fdiv_rn(amax, fp8_max), 0x1p-126f) : 1.0f;
+}
+// amax / 448 as a division rounds it: a product with the rounded reciprocal, mended by its remainder, which is exact from 2^-123 on; what is below
+// becomes 2^-126 anyway.
+__device__ float over_448(float amax) {
+    const float q = __fmul_rn(amax, 1 / 448.0f);
+    return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
 }
 __device__ float bf16_up(float x) { return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u); }
 
@@ -205,12 +210,6 @@ struct Grouped {
         amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);  // NaN, and so are the numbers that are read from the group: what a code would hide comes to light
         return amax > 0 ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
-    }
-    // amax / 448 as a division rounds it: a product with the rounded reciprocal, mended by its remainder, which is exact from 2^-123 on; what
-    // is below becomes 2^-126 anyway.
-    static __device__ float over_448(float amax) {
-        const float q = __fmul_rn(amax, 1 / 448.0f);
-        return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
     }
     // 1 / scale as a division rounds it: with a scale of 8 bits the remainder is exact, and the mended reciprocal is never near a tie.
     static __device__ float inverse_of(float scale) {
@@ -568,7 +567,8 @@ struct RopeBackwardSource {  // the inverse rotation: x1 cos + x2 sin, x2 cos - 
         for (int q = 0; q < 2; q++) {
             if (at.partner[q] == 0) continue;
             float* own = v[0] + 4 * q;
-            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + at.angle[q], at.partner[q] > 0 ? 1.0f : -1.0f);
+            const float sign = at.partner[q] > 0 ? 1.0f : -1.0f;
+            const float4 r = rotated({own[0], own[1], own[2], own[3]}, values4(raw.partner[q]), angles + at.angle[q], sign);
             own[0] = r.x, own[1] = r.y, own[2] = r.z, own[3] = r.w;
         }
     }
@@ -641,7 +641,7 @@ constexpr int TILE = 128;                  // rows and columns
 constexpr int ACROSS = TILE / CHUNK;       // chunks across a tile, and groups of 8 rows down
 constexpr int TILE_THREADS = ACROSS * ACROSS;
 constexpr int ROWS = 8;                    // of one thread
-constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a thread; more warps or more registers were slower
+constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a thread; most kernels were slower with 3 and with 5
 
 struct TilePlace {
     int across, down;
@@ -765,16 +765,17 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
                        [&](int c) { return place(p, col0 + c); });
 }
 
-template <bool E5M2>
-constexpr float FP8_MAX = info(E5M2 ? Format::E5M2 : Format::E4M3).max;
+static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57344 is amax / 448 / 128, and the second division is exact");
 
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
 template <class Source, bool E5M2, bool TRANSPOSED>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes, uint8_t* transposed) {
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes,
+                                                                             uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const float scale = scale_of(FP8_MAX<E5M2>, slot->amax), inverse = __frcp_rn(scale);
+    const float amax = slot->amax, scale = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
+    const float inverse = __frcp_rn(scale);
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + at.row * PLANES * x.width + place(x, p, at.col);
@@ -1137,7 +1138,7 @@ dim3 row_block(int64_t C) {
 
 __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Sums over the team in a fixed order; every thread gets the same bits. All threads of the team call it. Two calls in a row want different PLACEs:
+// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it. Two calls in a row want different PLACEs:
 // nobody is still reading a place when the next but one is written.
 template <int PLACE, int K>
 __device__ void team_sum(float (&x)[K]) {
@@ -1151,7 +1152,7 @@ __device__ void team_sum(float (&x)[K]) {
     if (threadIdx.x % 32 == 0)
 #pragma unroll
         for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
-    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");  // teams do not wait for one another
+    __syncthreads();
 #pragma unroll
     for (int k = 0; k < K; k++) {
         x[k] = 0;
@@ -1265,101 +1266,87 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
 }
 
 // xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
-// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a team in shared memory, by a block,
-// then through partials. While a row is computed the next one is under way: x in registers, dy and g in shared memory, where each thread reads
-// what it has copied itself.
-constexpr int BACKWARD_THREADS = 512;
-
+// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then
+// through partials.
 template <class Held, bool RMS>
-__global__ void __launch_bounds__(BACKWARD_THREADS, 1) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
-                                                                    Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
-                                                                    int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
-                                                                    float* partials) {
-    using Stream = Plain<typename Held::Stream>;
-    using Raw = typename Stream::Raw;
-    constexpr bool AHEAD = sizeof(Raw) == 16;      // two FP32 rows find no room
-    extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C); then what is under way, two Raw a chunk and thread
+__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
+                                                                       Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
+                                                                       int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
+                                                                       float* partials) {
+    using T = typename Held::Stream;
+    constexpr bool EARLY = sizeof(T) < 4;  // FP32 rows leave no registers for g
+    extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
     const ColumnSums dgain(sums + threadIdx.y * C, C), dbias(sums + (blockDim.y + threadIdx.y) * C, C);
-    Raw* const mine = reinterpret_cast<Raw*>(sums + (RMS ? 1 : 2) * blockDim.y * C) + threadIdx.y * blockDim.x + threadIdx.x;
-    const int threads = blockDim.x * blockDim.y;
-    const int64_t step = int64_t(gridDim.x) * blockDim.y, first = threadIdx.x * CHUNK;
-    const uint32_t apart = blockDim.x * CHUNK;  // columns between a thread's chunks
-    int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    auto copy = [&](int which, int c, const Stream& from) {
-        if (AHEAD) __pipeline_memcpy_async(mine + (which * ROW_CHUNKS + c) * threads, from.data + c * apart, sizeof(Raw));
-    };
-    auto take = [&](int which, int c, const Stream& from, Values& v) {
-        from.values(AHEAD ? mine[(which * ROW_CHUNKS + c) * threads] : from.load(c * apart), v);
-    };
-    typename Held::Raw raw_x[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= C) continue;
         dgain.zero(row_column(c));
         if (!RMS) dbias.zero(row_column(c));
-        if (row >= rows) continue;
-        raw_x[c] = in.from(row * C + first).load(c * apart);
-        copy(0, c, dy.from(row * C + first));
-        if (g_in.data) copy(1, c, g_in.from(row * C + first));
     }
-    __pipeline_commit();
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
     float top = 0;
-    for (; row < rows; row += step) {
-        const int64_t at = row * C + first, next = (row + step < rows ? row + step : row) * C + first;
-        const Stream this_dy = dy.from(at), this_g = g_in.from(at), next_dy = dy.from(next), next_g = g_in.from(next);
-        Values x[ROW_CHUNKS] = {}, dw[ROW_CHUNKS];
+    int turn = 0;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y, turn ^= 1) {
+        const int64_t row = first + threadIdx.y;
+        const uint32_t apart = blockDim.x * CHUNK;  // columns between a thread's chunks
+        const int64_t at = row * C + threadIdx.x * CHUNK;
+        const Held row_x = in.from(at);
+        const Plain<T> row_dy = dy.from(at), row_g = g_in.from(at);
+        auto live = [&](int c) { return row < rows && row_column(c) < C; };
+        typename Held::Raw raw_x[ROW_CHUNKS] = {};
+        typename Plain<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
 #pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++)
-            if (row_column(c) < C) {
-                in.values(raw_x[c], x[c]);
-                raw_x[c] = in.from(next).load(c * apart);
-            }
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            raw_x[c] = row_x.load(c * apart);
+            raw_dy[c] = row_dy.load(c * apart);
+            if (EARLY && g_in.data) raw_g[c] = row_g.load(c * apart);
+        }
+        Values x[ROW_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
         if (!RMS) st = row_stats(x, C, false, eps);
-        __pipeline_wait_prior(0);
         float sum[2] = {0, 0};  // RMS: of x^2 and of dy gain x; else of dy gain and of dy gain xhat
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (row_column(c) >= C) continue;
+            if (!live(c)) continue;
             Values d, w;
-            take(0, c, this_dy, d);
+            dy.values(raw_dy[c], d);
             gain.values(gain.load(row_column(c)), w);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
-                dw[c][j] = d[j] * w[j];
-                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw[c][j];
-                sum[1] += dw[c][j] * x[c][j];
+                const float dw = d[j] * w[j];
+                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw;
+                sum[1] += dw * x[c][j];
             }
         }
-        team_sum<2>(sum);
+        if (RMS && turn) team_sum<1>(sum);  // RMSNorm's only sum of a row: two places in turn
+        else team_sum<2>(sum);
         if (RMS) st = {0, inverse_root(sum[0], C, eps)};
-        if (threadIdx.x == 0) stats[row] = st;
+        if (row < rows && threadIdx.x == 0) stats[row] = st;
         const float mean = RMS ? 0.0f : sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (row_column(c) >= C) continue;
-            Values d, g = {};
-            take(0, c, this_dy, d);
-            copy(0, c, next_dy);
-            if (g_in.data) {
-                take(1, c, this_g, g);
-                copy(1, c, next_g);
-            }
+            if (!live(c)) continue;
+            Values d, w, g;
+            dy.values(raw_dy[c], d);
+            gain.values(gain.load(row_column(c)), w);
+            if (!EARLY && g_in.data) raw_g[c] = row_g.load(c * apart);
+            g_in.values(raw_g[c], g);
             if (!RMS) dbias.add(row_column(c), d);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
-                const float xhat = RMS ? x[c][j] * st.y : x[c][j];
+                const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
+                g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
                 d[j] *= xhat;
-                g[j] += st.y * ((RMS ? dw[c][j] : dw[c][j] - mean) - xhat * mean_xhat);
             }
             dgain.add(row_column(c), d);
             g_out.store(at + c * apart, g, true);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) top = larger(top, g[j]);
         }
-        __pipeline_commit();
     }
     if (slot) raise_by_warp(&slot->amax, magnitude(top));
     __syncthreads();
@@ -1367,14 +1354,20 @@ __global__ void __launch_bounds__(BACKWARD_THREADS, 1) norm_backward_kernel(Held
     if (!RMS) write_partials(sums + blockDim.y * C, C, {partials + gridDim.x * C});
 }
 
+constexpr int NORM_BLOCKS_PER_SM = 4;
+int device_attribute(cudaDeviceAttr which) {
+    int device = 0, n = 0;
+    check(cudaGetDevice(&device), "Asking for the GPU failed");
+    check(cudaDeviceGetAttribute(&n, which, device), "Asking for the GPU's properties failed");
+    return n;
+}
 int multiprocessors() {
-    static const int count = [] {
-        int device = 0, n = 0;
-        check(cudaGetDevice(&device), "Asking for the GPU failed");
-        check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "Asking for the GPU's multiprocessors failed");
-        return n;
-    }();
+    static const int count = device_attribute(cudaDevAttrMultiProcessorCount);
     return count;
+}
+int shared_memory() {  // of a block, at most
+    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return bytes;
 }
 
 template <bool RMS, class Held>
@@ -1382,13 +1375,12 @@ void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, 
                       const View& dbias, float* workspace, cudaStream_t s) {
     using T = typename Held::Stream;
     const int64_t rows = n.in.rows, C = n.in.cols;
-    dim3 block = row_block(C);
-    block.y = BACKWARD_THREADS / block.x;
-    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors()));
-    const size_t ahead = sizeof(T) < 4 ? 2 * ROW_CHUNKS * CHUNK * sizeof(T) * block.x * block.y : 0;
-    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float) + ahead;
+    const dim3 block = row_block(C);
+    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float);
     auto kernel = norm_backward_kernel<Held, RMS>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
+    if (shared > 40 << 10)
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
     kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
                                        n.stats, g_slot, workspace);
     CHECK_LAUNCH("norm_backward");
@@ -1418,7 +1410,7 @@ void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s) {
     with_held(n.in, [&](auto in) { row<false>(StoredSource<decltype(in)>{in, n.in.cols}, View{}, n, in, y_slot, nullptr, s); });
 }
 
-size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * C * sizeof(float); }
+size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float); }
 
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
                    float* workspace, cudaStream_t s) {
@@ -1499,40 +1491,61 @@ __device__ Softmax block_softmax(Softmax mine) {
     return all;
 }
 
-// A block a token. The second pass finds the row in L2.
-template <class T>
-__global__ void __launch_bounds__(LOSS_THREADS) cross_entropy_kernel(Plain<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
-                                                                     float* losses) {
+// A block a token. The second pass finds the row in shared memory (each thread what it has left there), a row too long for it (not KEPT) in L2.
+template <class T, bool KEPT>
+__global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
+    cross_entropy_kernel(Plain<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale, float* losses) {
+    extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
+    typename Plain<T>::Raw* const kept = reinterpret_cast<typename Plain<T>::Raw*>(shared);
     const int64_t row = blockIdx.x, first = row * stride;
     const int32_t target = targets[row];
     const float correct = static_cast<float>(logits.data[first + target]);
     constexpr int STEP = LOSS_THREADS * CHUNK;
     const int live = static_cast<int>(V);
+    constexpr int AT_ONCE = 4;
+    auto hidden = [&](int col, Values& x, float with) {  // beyond the vocabulary
+        if (col + CHUNK <= live) return;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
+    };
     Softmax mine;
-#pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < live; col += STEP) {
-        Values x;
-        logits.values(logits.load(first + col), x);
-        Softmax chunk;
+    for (int begin = threadIdx.x * CHUNK; begin < live; begin += AT_ONCE * STEP) {
+        typename Plain<T>::Raw raw[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
-            if (col + j >= live) x[j] = -INFINITY;
-            chunk.top = fmaxf(chunk.top, x[j]);
+        for (int i = 0; i < AT_ONCE; i++)
+            if (begin + i * STEP < live) raw[i] = logits.load(first + begin + i * STEP);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int col = begin + i * STEP;
+            if (col >= live) break;
+            if (KEPT) kept[col / CHUNK] = raw[i];
+            Values x;
+            logits.values(raw[i], x);
+            hidden(col, x, -INFINITY);
+            float top = x[0];
+#pragma unroll
+            for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
+            if (top > mine.top) mine.merge({top, 0.0f});
+            const float offset = -mine.top * LOG2_E;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
         }
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) chunk.sum += fast_exp(x[j] - chunk.top);
-        mine.merge(chunk);
     }
     const Softmax all = block_softmax(mine);
-    const float lse = all.top + logf(all.sum);
+    const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (scale == 0) return;
 #pragma unroll 4
     for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
-        Values x;
-        logits.values(logits.load(first + col), x);
+        Values x = {};
+        if (col < live) logits.values(KEPT ? kept[col / CHUNK] : logits.load(first + col), x);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? (fast_exp(x[j] - lse) - (col + j == target ? 1.0f : 0.0f)) * scale : 0.0f;
+        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
+        if (target >= col && target < col + CHUNK) {
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
+        }
+        hidden(col, x, 0.0f);
         logits.store(first + col, x, true);
     }
 }
@@ -1643,7 +1656,12 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float 
     need(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
     if (logits.rows == 0) return;
     with_stream(logits, [&](auto x) {
-        cross_entropy_kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, 0, s>>>(x, logits.cols, V, targets, scale, losses);
+        using T = typename decltype(x)::Stream;
+        const int row = static_cast<int>(logits.cols * sizeof(T));
+        const bool kept = row <= shared_memory() - 2048;  // beside the block's sums
+        const auto kernel = kept ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
+        if (kept) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, row), "Shared memory for cross_entropy");
+        kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, kept ? row : 0, s>>>(x, logits.cols, V, targets, scale, losses);
         CHECK_LAUNCH("cross_entropy");
     });
 }
@@ -1829,16 +1847,16 @@ void gradient_norm(const void* gradients, Format format, int64_t n, const double
 // =====================================================================================================================
 // FP8 AdamW with dynamic range expansion (paper section 4)
 //
-// A lane has four consecutive elements of its warp's group of 128. At 85% of an H200's bandwidth a multiprocessor has to finish 1.3
-// elements a clock, which leaves about 100 instructions and 12 special functions (log2, exp2, roots, reciprocals) an element: hence the
-// fast ones, a table of log2(|code| / FMAX) in shared memory for decoding, and maxima through redux. What is rare (no expansion, numbers
-// near the ends of FP32) branches off once for all four elements: a branch an element would make them wait for one another.
+// A group of 128 belongs to half a warp, eight consecutive elements to a lane: 16-byte accesses, and what is worked out once a group costs a lane
+// little an element. At 85% of an H200's bandwidth a multiprocessor has to finish an element a clock, which leaves 120 instructions and 15 special
+// functions (log2, exp2, roots, reciprocals) an element if it never waits: hence the fast ones, and a table of log2(|code| / FMAX) in shared memory
+// for decoding. What is rare (no expansion, numbers near the ends of FP32) branches off once for all eight elements.
 
 namespace {
 
-constexpr int LANE = MOMENT_GROUP / 32;
-constexpr int ADAM_WARPS = 8, ADAM_BLOCKS_PER_SM = 3;
-using Quad = float[LANE];
+constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes of a group
+static_assert(TEAM == 16, "the maxima of a group go round 16 lanes");
+constexpr int ADAM_WARPS = 8, ADAM_GROUPS = 32 * ADAM_WARPS / TEAM, ADAM_BLOCKS_PER_SM = 2;
 
 // One moment's format as the kernel's argument.
 struct MomentFormat {
@@ -1863,222 +1881,237 @@ struct GroupScale {
 
 // decode() yields numbers and returns what they are still to be multiplied with. SECOND: the second moment is never negative, and above zero
 // it stays above zero.
+template <class T>
+struct WholeMoment {  // of formats that hold the numbers themselves
+    static constexpr int BYTES = sizeof(T);
+    using Raw = typename Plain<T>::Raw;
+    static __device__ Plain<T> held(const MomentView& m) { return {static_cast<T*>(m.codes)}; }
+    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return held(m).load(i); }
+    template <bool SECOND>
+    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Values& x) {
+        Plain<T>().values(r, x);
+        return 1.0f;
+    }
+    template <bool SECOND>
+    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, Values& x, bool live) {
+        held(m).store(i, x, live);
+    }
+};
 template <Format F>
-struct MomentIo;  // of formats that hold the numbers themselves
-
+struct MomentIo;
 template <>
-struct MomentIo<Format::F32> {
-    static constexpr int BYTES = 4;
-    struct Raw {
-        float4 v;
-    };
-    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const float4*>(static_cast<float*>(m.codes) + i)}; }
-    template <bool SECOND>
-    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
-        x[0] = r.v.x, x[1] = r.v.y, x[2] = r.v.z, x[3] = r.v.w;
-        return 1.0f;
-    }
-    template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
-        put(static_cast<float*>(m.codes) + i, make_float4(x[0], x[1], x[2], x[3]));
-    }
-};
-
+struct MomentIo<Format::F32> : WholeMoment<float> {};
 template <>
-struct MomentIo<Format::BF16> {
-    static constexpr int BYTES = 2;
-    struct Raw {
-        uint2 v;
-    };
-    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(m.codes) + i)}; }
-    template <bool SECOND>
-    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Quad& x) {
-        const float2 lo = unpack(r.v.x), hi = unpack(r.v.y);
-        x[0] = lo.x, x[1] = lo.y, x[2] = hi.x, x[3] = hi.y;
-        return 1.0f;
-    }
-    template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, const Quad& x) {
-        put(static_cast<bf16*>(m.codes) + i, make_uint2(pack(x[0], x[1]), pack(x[2], x[3])));
-    }
-};
+struct MomentIo<Format::BF16> : WholeMoment<bf16> {};
+
+// One load; through a pointer that comes from a table in memory an assignment would not know that it goes to global memory.
+template <class V>
+__device__ V get(const void* from) {
+    return __ldca(static_cast<const V*>(from));
+}
 
 template <>
 struct MomentIo<Format::E4M3> {  // E5M2 too
     static constexpr int BYTES = 1;
     struct Raw {
-        uint32_t codes;
+        uint2 codes;
         float max, k;
+        __device__ uint32_t byte(int j) const { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4); }
     };
     static __device__ Raw load(const MomentView& m, int64_t i, int64_t group, bool expand) {
-        return {*reinterpret_cast<const uint32_t*>(static_cast<uint8_t*>(m.codes) + i), m.max[group], expand ? m.k[group] : 1.0f};
+        return {get<uint2>(static_cast<uint8_t*>(m.codes) + i), get<float>(m.max + group), expand ? get<float>(m.k + group) : 1.0f};
     }
     // value = sign max (|code| / FMAX)^(1/k); the table has log2(|code| / FMAX), or without expansion |code|.
     template <bool SECOND>
-    static __device__ float decode(const Raw& r, const MomentFormat& f, const float* table, Quad& x) {
+    static __device__ float decode(const Raw& r, const MomentFormat& f, const float* table, Values& x) {
         const float inverse_k = fast_reciprocal(r.k);
         float scale = r.max;
 #pragma unroll
-        for (int j = 0; j < LANE; j++) x[j] = table[r.codes >> 8 * j & 0x7Fu];
+        for (int j = 0; j < CHUNK; j++) x[j] = table[r.byte(j) & 0x7Fu];
         if (!f.expand) {
             scale = scale_of(f.max, r.max);
         } else if (!wide(f, r.k)) {
 #pragma unroll
-            for (int j = 0; j < LANE; j++) x[j] = fast_exp2(x[j] * inverse_k);
+            for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(x[j] * inverse_k);
         } else {  // the power alone may underflow
-            for (int j = 0; j < LANE; j++) {
-                const float root = exp2f(0.5f * (x[j] * inverse_k));
-                x[j] = root * r.max * root;
+#pragma unroll 1
+            for (int j = 0; j < CHUNK; j++) {
+                const float root = exp2f(0.5f * (table[r.byte(j) & 0x7Fu] * inverse_k)), value = root * r.max * root;
+#pragma unroll
+                for (int to = 0; to < CHUNK; to++) x[to] = to == j ? value : x[to];
             }
             scale = 1.0f;
         }
         if constexpr (!SECOND) {
 #pragma unroll
-            for (int j = 0; j < LANE; j++) x[j] = __uint_as_float(__float_as_uint(x[j]) | (r.codes << (24 - 8 * j) & 0x80000000u));
+            for (int j = 0; j < CHUNK; j++) x[j] = __uint_as_float(__float_as_uint(x[j]) | (r.byte(j) << 24 & 0x80000000u));
         }
         return scale;
     }
     // code = sign encode(FMAX (|x| / max)^k)
     template <bool SECOND>
-    static __device__ uint32_t encode(const MomentFormat& f, const GroupScale& g, const Quad& x) {
+    static __device__ uint2 encode(const MomentFormat& f, const GroupScale& g, const Values& x) {
         const bool expand = f.expand && !wide(f, g.k) && g.max >= 0x1p-100f;
-        Quad y;
+        Values y;
         if (expand) {
 #pragma unroll
-            for (int j = 0; j < LANE; j++) y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_normal(fabsf(x[j]) * g.inverse), f.log_max));
+            for (int j = 0; j < CHUNK; j++) y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_normal(fabsf(x[j]) * g.inverse), f.log_max));
         } else {
-            for (int j = 0; j < LANE; j++) y[j] = g.max == 0 ? 0.0f : f.expand ? f.max * fast_exp2(g.k * (log2f(fabsf(x[j])) - log2f(g.max))) : fabsf(x[j]) * g.inverse;
+            const float log_top = log2f(g.max);
+#pragma unroll 1
+            for (int j = 0; j < CHUNK; j++) {
+                float from = 0;
+#pragma unroll
+                for (int at = 0; at < CHUNK; at++) from = at == j ? fabsf(x[at]) : from;
+                const float to = g.max == 0 ? 0.0f : f.expand ? f.max * fast_exp2(g.k * (log2f(from) - log_top)) : from * g.inverse;
+#pragma unroll
+                for (int at = 0; at < CHUNK; at++) y[at] = at == j ? to : y[at];
+            }
         }
         if constexpr (!SECOND) {
 #pragma unroll
-            for (int j = 0; j < LANE; j++) y[j] = copysignf(y[j], x[j]);
+            for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
         }
-        uint32_t codes = f.e5m2 ? encode2(true, y[0], y[1]) | encode2(true, y[2], y[3]) << 16 : encode2(false, y[0], y[1]) | encode2(false, y[2], y[3]) << 16;
+        uint2 codes = gpu::encode(f.e5m2, y, 1.0f);
         if (SECOND && !expand) {  // the fast expansion makes no zeros
-            for (int j = 0; j < LANE; j++)
-                if (x[j] > 0 && (codes >> 8 * j & 0xFFu) == 0) codes |= 1u << 8 * j;
+            for (int j = 0; j < CHUNK; j++) {
+                uint32_t& four = j < 4 ? codes.x : codes.y;
+                if (x[j] > 0 && (four >> 8 * (j % 4) & 0xFFu) == 0) four |= 1u << 8 * (j % 4);
+            }
         }
         return codes;
     }
     template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Quad& x) {
-        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(m.codes) + i) = encode<SECOND>(f, g, x);
-        if (threadIdx.x % 32 != 0) return;
-        m.max[group] = g.max;
-        if (f.expand) m.k[group] = g.k;
+    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Values& x,
+                                 bool live) {
+        const uint2 codes = encode<SECOND>(f, g, x);
+        if (!live) return;
+        put(static_cast<uint8_t*>(m.codes) + i, codes);
+        if (threadIdx.x % TEAM != 0) return;
+        put(m.max + group, g.max);
+        if (f.expand) put(m.k + group, g.k);
     }
 };
 
-// Largest and smallest non-zero magnitude of a group, as bits.
-struct Extent {
-    uint32_t top, low;
-    __device__ explicit Extent(const Quad& x) : top(0), low(0xFFFFFFFFu) {
+// Both moments' group scales. The largest magnitude and the smallest but zero (as bits, turned over: zero goes last) of two moments are four maxima
+// over 16 lanes: with each of the first two exchanges a lane gives away half of those that it has and goes on with the other half, so that in the end
+// even lanes know the first moment's and odd lanes the second's. They work out its scale and tell each other.
+__device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v, GroupScale& gm, GroupScale& gv) {
+    const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;
+    auto swap = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
+    uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
 #pragma unroll
-        for (int j = 0; j < LANE; j++) {
-            const uint32_t bits = magnitude(x[j]);
-            top = max(top, bits);
-            low = min(low, bits - 1);  // zero goes last
-        }
-        top = __reduce_max_sync(0xFFFFFFFFu, top);
-        low = __reduce_min_sync(0xFFFFFFFFu, low) + 1;
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t bits[2] = {magnitude(m[j]), __float_as_uint(v[j])};  // v is not negative
+#pragma unroll
+        for (int i = 0; i < 2; i++) tops[i] = max(tops[i], bits[i]), lows[i] = min(lows[i], bits[i] - 1);
     }
-};
+    const uint32_t top = max(odd ? tops[1] : tops[0], swap(odd ? tops[0] : tops[1], 1));
+    const uint32_t turned = ~min(odd ? lows[1] : lows[0], swap(odd ? lows[0] : lows[1], 1));
+    uint32_t largest = max(low ? turned : top, swap(low ? top : turned, 2));
+    largest = max(largest, swap(largest, 4));
+    largest = max(largest, swap(largest, 8));
+    const uint32_t other = swap(largest, 2);
+    const float group_top = __uint_as_float(low ? other : largest), group_low = __uint_as_float(~(low ? largest : other) + 1);
 
-// Both moments' group scales: even lanes work out the first moment's, odd lanes the second's, and then they tell each other.
-__device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Quad& m, const Quad& v, GroupScale& gm, GroupScale& gv) {
-    const Extent em(m), ev(v);
-    const bool odd = threadIdx.x & 1;
     const bool expand = odd ? fv.expand : fm.expand;
-    const float fp8_max = odd ? fv.max : fm.max, range = odd ? fv.range : fm.range;
-    const float top = __uint_as_float(odd ? ev.top : em.top), low = __uint_as_float(odd ? ev.low : em.low);
-    const float k = expand ? expansion_factor(range, top, low) : 1.0f;
-    float inverse = fast_reciprocal(top);
-    if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
-    else inverse = __frcp_rn(scale_of(fp8_max, top));
-    gm = {__uint_as_float(em.top), __shfl_sync(0xFFFFFFFFu, k, 0), __shfl_sync(0xFFFFFFFFu, inverse, 0)};
-    gv = {__uint_as_float(ev.top), __shfl_sync(0xFFFFFFFFu, k, 1), __shfl_sync(0xFFFFFFFFu, inverse, 1)};
+    const float k = expand ? expansion_factor(odd ? fv.range : fm.range, group_top, group_low) : 1.0f;
+    float inverse = fast_reciprocal(group_top);
+    if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
+    else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
+    const GroupScale mine{group_top, k, inverse};
+    const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_top, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1), __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
+    gm = {odd ? theirs.max : mine.max, odd ? theirs.k : mine.k, odd ? theirs.inverse : mine.inverse};
+    gv = {odd ? mine.max : theirs.max, odd ? mine.k : theirs.k, odd ? mine.inverse : theirs.inverse};
 }
 
-// Four weights, as they are held, with their gradients. store() returns the largest magnitude of the new weights, as FP32 bits; `random` are the bits
-// of a stochastic rounding.
-__device__ void unpack4(uint2 raw, Quad& v) {
-    const float2 lo = unpack(raw.x), hi = unpack(raw.y);
-    v[0] = lo.x, v[1] = lo.y, v[2] = hi.x, v[3] = hi.y;
+// Eight weights, as they are held, with their gradients. store() raises `top` to the largest magnitude of the new weights, which largest() makes FP32
+// bits of; `random` are the bits of a stochastic rounding.
+__device__ uint32_t larger2(uint32_t top, uint4 pairs) {  // of BF16 in both halves
+    const uint32_t mask = 0x7FFF7FFFu;
+    return __vimax3_u16x2(__vimax3_u16x2(top, pairs.x & mask, pairs.y & mask), pairs.z & mask, pairs.w & mask);
 }
+__device__ uint32_t wider(uint32_t top) { return max(top & 0xFFFF0000u, top << 16); }
+__device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {
+    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector), __byte_perm(b[4], b[5], selector),
+            __byte_perm(b[6], b[7], selector)};
+}
+constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
 
 struct MasterWeights {  // BF16, and 16 bits more: the exact FP32 master
     using Value = bf16;
     static constexpr bool STOCHASTIC = false;
     struct Raw {
-        uint2 w, r, g;
+        uint4 w, r, g;
     };
     static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
-        return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint2*>(w.remainder + i),
-                *reinterpret_cast<const uint2*>(gradients + i)};
+        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint4*>(w.remainder + i),
+                *reinterpret_cast<const uint4*>(gradients + i)};
     }
-    static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
-        unpack4(raw.g, g);
-        const uint32_t low[2] = {raw.r.x ^ 0x80008000u, raw.r.y ^ 0x80008000u}, high[2] = {raw.w.x, raw.w.y};  // store() backwards
+    static __device__ void decode(const Raw& raw, Values& master, Values& g) {
+        Plain<bf16>().values(raw.g, g);
+        const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w}, high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
 #pragma unroll
-        for (int j = 0; j < LANE; j++)
-            master[j] = __uint_as_float(__byte_perm(low[j / 2], high[j / 2], j % 2 ? 0x7632 : 0x5410) - 0x8000u);
+        for (int j = 0; j < CHUNK; j++)  // store() backwards
+            master[j] = __uint_as_float(__byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
     }
-    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master, uint64_t) {
-        uint32_t b[LANE], top = 0;  // master's bits, rounded in the upper half
+    static __device__ void store(const Weights& w, int64_t i, const Values& master, const uint64_t (&)[2], bool live, uint32_t& top) {
+        uint32_t b[CHUNK];  // master's bits, rounded in the upper half
 #pragma unroll
-        for (int j = 0; j < LANE; j++) {
-            b[j] = __float_as_uint(master[j]) + 0x8000u;
-            top = max(top, b[j] & 0x7FFFFFFFu);
-        }
-        put(static_cast<bf16*>(w.values) + i, make_uint2(__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)));
+        for (int j = 0; j < CHUNK; j++) b[j] = __float_as_uint(master[j]) + 0x8000u;
+        const uint4 values = halves(b, UPPER), rest = halves(b, LOWER);
+        top = larger2(top, values);
+        if (!live) return;
+        put(static_cast<bf16*>(w.values) + i, values);
         // The lower halves without the 0x8000 again: it only flips their top bits.
-        put(w.remainder + i, make_uint2(__byte_perm(b[0], b[1], 0x5410) ^ 0x80008000u, __byte_perm(b[2], b[3], 0x5410) ^ 0x80008000u));
-        return top & 0x7FFF0000u;
+        put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u, rest.w ^ 0x80008000u));
     }
+    static __device__ uint32_t largest(uint32_t top) { return wider(top); }
 };
 
 struct StochasticWeights {  // BF16 alone
     using Value = bf16;
     static constexpr bool STOCHASTIC = true;
     struct Raw {
-        uint2 w, g;
+        uint4 w, g;
     };
     static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
-        return {*reinterpret_cast<const uint2*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint2*>(gradients + i)};
+        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint4*>(gradients + i)};
     }
-    static __device__ void decode(const Raw& raw, Quad& weight, Quad& g) {
-        unpack4(raw.w, weight);
-        unpack4(raw.g, g);
+    static __device__ void decode(const Raw& raw, Values& weight, Values& g) {
+        Plain<bf16>().values(raw.w, weight);
+        Plain<bf16>().values(raw.g, g);
     }
-    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& weight, uint64_t random) {
-        uint32_t b[LANE], top = 0;
+    static __device__ void store(const Weights& w, int64_t i, const Values& weight, const uint64_t (&random)[2], bool live, uint32_t& top) {
+        uint32_t b[CHUNK];
 #pragma unroll
-        for (int j = 0; j < LANE; j++) {
-            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random >> 16 * j & 0xFFFFu);
-            top = max(top, b[j] & 0x7FFFFFFFu);
-        }
-        put(static_cast<bf16*>(w.values) + i, make_uint2(__byte_perm(b[0], b[1], 0x7632), __byte_perm(b[2], b[3], 0x7632)));
-        return top & 0x7FFF0000u;
+        for (int j = 0; j < CHUNK; j++) b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFFu);
+        const uint4 values = halves(b, UPPER);
+        top = larger2(top, values);
+        if (live) put(static_cast<bf16*>(w.values) + i, values);
     }
+    static __device__ uint32_t largest(uint32_t top) { return wider(top); }
 };
 
 struct FloatWeights {
     using Value = float;
     static constexpr bool STOCHASTIC = false;
     struct Raw {
-        float4 w, g;
+        Plain<float>::Raw w, g;
     };
     static __device__ Raw load(const Weights& w, const float* gradients, int64_t i) {
-        return {*reinterpret_cast<const float4*>(static_cast<float*>(w.values) + i), *reinterpret_cast<const float4*>(gradients + i)};
+        return {Plain<float>{static_cast<float*>(w.values)}.load(i), Plain<float>{const_cast<float*>(gradients)}.load(i)};
     }
-    static __device__ void decode(const Raw& raw, Quad& master, Quad& g) {
-        master[0] = raw.w.x, master[1] = raw.w.y, master[2] = raw.w.z, master[3] = raw.w.w;
-        g[0] = raw.g.x, g[1] = raw.g.y, g[2] = raw.g.z, g[3] = raw.g.w;
+    static __device__ void decode(const Raw& raw, Values& master, Values& g) {
+        Plain<float>().values(raw.w, master);
+        Plain<float>().values(raw.g, g);
     }
-    static __device__ uint32_t store(const Weights& w, int64_t i, const Quad& master, uint64_t) {
-        put(static_cast<float*>(w.values) + i, make_float4(master[0], master[1], master[2], master[3]));
-        return max(max(magnitude(master[0]), magnitude(master[1])), max(magnitude(master[2]), magnitude(master[3])));
+    static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2], bool live, uint32_t& top) {
+        Plain<float>{static_cast<float*>(w.values)}.store(i, master, live);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
     }
+    static __device__ uint32_t largest(uint32_t top) { return top; }
 };
 
 // One step's numbers, worked out in double on the host.
@@ -2114,14 +2147,16 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-// A warp's groups of one segment: first, first + ADAM_WARPS, ... below last (counted in the segment). The pointers are moved to the
-// segment and lane beforehand: then an address is one multiplication and what is fetched ahead is a constant away.
+// A warp's groups of one segment: first and first + 1, then ADAM_GROUPS later and so on below last (counted in the segment). The pointers are moved
+// to the segment and lane beforehand: then an address is one multiplication. Half a warp without a group works through the last one again, and
+// stores nothing.
 template <class W, Format M, Format V>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
     using T = typename W::Value;
     using Im = MomentIo<M>;
     using Iv = MomentIo<V>;
-    const int lane = threadIdx.x % 32 * LANE;
+    if (first >= last) return 0;
+    const int lane = threadIdx.x % TEAM * CHUNK, half = threadIdx.x / TEAM % 2;
     const int64_t start = segment.offset + lane;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
     const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
@@ -2129,42 +2164,47 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
     moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
-    typename W::Raw next_w{};
-    typename Im::Raw next_m{};
-    typename Iv::Raw next_v{};
-    auto fetch = [&](int group, int ahead) {
-        const int64_t inside = int64_t(group) * MOMENT_GROUP + ahead * MOMENT_GROUP;
+    typename W::Raw next_w;
+    typename Im::Raw next_m;
+    typename Iv::Raw next_v;
+    auto fetch = [&](int group) {
+        const int64_t inside = int64_t(group) * MOMENT_GROUP;
         next_w = W::load(weights, gradients, inside);
-        next_m = Im::load(moment_m, inside, int64_t(group) + ahead, a.m.expand);
-        next_v = Iv::load(moment_v, inside, int64_t(group) + ahead, a.v.expand);
+        next_m = Im::load(moment_m, inside, group, a.m.expand);
+        next_v = Iv::load(moment_v, inside, group, a.v.expand);
     };
     uint32_t top = 0;
-    if (first < last) fetch(first, 0);
-    for (int group = first; group < last; group += ADAM_WARPS) {
-        Quad w, g, m, v;
+    fetch(min(first + half, last - 1));
+    for (int pair = first; pair < last; pair += ADAM_GROUPS) {
+        const int group = min(pair + half, last - 1);
+        const bool live = pair + half < last;
+        Values w, g, m, v;
         W::decode(next_w, w, g);
         const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, a.m, table_m, m);
         const float keep_v = a.f.beta2 * Iv::template decode<true>(next_v, a.v, table_v, v);
-        if (group + ADAM_WARPS < last) fetch(group, ADAM_WARPS);
+        fetch(min(pair + half + ADAM_GROUPS, last - 1));
 #pragma unroll
-        for (int j = 0; j < LANE; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
+        for (int j = 0; j < CHUNK; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
         const int64_t inside = int64_t(group) * MOMENT_GROUP;
-        top = max(top, W::store(weights, inside, w, W::STOCHASTIC ? rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / LANE) : 0));
+        uint64_t random[2] = {0, 0};
+        if (W::STOCHASTIC)
+            for (int q : {0, 1}) random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / 4 + q);
         GroupScale gm{}, gv{};
         if (M == Format::E4M3 || V == Format::E4M3) group_scales(a.m, a.v, m, v, gm, gv);
-        Im::template store<false>(moment_m, inside, group, a.m, gm, m);
-        Iv::template store<true>(moment_v, inside, group, a.v, gv, v);
+        W::store(weights, inside, w, random, live, top);
+        Im::template store<false>(moment_m, inside, group, a.m, gm, m, live);
+        Iv::template store<true>(moment_v, inside, group, a.v, gv, v, live);
     }
-    return top;
+    return W::largest(top);
 }
 
 // A skipped step changes nothing, but the weights' amax is still wanted.
 template <class T>
 __device__ uint32_t weights_amax(const AdamArguments& a, int64_t first, int64_t last) {
     uint32_t top = 0;
-    for (int64_t group = first; group < last; group += ADAM_WARPS)
-        for (int j = 0; j < LANE; j++)
-            top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[group * MOMENT_GROUP + threadIdx.x % 32 * LANE + j])));
+    for (int64_t group = first + threadIdx.x / TEAM % 2; group < last; group += ADAM_GROUPS)
+        for (int j = 0; j < CHUNK; j++)
+            top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[group * MOMENT_GROUP + threadIdx.x % TEAM * CHUNK + j])));
     return top;
 }
 
@@ -2195,7 +2235,7 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         const Segment segment = a.segments[low];
         const int64_t start = segment.offset / MOMENT_GROUP, stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
         if (start >= end) return;
-        const int64_t first = max(begin, start) + threadIdx.x / 32, last = min(end, stop);
+        const int64_t first = max(begin, start) + threadIdx.x / 32 * 2, last = min(end, stop);
         uint32_t top;
         if (skip)
             top = weights_amax<typename W::Value>(a, first, last);
@@ -2207,7 +2247,7 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
     }
 }
 
-// For the report: what a moment that one more gradient leads to would lose. A warp a group; nothing is changed.
+// For the report: what a moment that one more gradient leads to would lose. Nothing is changed.
 template <class T, bool SECOND>
 __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentFormat f, Factors factors, MomentView moment, Plain<T> gradients,
                                                                          int64_t size, QuantStats* stats) {
@@ -2215,23 +2255,23 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
     __shared__ float table[128];
     fill_table(f, table);
     __syncthreads();
-    const int64_t group = int64_t(blockIdx.x) * ADAM_WARPS + threadIdx.x / 32, i = group * MOMENT_GROUP + threadIdx.x % 32 * LANE;
-    if (group * MOMENT_GROUP >= size) return;
-    Quad x, back, w{}, other{};
+    const int64_t wanted = int64_t(blockIdx.x) * ADAM_GROUPS + threadIdx.x / TEAM, group = min(wanted, (size - 1) / MOMENT_GROUP);
+    const int64_t i = group * MOMENT_GROUP + threadIdx.x % TEAM * CHUNK;
+    Values x, back, w{}, other{};
     const float scaled = Io::decode<SECOND>(Io::load(moment, i, group, f.expand), f, table, x);
-    for (int j = 0; j < LANE; j++) {
+    for (int j = 0; j < CHUNK; j++) {
         const float g = static_cast<float>(gradients.data[i + j]);
         if (SECOND) adamw_element(factors, 0, factors.beta2 * scaled, 0, g, other[j], x[j], w[j]);
         else adamw_element(factors, factors.beta1 * scaled, 0, 0, g, x[j], other[j], w[j]);
     }
     GroupScale scale{}, unused{};
     group_scales(f, f, x, x, scale, unused);
-    const uint32_t codes = Io::encode<SECOND>(f, scale, x);
-    const float back_scale = Io::decode<SECOND>({codes, scale.max, scale.k}, f, table, back);
+    const Io::Raw raw{Io::encode<SECOND>(f, scale, x), scale.max, scale.k};
+    const float back_scale = Io::decode<SECOND>(raw, f, table, back);
     Counts counts;
-    for (int j = 0; j < LANE && i + j < size; j++) {
+    for (int j = 0; j < CHUNK && wanted == group && i + j < size; j++) {
         counts.add(x[j], back[j] * back_scale);
-        counts.flushed += x[j] != 0 && (codes >> 8 * j & 0x7Fu) == 0;
+        counts.flushed += x[j] != 0 && (raw.byte(j) & 0x7Fu) == 0;
     }
     counts.add_to(stats);
 }
@@ -2244,7 +2284,7 @@ MomentFormat moment_format(Format f, bool expand) {
 
 template <class W, Format M, Format V>
 void launch_adamw(const AdamArguments& a, cudaStream_t s) {
-    const int64_t wanted = ceil_div(a.groups, ADAM_WARPS);
+    const int64_t wanted = ceil_div(a.groups, ADAM_GROUPS);
     const unsigned grid = static_cast<unsigned>(std::min<int64_t>(wanted, int64_t(multiprocessors()) * ADAM_BLOCKS_PER_SM));
     adamw_kernel<W, M, V><<<grid, 32 * ADAM_WARPS, 0, s>>>(a);
     CHECK_LAUNCH("adamw");
@@ -2280,7 +2320,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 
 void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, const void* gradients, Format format, QuantStats* first,
                      QuantStats* second, cudaStream_t s) {
-    const unsigned grid = blocks(segment.size, MOMENT_GROUP * ADAM_WARPS);
+    const unsigned grid = blocks(segment.size, MOMENT_GROUP * ADAM_GROUPS);
     const Factors f = factors({1, 0.0f});
     auto measure_as = [&](auto held) {
         if (is_fp8(segment.m.format))

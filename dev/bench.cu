@@ -503,8 +503,9 @@ private:
         const double count = static_cast<double>(total) / static_cast<double>(n);
         auto held = [&](Format f) { return info(f).bytes + (is_fp8(f) ? (o.expand ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0), each = 2 * (weight + held(o.m) + held(o.v)) + info(stream_).bytes;
-        pass(OPTIMIZER, "gradient norm", count, size(gradient),
-             [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); });
+        auto norm = [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); };
+        norm();  // the update below reads its result
+        pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
              [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, state, nullptr); });
     }
@@ -670,7 +671,8 @@ int main(int argc, char** argv) try {
     for (const auto& [c, rate] : ceilings)
         std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12, c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"ceilings", ceilings_json(ceilings)}, {"runs", Json::array()}};
-    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, static_cast<int>(number(flags, "--steps", 20)), flags.at("--only")));
+    const int steps = static_cast<int>(number(flags, "--steps", 20));
+    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, steps, flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
     if (!(file << report.dump(1) << "\n")) throw Error(flags.at("--json") + " cannot be written: choose another --json.");
