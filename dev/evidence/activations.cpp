@@ -37,7 +37,8 @@ const Way WAYS[] = {
     {"4x4", group(4, 4), group(4, 4)},
     {"mixed: 1x16, linear layers per tensor", Q_GROUP, Q_E4M3},
 };
-const std::pair<const char*, Quant> GRANULARITIES[] = {{"per tensor", Q_E4M3}, {"1x16", group(1, 16)}, {"1x128", group(1, 128)}, {"4x4", group(4, 4)}};
+const std::pair<const char*, Quant> GRANULARITIES[] = {
+    {"per tensor", Q_E4M3}, {"1x16", group(1, 16)}, {"1x128", group(1, 128)}, {"4x4", group(4, 4)}};
 
 struct Batch {
     int64_t B, T;
@@ -81,7 +82,8 @@ private:
     Values norm(const std::string& name, const Values& x) const {
         Values y(x.size());
         const float* bias = c_.arch.rms ? nullptr : w_.at(name + ".bias").data();
-        reference::norm_forward(c_.arch.rms, c_.norm_eps, static_cast<int64_t>(x.size()) / c_.C, c_.C, x.data(), w_.at(name + ".gain").data(), bias, y.data());
+        const int64_t N = static_cast<int64_t>(x.size()) / c_.C;
+        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".gain").data(), bias, y.data());
         return y;
     }
     Values linear(const std::string& name, const Values& x, int64_t in) const {
@@ -109,13 +111,15 @@ private:
         reference::attention_forward(c_, batch_.B, batch_.T, qkv.data(), attention.data(), lse.data());
         add(x, linear_of("attention_out", "attention output", attention, c_.q_cols()));
         const Values up = linear_of("up", "norm 2 output", norm(name + "norm2", nonlinear("norm 2 input", x, c_.C)), c_.C);
-        reference::activation_forward(c_.arch.gated, N, c_.F, nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols()).data(), h.data());
+        const Values held = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols());
+        reference::activation_forward(c_.arch.gated, N, c_.F, held.data(), h.data());
         add(x, linear_of("down", c_.arch.gated ? "SiLU(gate) x up" : "GELU output", h, c_.F));
     }
 };
 
 Setup setup_of(const ModelConfig& config, const Way& way, const Batch& batch) {
-    const Recipe recipe = {way.name, Format::F32, way.linear, Q_F32, Q_F32, way.nonlinear, Q_F32, Scaling::JustInTime, {false, false, false}, ""};
+    const Recipe recipe = {way.name,      Format::F32, way.linear,          Q_F32,                 Q_F32,
+                           way.nonlinear, Q_F32,       Scaling::JustInTime, {false, false, false}, ""};
     return {config, recipe, find_row(optimizers(), "bf16", "--optimizer"), batch.B, batch.T};
 }
 
@@ -173,7 +177,8 @@ Json streams(const Forward& forward, const std::string& checkpoint, const ModelC
         const auto model = make_reference(setup_of(config, way, batch));
         load_weights(checkpoint, *model);
         const double expected = model->evaluate(batch.tokens.data(), batch.targets.data());
-        if (loss != expected) throw Error(std::string(way.name) + ": the loss is " + std::to_string(loss) + " and the reference's " + std::to_string(expected) + ".");
+        if (loss != expected)
+            throw Error(std::string(way.name) + ": the loss is " + std::to_string(loss) + ", the reference's " + std::to_string(expected) + ".");
         rows.push_back({{"way", way.name}, {"loss", loss}, {"mean_square_error", mse}, {"noise_to_signal", relative}});
     }
     return rows;

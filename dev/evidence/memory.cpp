@@ -2,8 +2,8 @@
 //
 //   build/evidence_memory [MODEL [BATCH [SEQ]]] > memory.json      default: llama-2-7b, 8 x 2048 tokens
 //
-// The unit U is a BF16 tensor of the hidden size: 2 BTC bytes. A row is a recipe with one of the choices that change what is saved, once with outputs of
-// norms and activation functions computed again in backward and once kept. What the card gives to it is measured by timing.cu.
+// The unit U is a BF16 tensor of the hidden size: 2 BTC bytes. A row is a recipe with one of the choices that change what is saved, once with
+// outputs of norms and activation functions computed again in backward and once kept. What the card gives to it is measured by timing.cu.
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -58,7 +58,7 @@ Json report(const std::string& model, int64_t B, int64_t T) {
                 rows.push_back(row(s, std::string(recipe.name) + (variant.attention.fp8() ? ", q, k, v and output in groups" : ""), unit));
             }
     }
-    return {{"model", model}, {"batch", B}, {"seq", T}, {"layers", config.L}, {"hidden", config.C}, {"feed_forward", config.F}, {"unit_bytes", unit}, {"rows", rows}};
+    return {{"model", model}, {"batch", B}, {"seq", T}, {"unit_bytes", unit}, {"rows", rows}};
 }
 
 }  // namespace

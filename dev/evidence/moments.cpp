@@ -59,7 +59,7 @@ struct Histogram {
     Json json() {
         std::sort(all.begin(), all.end());
         auto at = [&](double share) { return all[static_cast<size_t>(share * static_cast<double>(all.size() - 1))]; };
-        return {{"low", low}, {"width", width}, {"counts", counts}, {"p1", at(0.01)}, {"p10", at(0.1)}, {"median", at(0.5)}, {"p90", at(0.9)}, {"p99", at(0.99)}};
+        return {{"low", low}, {"width", width}, {"counts", counts}, {"p10", at(0.1)}, {"median", at(0.5)}, {"p90", at(0.9)}};
     }
 };
 
@@ -152,7 +152,8 @@ Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment
             before.add(range), after.add(factor * range), k.add(factor);
         }
     }
-    return {{"groups", before.all.size()}, {"zero_groups", zero}, {"log10_range", before.json()}, {"log10_range_expanded", after.json()}, {"k", k.json()}};
+    return {{"groups", before.all.size()}, {"zero_groups", zero}, {"log10_range", before.json()}, {"log10_range_expanded", after.json()},
+            {"k", k.json()}};
 }
 
 Json report(const std::string& checkpoint) {

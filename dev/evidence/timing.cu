@@ -107,7 +107,8 @@ Json product_times() {
             const bool fp8 = scaling.x.fp8();
             const Tensor x8(n, n, fp8 ? scaling.x : Q_E4M3), w8(n, n, fp8 ? scaling.w : Q_E4M3);
             if (fp8) quantize_just_in_time(x, x8), quantize_just_in_time(w, w8);
-            auto product = [&] { gemms.run(Gemm::Fprop, fp8 ? x8.operand : x.operand, fp8 ? w8.operand : w.operand, y.view(), false, nullptr, nullptr); };
+            const Operand &a = fp8 ? x8.operand : x.operand, &b = fp8 ? w8.operand : w.operand;
+            auto product = [&] { gemms.run(Gemm::Fprop, a, b, y.view(), false, nullptr, nullptr); };
             Json row = {{"scaling", scaling.name}, {"side", n}, {"product_ms", milliseconds(product)}};
             if (fp8) {
                 row["with_x_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), product(); });
@@ -120,8 +121,9 @@ Json product_times() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Table 2 on the card. With f(L, B) the free memory that a model of L layers and B sequences takes away, f(2, 2B) - f(1, 2B) - f(2, B) + f(1, B) is what
-// one layer holds for B sequences: weights, optimizer and workspace cancel. Two micro-batches a step, since with one, gradients lie where activations were.
+// Table 2 on the card. With f(L, B) the free memory that a model of L layers and B sequences takes away, f(2, 2B) - f(1, 2B) - f(2, B) + f(1, B) is
+// what one layer holds for B sequences: weights, optimizer and workspace cancel. Two micro-batches a step, since with one, gradients lie where
+// activations were.
 
 double taken(const Setup& setup) {
     size_t before = 0, after = 0, total = 0;
