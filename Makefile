@@ -63,6 +63,11 @@ $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
+# Evidence for what the paper says (dev/RESULTS.md); what measures a GPU is a .cu
+$(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+$(patsubst dev/evidence/%.cu,$(O)/evidence_%,$(wildcard dev/evidence/*.cu)): $(O)/evidence_%: $(O)/dev/evidence/%.cu.o $(OBJECTS)
+	$(LINK) -o $@ $^ $(LIBRARIES)
 # CUPTI comes with the toolkit, in its own folder or beside the other libraries.
 CUPTI := $(firstword $(wildcard $(CUDA)/extras/CUPTI) $(CUDA))
 $(O)/libtrace.so: dev/trace.cpp

@@ -63,7 +63,7 @@ float milliseconds(int repeats, Run run) {
     std::vector<float> times(static_cast<size_t>(repeats));
     run();
     for (float& ms : times) {
-        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, 0, state.get(), partials.get(), nullptr);  // reads all
+        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, {0}, state.get(), partials.get(), nullptr);  // reads all
         gpu::check(cudaEventRecord(start), "Timing failed");
         run();
         gpu::check(cudaEventRecord(stop), "Timing failed");

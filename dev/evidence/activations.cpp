@@ -1,0 +1,208 @@
+// activations.cpp - how much each way of scaling FP8 hurts the forward pass of a trained model, layer by layer (paper section 5.1, figure 4a).
+//
+//   build/evidence_activations CHECKPOINT [BATCH] > activations.json      BATCH: sequences, else as many as the run had in a micro-batch
+//
+// Two tables. The first quantizes every tensor that the paper's flow quantizes by itself, in a forward pass that is in FP32: noise / signal of
+// inputs of norms, of activation functions and of linear layers. The second runs the forward pass with everything quantized in one way and
+// compares the residual stream after each layer with FP32's, so that errors add up as they do in training. Weights are as the checkpoint has
+// them. The pass is told again here from the operators of reference.h, since the reference shows nothing of its inside; for every way the loss
+// must be the one that the reference computes with the same formats as a recipe, to the last bit, or nothing is printed.
+#include <cmath>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "../../data/checkpoint.h"
+#include "../../reference.h"
+
+namespace {
+
+using namespace coat;
+using Json = nlohmann::ordered_json;
+using Values = std::vector<float>;
+
+struct Way {
+    const char* name;
+    Quant nonlinear, linear;  // what norms and activation functions read, and what linear layers read
+};
+constexpr Quant group(int rows, int cols) { return {Format::E4M3, {rows, cols}, Format::BF16}; }
+const Way WAYS[] = {
+    {"FP32", Q_F32, Q_F32},
+    {"BF16", Q_BF16, Q_BF16},
+    {"linear layers only, per tensor", Q_BF16, Q_E4M3},
+    {"per tensor", Q_E4M3, Q_E4M3},
+    {"1x16", group(1, 16), group(1, 16)},
+    {"1x128", group(1, 128), group(1, 128)},
+    {"4x4", group(4, 4), group(4, 4)},
+    {"mixed: 1x16, linear layers per tensor", Q_GROUP, Q_E4M3},
+};
+const std::pair<const char*, Quant> GRANULARITIES[] = {
+    {"per tensor", Q_E4M3}, {"1x16", group(1, 16)}, {"1x128", group(1, 128)}, {"4x4", group(4, 4)}};
+
+struct Batch {
+    int64_t B, T;
+    std::vector<int32_t> tokens, targets;
+};
+
+enum class Reader : uint8_t { Nonlinear, Linear };
+// What an operator reads in place of x (N, cols).
+using Hold = std::function<Values(Reader who, int64_t layer, const char* tensor, const Values& x, int64_t cols)>;
+using AfterLayer = std::function<void(int64_t layer, const Values& stream)>;
+
+// The forward pass of Network in reference.cpp with a stream in FP32: mean loss of the batch.
+class Forward {
+public:
+    Forward(const ModelConfig& c, std::map<std::string, Values> weights, const Batch& batch) : c_(c), w_(std::move(weights)), batch_(batch) {}
+
+    double run(const Hold& hold, const AfterLayer& after) const {
+        const int64_t N = batch_.B * batch_.T, C = c_.C;
+        Values x(N * C);
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t i = 0; i < C; i++) {
+                x[n * C + i] = w_.at("embedding")[batch_.tokens[n] * C + i];
+                if (!c_.arch.rope) x[n * C + i] += w_.at("positions")[n % batch_.T * C + i];
+            }
+        for (int64_t l = 0; l < c_.L; l++) {
+            block(l, x, hold);
+            after(l, x);
+        }
+        const Values y = norm("final_norm", x);
+        Values logits(N * c_.padded_V());
+        const float* head = w_.at(c_.tied ? "embedding" : "head").data();
+        reference::matmul<float>(N, c_.padded_V(), C, {y.data(), C, 1}, {head, 1, C}, logits.data());
+        return reference::cross_entropy(N, c_.V, c_.padded_V(), logits.data(), batch_.targets.data(), 0.0f) / static_cast<double>(N);
+    }
+
+private:
+    const ModelConfig c_;
+    const std::map<std::string, Values> w_;
+    const Batch& batch_;
+
+    Values norm(const std::string& name, const Values& x) const {
+        Values y(x.size());
+        const float* bias = c_.arch.rms ? nullptr : w_.at(name + ".bias").data();
+        const int64_t N = static_cast<int64_t>(x.size()) / c_.C;
+        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".gain").data(), bias, y.data());
+        return y;
+    }
+    Values linear(const std::string& name, const Values& x, int64_t in) const {
+        const Values& w = w_.at(name);
+        const int64_t N = static_cast<int64_t>(x.size()) / in, out = static_cast<int64_t>(w.size()) / in;
+        Values y(N * out);
+        reference::matmul<float>(N, out, in, {x.data(), in, 1}, {w.data(), 1, in}, y.data());
+        for (int64_t i = 0; c_.arch.bias && i < N * out; i++) y[i] += w_.at(name + ".bias")[i % out];
+        return y;
+    }
+    static void add(Values& x, const Values& y) {
+        for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
+    }
+
+    void block(int64_t l, Values& x, const Hold& hold) const {
+        const std::string name = "layers." + std::to_string(l) + ".";
+        const int64_t N = batch_.B * batch_.T;
+        auto nonlinear = [&](const char* tensor, const Values& t, int64_t cols) { return hold(Reader::Nonlinear, l, tensor, t, cols); };
+        auto linear_of = [&](const char* layer, const char* tensor, const Values& t, int64_t cols) {
+            return linear(name + layer, hold(Reader::Linear, l, tensor, t, cols), cols);
+        };
+        Values qkv = linear_of("qkv", "norm 1 output", norm(name + "norm1", nonlinear("norm 1 input", x, c_.C)), c_.C);
+        if (c_.arch.rope) reference::rope(c_, batch_.B, batch_.T, qkv.data(), false);
+        Values attention(N * c_.q_cols()), lse(N * c_.NH), h(N * c_.F);
+        reference::attention_forward(c_, batch_.B, batch_.T, qkv.data(), attention.data(), lse.data());
+        add(x, linear_of("attention_out", "attention output", attention, c_.q_cols()));
+        const Values up = linear_of("up", "norm 2 output", norm(name + "norm2", nonlinear("norm 2 input", x, c_.C)), c_.C);
+        const Values held = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols());
+        reference::activation_forward(c_.arch.gated, N, c_.F, held.data(), h.data());
+        add(x, linear_of("down", c_.arch.gated ? "SiLU(gate) x up" : "GELU output", h, c_.F));
+    }
+};
+
+Setup setup_of(const ModelConfig& config, const Way& way, const Batch& batch) {
+    const Recipe recipe = {way.name,      Format::F32, way.linear,          Q_F32,                 Q_F32,
+                           way.nonlinear, Q_F32,       Scaling::JustInTime, {false, false, false}, ""};
+    return {config, recipe, find_row(optimizers(), "bf16", "--optimizer"), batch.B, batch.T};
+}
+
+std::map<std::string, Values> weights_of(Model& model) {
+    std::map<std::string, Values> weights;
+    for (const StateTensor& t : weight_tensors(model.setup().config)) {
+        std::vector<uint16_t> bits(t.size());
+        model.read(t.name, bits.data());
+        for (uint16_t b : bits) weights[t.name].push_back(reference::from_bf16(b));
+    }
+    return weights;
+}
+
+Batch validation_batch(const Json& settings, int64_t B) {
+    const int64_t T = std::stoll(settings.at("seq").get<std::string>());
+    if (B < 1) B = std::stoll(settings.at("batch").get<std::string>());
+    Batch batch{B, T, std::vector<int32_t>(B * T), std::vector<int32_t>(B * T)};
+    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, false).next(batch.tokens.data(), batch.targets.data());
+    return batch;
+}
+
+Json tensors(const Forward& forward, int64_t batch_rows) {
+    Json rows = Json::array();
+    const Hold measure = [&](Reader who, int64_t layer, const char* tensor, const Values& x, int64_t cols) {
+        Json row = {{"layer", layer}, {"tensor", tensor}, {"read_by", who == Reader::Linear ? "linear layer" : "non-linear layer"}};
+        for (const auto& [name, quant] : GRANULARITIES) {
+            QuantStats stats;
+            reference::quantize(x.data(), batch_rows, cols, quant, &stats);
+            row["noise_to_signal"][name] = stats.noise / stats.signal;
+        }
+        rows.push_back(row);
+        return x;
+    };
+    forward.run(measure, [](int64_t, const Values&) {});
+    return rows;
+}
+
+Json streams(const Forward& forward, const std::string& checkpoint, const ModelConfig& config, const Batch& batch) {
+    Json rows = Json::array();
+    std::vector<Values> exact;  // the stream after each layer
+    for (const Way& way : WAYS) {
+        Json mse = Json::array(), relative = Json::array();
+        const Hold hold = [&](Reader who, int64_t, const char*, const Values& x, int64_t cols) {
+            return reference::dequantize(reference::quantize(x.data(), batch.B * batch.T, cols, who == Reader::Linear ? way.linear : way.nonlinear));
+        };
+        const double loss = forward.run(hold, [&](int64_t layer, const Values& x) {
+            if (&way == WAYS) exact.push_back(x);
+            double noise = 0, signal = 0;
+            for (size_t i = 0; i < x.size(); i++) {
+                const double was = exact[layer][i], error = x[i] - was;
+                noise += error * error, signal += was * was;
+            }
+            mse.push_back(noise / static_cast<double>(x.size())), relative.push_back(noise / signal);
+        });
+        const auto model = make_reference(setup_of(config, way, batch));
+        load_weights(checkpoint, *model);
+        const double expected = model->evaluate(batch.tokens.data(), batch.targets.data());
+        if (loss != expected)
+            throw Error(std::string(way.name) + ": the loss is " + std::to_string(loss) + ", the reference's " + std::to_string(expected) + ".");
+        rows.push_back({{"way", way.name}, {"loss", loss}, {"mean_square_error", mse}, {"noise_to_signal", relative}});
+    }
+    return rows;
+}
+
+Json report(const std::string& checkpoint, int64_t B) {
+    const LoopState state = read_loop_state(checkpoint);
+    const Batch batch = validation_batch(Json::parse(state.settings), B);
+    const ModelConfig config = read_model_config(checkpoint);
+    const auto model = make_reference(setup_of(config, WAYS[0], batch));
+    load_weights(checkpoint, *model);
+    const Forward forward(config, weights_of(*model), batch);
+    return {{"step", state.step}, {"sequences", batch.B}, {"tokens_each", batch.T}, {"layers", config.L}, {"hidden", config.C},
+            {"tensors", tensors(forward, batch.B * batch.T)}, {"streams", streams(forward, checkpoint, config, batch)}};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        if (argc != 2 && argc != 3) throw Error("Usage: evidence_activations CHECKPOINT [BATCH]; a folder that ./train --out FOLDER wrote.");
+        std::cout << report(coat::find_checkpoint(argv[1]), argc == 3 ? std::atoll(argv[2]) : 0).dump(1) << "\n";
+    } catch (const std::exception& e) {
+        std::cerr << e.what() << "\n";
+        return 1;
+    }
+}

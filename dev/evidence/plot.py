@@ -1,0 +1,176 @@
+"""The figures of dev/RESULTS.md, in the hand of dev/plot_loss.py and dev/plot_bench.py (whose colors, ticks and text they use)."""
+import math
+
+from plot_bench import REST, bar, text
+from plot_loss import COLORS, spread, ticks
+from tables import GRANULARITIES, PAPER_FIGURE_4B, PAPER_TABLE_2
+
+DARK, LIGHT = "#1a202c", "#718096"
+
+
+def picture(width, height, parts):
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            'font-family="Helvetica, Arial, sans-serif">')
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
+
+
+class Panel:
+    """A titled rectangle with axes. x and y map data to the picture; an axis is (low, high), or of logarithms where log says so."""
+
+    def __init__(self, left, top, width, height, x_range, y_range, title, note="", log_x=False, log_y=False):
+        self.left, self.top, self.right, self.bottom = left, top, left + width, top + height
+        self.x_range, self.y_range, self.log_x, self.log_y = x_range, y_range, log_x, log_y
+        self.parts = [text(left, top - 26, title, 14, "start", DARK, "bold"), text(left, top - 9, note, 11.5, "start", LIGHT)]
+
+    @staticmethod
+    def share(value, limits, log):
+        low, high, value = (math.log10(v) for v in (*limits, value)) if log else (*limits, value)
+        return (value - low) / (high - low)
+
+    def x(self, value):
+        return self.left + (self.right - self.left) * self.share(value, self.x_range, self.log_x)
+
+    def y(self, value):
+        return self.bottom - (self.bottom - self.top) * self.share(value, self.y_range, self.log_y)
+
+    def axes(self, x_label, x_ticks, y_ticks):
+        for value in y_ticks:
+            y = self.y(value)
+            self.parts.append(f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e8ecf1"/>')
+            self.parts.append(text(self.left - 7, y + 4, f"{value:g}", 11, "end"))
+        for value, words in x_ticks:
+            self.parts.append(text(self.x(value), self.bottom + 17, words, 11, "middle"))
+        self.parts.append(f'<line x1="{self.left}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}" stroke="#a0aec0"/>')
+        self.parts.append(text((self.left + self.right) / 2, self.bottom + 36, x_label, 12, "middle", LIGHT))
+
+    def line(self, points, color, dash=""):
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"/>')
+        if not dash:
+            self.parts += [f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3" fill="{color}" stroke="#ffffff"/>' for x, y in points]
+
+    def names(self, named):
+        """Names at the ends of lines: (value, words, color)."""
+        labels = spread([[self.y(value), words, color] for value, words, color in named], 15, self.bottom)
+        self.parts += [text(self.right + 10, y + 4, words, 11.5, "start", color, "bold") for y, words, color in labels]
+
+    def histogram(self, h, color, opacity):
+        total, step = sum(h["counts"]), h["width"]
+        for i, count in enumerate(h["counts"]):
+            low, high = self.x(h["low"] + i * step), self.x(h["low"] + (i + 1) * step)
+            if count and low < self.right:
+                top = self.y(100 * count / total)
+                self.parts.append(f'<rect x="{low:.1f}" y="{top:.1f}" width="{high - low:.2f}" height="{self.bottom - top:.1f}" fill="{color}" '
+                                  f'fill-opacity="{opacity}"/>')
+
+
+def highest(*histograms):
+    return 100 * max(max(h["counts"]) / sum(h["counts"]) for h in histograms)
+
+
+def moments(result):
+    parts = []
+    for column, (moment, title) in enumerate((("m", "First moment"), ("v", "Second moment"))):
+        r, left = result[moment], 60 + 440 * column
+        before, after = r["log10_range"], r["log10_range_expanded"]
+        top = 1.1 * highest(before, after)
+        note = f"% of {r['groups']:,} groups; {result['training']}, step {result['step']}"
+        panel = Panel(left, 70, 380, 190, (0, 8), (0, top), f"{title}: dynamic range of groups of 128", note)
+        panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 9, 2)], ticks(0, top, 4))
+        panel.histogram(before, COLORS[5], 0.55)
+        panel.histogram(after, COLORS[0], 0.85)
+        limit = math.log10(448 * 512)
+        panel.line([(limit, 0), (limit, top)], COLORS[1], "4 3")
+        for row, (words, color) in enumerate((("as they are", COLORS[5]), ("expanded, R^k", COLORS[0]), ("what E4M3 can hold", COLORS[1]))):
+            panel.parts.append(text(panel.right, 84 + 15 * row, words, 11.5, "end", color, "bold"))
+        k, high = r["k"], 1.1 * highest(r["k"])
+        note = f"median {k['median']:g}; 80% lie in {k['p10']:g} to {k['p90']:g}"
+        lower = Panel(left, 370, 380, 150, (0, 16), (0, high), f"{title}: expansion factor k", note)
+        lower.axes("k", [(x, f"{x}") for x in range(0, 17, 2)], ticks(0, high, 4))
+        lower.histogram(k, COLORS[2], 0.85)
+        parts += panel.parts + lower.parts
+    return picture(920, 575, parts)
+
+
+def activations(result):
+    streams = [s for s in result["streams"] if any(s["noise_to_signal"])]
+    values = [100 * v for s in streams for v in s["noise_to_signal"]]
+    low, high = 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values)))
+    panel = Panel(66, 70, 380, 330, (1, max(2, result["layers"])), (low, high), "Error of the residual stream after each layer",
+                  f"% of its power, against FP32; {result['training']}, step {result['step']}", log_y=True)
+    decades = [10.0 ** e for e in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+    every = max(1, result["layers"] // 8)
+    panel.axes("layer", [(n, str(n)) for n in range(1, result["layers"] + 1, every)], decades)
+    for s, color in zip(streams, COLORS + ["#0f9da8"]):
+        panel.line([(i + 1, 100 * v) for i, v in enumerate(s["noise_to_signal"])], color)
+    panel.names([(100 * s["noise_to_signal"][-1], s["way"], color) for s, color in zip(streams, COLORS + ["#0f9da8"])])
+
+    tensors = list(dict.fromkeys(t["tensor"] for t in result["tensors"]))
+    means = {(t, g): 100 * sum(r["noise_to_signal"][g] for r in result["tensors"] if r["tensor"] == t) / result["layers"]
+             for t in tensors for g in GRANULARITIES}
+    right = Panel(810, 70, 330, 330, (0, 1.05 * max(means.values())), (0, len(tensors)), "Each tensor alone, mean of layers",
+                  "quantization noise, % of its power")
+    right.axes("", [(v, f"{v:g}") for v in ticks(0, right.x_range[1], 5)], [])
+    for row, tensor in enumerate(tensors):
+        top = right.top + 330 / len(tensors) * row + 5
+        right.parts.append(text(right.left - 8, top + 24, tensor, 11.5, "end"))
+        right.parts += [bar(right.left, top + 9 * i, right.x(means[tensor, g]) - right.left, 8, color)
+                        for i, (g, color) in enumerate(zip(GRANULARITIES, COLORS[1:]))]
+    for i, (g, color) in enumerate(zip(GRANULARITIES, COLORS[1:])):
+        right.parts += [bar(right.left + 82 * i, 428, 10, 10, color), text(right.left + 82 * i + 14, 437, g, 11.5)]
+    return picture(1170, 460, panel.parts + right.parts)
+
+
+def memory(result):
+    columns = [("norm", COLORS[0]), ("activation function", COLORS[1]), ("RoPE", REST), ("attention", COLORS[4]), ("linear", COLORS[2])]
+    rows = [(name, values[:-1], values[-1]) for name, *values in PAPER_TABLE_2]
+    rows += [("ours: " + r["name"] + (", outputs computed again" if r["recompute"] else ""), [r["U"].get(c, 0) for c, _ in columns], r["total"])
+             for r in result["rows"]]
+    scale, left, parts = 24.0, 330, [text(24, 30, "Saved activations of a layer, in U (a BF16 tensor of the hidden size)", 14, "start", DARK, "bold")]
+    for i, (name, color) in enumerate(columns):
+        parts += [bar(left + 118 * i, 44, 10, 10, color), text(left + 118 * i + 14, 53, name, 11.5)]
+    for row, (name, values, total) in enumerate(rows):
+        x, y = left, 70 + 27 * row
+        parts.append(text(left - 8, y + 14, name, 11.5, "end", DARK if name.startswith("ours") else LIGHT))
+        for (_, color), value in zip(columns, values):
+            if value:
+                parts.append(bar(x, y, value * scale, 19, color))
+            x += value * scale
+        parts.append(text(x + 6, y + 14, f"{total:.2f}", 11.5, "start", DARK, "bold"))
+    return picture(930, 84 + 27 * len(rows), parts)
+
+
+def timing(result):
+    series, parts = {}, []
+    for r in result.get("products", []):
+        for key, words in (("product_ms", ""), ("with_x_ms", ", x quantized"), ("with_x_and_w_ms", ", x and w quantized")):
+            if key in r:
+                series.setdefault(r["scaling"] + words, []).append((r["side"], 2e-9 * r["side"] ** 3 / r[key]))
+    if series:
+        top = 1.08 * max(rate for points in series.values() for _, rate in points)
+        sides = [side for side, _ in next(iter(series.values()))]
+        panel = Panel(70, 70, 480, 360, (sides[0], sides[-1]), (0, top), "Matrix products, TFLOP/s",
+                      f"all three sides alike; {result['device']}", log_x=True)
+        panel.axes("side", [(n, str(n)) for n in sides if n & (n - 1) == 0], ticks(0, top, 7))
+        for (name, points), color in zip(series.items(), COLORS * 2):
+            panel.line(points, color)
+        panel.names([(points[-1][1], name, color) for (name, points), color in zip(series.items(), COLORS * 2)])
+        parts += panel.parts
+    rows = [(f"{r['columns']} x {r['tokens']}",
+             [*PAPER_FIGURE_4B[(r["columns"], r["tokens"])], r["whole_tensor_ms"], r["group_maxima_ms"],
+              max(0, r["producer_with_ms"] - r["producer_without_ms"])]) for r in result.get("amax", [])]
+    names = ["paper: whole tensor", "paper: group scaling", "ours: whole tensor", "ours: of group maxima", "ours: left by the producer"]
+    parts.append(text(70, 500, "Time of a tensor's amax, ms", 14, "start", DARK, "bold"))
+    scale = 620 / max((max(values) for _, values in rows), default=1)
+    for i, (name, color) in enumerate(zip(names, COLORS[5:] + COLORS)):
+        parts += [bar(70 + 170 * i, 512, 10, 10, color), text(84 + 170 * i, 521, name, 11.5)]
+    for row, (shape, values) in enumerate(rows):
+        parts.append(text(150, 573 + 76 * row, shape, 11.5, "end"))
+        for i, (value, color) in enumerate(zip(values, COLORS[5:] + COLORS)):
+            y = 536 + 76 * row + 13 * i
+            parts += [bar(158, y, value * scale, 11, color), text(164 + value * scale, y + 9.5, f"{value:.3f}", 10.5)]
+    return picture(930, 550 + 76 * len(rows), parts)
+
+
+def figure(name, result):
+    return {"moments": moments, "activations": activations, "memory": memory, "timing": timing}[name.split("-")[0]](result)

@@ -1,0 +1,179 @@
+// timing.cu - what only a card can tell: the time of an amax (paper section 5.2, figure 4b), the speed of matrix products in each scaling
+// against their size, and the bytes that the card gives up for saved activations (table 2).
+//
+//   build/evidence_timing [amax] [products] [memory] > timing.json      without a word: all three
+//
+// Times are medians of 21 runs between events on the GPU, on random numbers, with an L2 cache that holds other, unmodified data.
+#include <cstring>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "../../gemm.cuh"
+#include "../ladders/ladder.h"
+
+namespace {
+
+using namespace coat;
+using namespace coat::gpu;
+using ladder::Buffer;
+using Json = nlohmann::ordered_json;
+
+double milliseconds(const std::function<void()>& run) {
+    const double ms = ladder::milliseconds(21, run);
+    check(cudaGetLastError(), "Something that is timed failed");
+    return ms;
+}
+
+struct Tensor {  // BF16 ones hold random numbers
+    Buffer<uint8_t> codes, scales;
+    Operand operand;
+    Tensor(int64_t rows, int64_t cols, const Quant& q)
+        : codes(q.code_bytes(rows, cols)), scales(std::max<size_t>(sizeof(TensorScale), q.scales(rows, cols) * info(q.scale).bytes)),
+          operand{{codes.get(), scales.get(), rows, cols, q}} {
+        static uint64_t made = 0;
+        const Param all{"", LINEAR, rows, cols, 1.0f, 0, 0};
+        if (!q.fp8()) initialize({codes.get(), nullptr, q.format}, all, made++, rows * cols, 1, nullptr);
+    }
+    const View& view() const { return operand.view; }
+};
+
+void clear(TensorScale* slot) { check(cudaMemsetAsync(slot, 0, sizeof *slot), "Clearing a scale failed"); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Figure 4b: the paper's four shapes. Just-in-time scaling reads the tensor; group scaling reads the maxima of 1x16 groups that its producer left, in
+// BF16, as in the paper. Here no producer leaves maxima: it raises the tensor's amax itself, and what that costs is its time with less its time
+// without, of residual add and norm as the producer.
+
+struct Shape {
+    int64_t cols, tokens;
+};
+constexpr Shape SHAPES[] = {{11008, 16384}, {11008, 8192}, {4096, 16384}, {4096, 8192}};
+
+Json amax_times() {
+    Json rows = Json::array();
+    for (const Shape& shape : SHAPES) {
+        const int64_t N = shape.tokens, C = shape.cols;
+        const Tensor x(N, C, Q_BF16), a(N, C, Q_BF16), sum(N, C, Q_BF16), maxima(N, C / 16, Q_BF16), gain(1, C, Q_BF16), input(N, C, Q_GROUP);
+        Buffer<float2> stats(N);
+        Buffer<TensorScale> slot(1);
+        const Norm next{input.view(), gain.view().codes, nullptr, stats.get(), true, 1e-5f};
+        auto amax_of = [&](const Tensor& t) {
+            return milliseconds([&] {
+                clear(slot.get());
+                amax(stored(t.view()), slot.get(), nullptr);
+            });
+        };
+        auto producer = [&](TensorScale* left) {
+            return milliseconds([&] {
+                clear(slot.get());
+                residual_add(x.view(), a.view(), sum.view(), next, left, nullptr, nullptr);
+            });
+        };
+        rows.push_back({{"columns", C}, {"tokens", N}, {"whole_tensor_ms", amax_of(x)}, {"group_maxima_ms", amax_of(maxima)},
+                        {"producer_without_ms", producer(nullptr)}, {"producer_with_ms", producer(slot.get())}});
+    }
+    return rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// y = x w^T with all three sides n
+
+struct Scaling {
+    const char* name;
+    Quant x, w;
+    bool fast_accumulation;
+};
+const Scaling SCALINGS[] = {
+    {"bf16", Q_BF16, Q_BF16, false},
+    {"fp8 per tensor, fast accumulation", Q_E4M3, Q_E4M3, true},
+    {"fp8 per tensor, exact accumulation", Q_E4M3, Q_E4M3, false},
+};
+constexpr int64_t SIDES[] = {512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384};
+
+void quantize_just_in_time(const Tensor& from, const Tensor& to) {
+    const bool whole = to.view().quant.granularity == PER_TENSOR;
+    if (whole) clear(tensor_scale(to.view())), amax(stored(from.view()), tensor_scale(to.view()), nullptr);
+    quantize(stored(from.view()), to.operand, nullptr, nullptr);
+}
+
+Json product_times() {
+    Json rows = Json::array();
+    Buffer<uint8_t> scratch(Gemms::SCRATCH);
+    for (const Scaling& scaling : SCALINGS) {
+        Gemms gemms(scratch.get(), {scaling.fast_accumulation, scaling.fast_accumulation, scaling.fast_accumulation});
+        gemms.tune(true);
+        for (const int64_t n : SIDES) {
+            const Tensor x(n, n, Q_BF16), w(n, n, Q_BF16), y(n, n, Q_BF16);
+            const bool fp8 = scaling.x.fp8();
+            const Tensor x8(n, n, fp8 ? scaling.x : Q_E4M3), w8(n, n, fp8 ? scaling.w : Q_E4M3);
+            if (fp8) quantize_just_in_time(x, x8), quantize_just_in_time(w, w8);
+            const Operand &a = fp8 ? x8.operand : x.operand, &b = fp8 ? w8.operand : w.operand;
+            auto product = [&] { gemms.run(Gemm::Fprop, a, b, y.view(), false, nullptr, nullptr); };
+            Json row = {{"scaling", scaling.name}, {"side", n}, {"product_ms", milliseconds(product)}};
+            if (fp8) {
+                row["with_x_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), product(); });
+                row["with_x_and_w_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), quantize_just_in_time(w, w8), product(); });
+            }
+            rows.push_back(row);
+        }
+    }
+    return rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Table 2 on the card. With f(L, B) the free memory that a model of L layers and B sequences takes away, f(2, 2B) - f(1, 2B) - f(2, B) + f(1, B) is
+// what one layer holds for B sequences: weights, optimizer and workspace cancel. Two micro-batches a step, since with one, gradients lie where
+// activations were.
+
+double taken(const Setup& setup) {
+    size_t before = 0, after = 0, total = 0;
+    check(cudaMemGetInfo(&before, &total), "Asking for free memory failed");
+    const auto model = make_gpu(setup);
+    check(cudaMemGetInfo(&after, &total), "Asking for free memory failed");
+    return static_cast<double>(before) - static_cast<double>(after);
+}
+
+Json saved_memory() {
+    constexpr int64_t B = 4, T = 2048;
+    Json rows = Json::array();
+    for (const Recipe& recipe : recipes())
+        for (const bool recompute : {false, true})
+            for (const bool groups : {false, true}) {
+                if (recipe.stream == Format::F32 || (groups && !recipe.nonlinear.fp8())) continue;
+                Setup setup{find_row(models(), "llama-2-7b", "--model"), recipe, find_row(optimizers(), "coat", "--optimizer"), B, T, 2};
+                setup.recompute = recompute;
+                if (groups) setup.recipe.attention = Q_GROUP;
+                auto f = [&](int64_t layers, int64_t sequences) {
+                    setup.config.L = layers, setup.B = sequences;
+                    return taken(setup);
+                };
+                f(1, B);  // the first model of all also pays for loading kernels
+                const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B), unit = 2.0 * static_cast<double>(B * T * setup.config.C);
+                rows.push_back({{"name", std::string(recipe.name) + (groups ? ", q, k, v and output in groups" : "")}, {"recompute", recompute},
+                                {"bytes", bytes}, {"total", bytes / unit}});
+            }
+    return rows;
+}
+
+constexpr std::pair<const char*, Json (*)()> PARTS[] = {{"amax", amax_times}, {"products", product_times}, {"memory", saved_memory}};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        const std::string reason = why_no_gpu();
+        if (!reason.empty()) throw Error("This measures a GPU: " + reason + ".");
+        cudaDeviceProp device;
+        check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's name failed");
+        Json report = {{"device", device.name}};
+        for (const auto& [name, measure] : PARTS) {
+            bool wanted = argc == 1;
+            for (int i = 1; i < argc; i++) wanted |= std::strcmp(argv[i], name) == 0;
+            if (wanted) report[name] = measure();
+        }
+        std::cout << report.dump(1) << "\n";
+    } catch (const std::exception& e) {
+        std::cerr << e.what() << "\n";
+        return 1;
+    }
+}
