@@ -887,14 +887,16 @@ void measure(const Source& x, int64_t rows, const View& out, QuantStats* stats, 
     CHECK_LAUNCH("measure");
 }
 
-// Column sums in two stages. One: strip y of the rows, by blocks of 128 columns. Two: the partial sums, in order.
+// Column sums in two stages. One: strip y of the rows, by blocks of 128 columns; with the amax, as long as the numbers are at hand. Two: the
+// partial sums, in order.
 template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int64_t rows, bool round_to_bf16, float* partials) {
+__global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int64_t rows, bool round_to_bf16, float* partials, TensorScale* slot) {
     constexpr int PLANES = Source::PLANES;
     __shared__ float sums[ACROSS][TILE + 1];
     const TilePlace at;
     const int64_t step = int64_t(COLUMN_PARTIALS) * ACROSS;
     Values sum[PLANES] = {};
+    uint32_t top = 0;
     if (at.col < x.width) {
 #pragma unroll 4
         for (int64_t row = blockIdx.y * ACROSS + at.down; row < rows; row += step) {
@@ -904,9 +906,13 @@ __global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int
 #pragma unroll
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
-                for (int j = 0; j < CHUNK; j++) sum[p][j] += round_to_bf16 ? bf16_nearest(v[p][j]) : v[p][j];
+                for (int j = 0; j < CHUNK; j++) {
+                    sum[p][j] += round_to_bf16 ? bf16_nearest(v[p][j]) : v[p][j];
+                    top = max(top, magnitude(v[p][j]));
+                }
         }
     }
+    if (slot) raise_by_tile(&slot->amax, top);
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
         __syncthreads();
@@ -1093,11 +1099,11 @@ void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot,
     else launch(HalvesSource<bf16, 1>{plain<bf16>(u.codes), u.cols});
 }
 
-void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, cudaStream_t s) {
+void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s) {
     need(gradient.rows * gradient.cols == x.cols, "a bias gradient has another length than the rows that it sums");
     with_source(x, [&](auto source) {
         const dim3 grid(blocks(source.width, TILE), COLUMN_PARTIALS);
-        column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(source, x.rows, rounding == Format::BF16, workspace);
+        column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(source, x.rows, rounding == Format::BF16, workspace, slot);
         CHECK_LAUNCH("column_sums");
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);

@@ -81,9 +81,10 @@ void quantize_through(const View& x, const View& groups, QuantStats* stats, cuda
 // What an activation reads: up = Q(u) in groups, u (N, 2F) or (N, F) in BF16, and in h_slot the amax of activation(gated, up), which so
 // needs no pass of its own.
 void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);
-// gradient (cols) stream = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Workspace: (COLUMN_PARTIALS, cols) floats.
+// gradient (cols) stream = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Raises slot->amax as amax() does, if not
+// null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, cudaStream_t s);
+void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s);
 
 void transpose_fp8(const View& x, void* transposed, cudaStream_t s);      // codes (rows, cols) -> (cols, rows)
 void dequantize(const View& x, const View& out, cudaStream_t s);          // any view -> F32 or BF16 of the same shape

@@ -582,11 +582,11 @@ private:
         const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad, kept);
         gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
     }
-    // Of the gradient as the products see it, but for FP8's rounding.
-    void bias_gradient(const Linear& w, const Computed& g) {
-        if (!w.bias.values) return;
+    // Of the gradient as the products see it, but for FP8's rounding. Leaves its amax in `scale` if not null.
+    void bias_gradient(const Linear& w, const Computed& g, TensorScale* scale) {
+        if (!w.bias.values) return take_amax(g, scale);
         const Format rounding = quant_of(w).g.fp8() ? Format::F32 : recipe_.stream;
-        column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), cuda_);
+        column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), scale, cuda_);
     }
     void take_amax(const Computed& x, TensorScale* scale) {
         if (scale) amax(x, scale, cuda_);
@@ -668,7 +668,7 @@ private:
         begin_unit(layer.first_unit + 3);
         const View g = residual_gradient();
         const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), amax_slot(layer, G_DOWN));
-        bias_gradient(layer.down, stored(g));
+        bias_gradient(layer.down, stored(g), nullptr);
         wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), layer.hidden);
         dgrad(layer.down, g8, stream_view(Work::HiddenGradient, config_.F));
         end_unit(layer.first_unit + 3);
@@ -678,8 +678,7 @@ private:
         begin_unit(layer.first_unit + 2);
         const View up = cut(layer.up_saved), dh = stream_view(Work::HiddenGradient, config_.F), dx = stream_view(Work::Branch, config_.C);
         const Computed du = activation_backward(config_.arch.gated, up, dh);
-        take_amax(du, amax_slot(layer, G_UP));
-        bias_gradient(layer.up, du);
+        bias_gradient(layer.up, du, amax_slot(layer, G_UP));
         const Quant q = quant_of(layer.up).g;
         const bool in_place = info(q.format).bytes == info(up.quant.format).bytes;  // each element's codes go where it was saved
         const Operand du8 = gradient_operand(du, q, in_place ? up.codes : arena_.work(Work::Gradient), amax_slot(layer, G_UP));
@@ -694,7 +693,7 @@ private:
         begin_unit(layer.first_unit + 1);
         const View g = residual_gradient();
         const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), amax_slot(layer, G_OUT));
-        bias_gradient(layer.out, stored(g));
+        bias_gradient(layer.out, stored(g), nullptr);
         wgrad(layer.out, g8, stored(cut(layer.attention)), amax_slot(layer, X_OUT), View{});
         dgrad(layer.out, g8, stream_view(Work::Branch, config_.q_cols()));
         end_unit(layer.first_unit + 1);
@@ -710,8 +709,7 @@ private:
         attention_backward(attention(), qkv.codes, o.codes, static_cast<const float*>(layer.lse.codes), do_.codes, dqkv.codes,
                            arena_.work(Work::Attention), cuda_);
         const Computed rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
-        take_amax(rotated, amax_slot(layer, G_QKV));
-        bias_gradient(layer.qkv, rotated);
+        bias_gradient(layer.qkv, rotated, amax_slot(layer, G_QKV));
         const Operand dqkv8 = gradient_operand(rotated, quant_of(layer.qkv).g, arena_.work(Work::Gradient), amax_slot(layer, G_QKV));
         dgrad(layer.qkv, dqkv8, dx);
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);

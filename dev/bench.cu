@@ -299,12 +299,15 @@ private:
     void amax_pass(const std::string& name, double count, const Computed& x) {
         if (fp8_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
-    void bias_pass(const std::string& name, double count, const Computed& x) {
-        if (!c_.arch.bias) return;
+    // amax: what products of FP8 want of x has not been found out by a kernel before
+    void bias_pass(const std::string& name, double count, const Computed& x, bool amax) {
+        if (!c_.arch.bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         const Format rounding = fp8_ ? Format::F32 : stream_;
-        pass(BETWEEN, name + ": bias gradient", count, reads(x), [&] { column_sums(x, rounding, gradient, workspace, nullptr); });
+        TensorScale* slot = amax && fp8_ ? slot_ : nullptr;
+        pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
+             [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
     }
     void quantize_pass(const std::string& name, double count, const Computed& x, const Quant& q, Use use) {
         if (x.rule == Rule::Stored && !q.fp8()) return;  // used where it lies
@@ -379,7 +382,7 @@ private:
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, x, a, out, slot_, dgain, dbias, workspace, nullptr); });
-        bias_pass("residual gradient", 2 * layers_, stored(x));
+        bias_pass("residual gradient", 2 * layers_, stored(x), false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
     void attention_operands() {
@@ -394,8 +397,7 @@ private:
         amax_pass("attention out", layers_, o);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
-        amax_pass("q, k, v backward", layers_, dqkv);
-        bias_pass("q, k, v backward", layers_, dqkv);
+        bias_pass("q, k, v backward", layers_, dqkv, true);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     void feed_forward() {
@@ -412,8 +414,7 @@ private:
         }
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
-        amax_pass(name + " backward", layers_, du);
-        bias_pass(name + " backward", layers_, du);
+        bias_pass(name + " backward", layers_, du, true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
     // A layer's four in a row. Where micro-batches share a step they are made once.

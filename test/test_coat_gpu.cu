@@ -156,7 +156,10 @@ void check_computed(const Computed& x, const Doubles& expected, const Doubles& b
         const Floats before(cols, 0.5f);
         Tensor sums(before, Format::F32);
         Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
-        gpu::column_sums(x, rounding, sums.view(), workspace.get(), 0);
+        Buffer<TensorScale> slot(1);
+        slot.zero();
+        gpu::column_sums(x, rounding, sums.view(), workspace.get(), slot.get(), 0);
+        CHECK(slot.read()[0].amax == reference::amax(values.data(), rows * cols));
         Doubles total(cols, 0.5), sizes(cols, 0.5);
         for (int64_t i = 0; i < rows * cols; i++) {
             const double v = reference::round_to(rounding, values[i]);
