@@ -542,7 +542,7 @@ private:
     }
     // kept: where backward finds it again, as its product wants it: FP8 codes transposed; empty where it is computed again.
     Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use, const View& kept) {
-        void* place = arena_.work(Work::Activation);
+        void* place = arena_.work(x.rule == Rule::Activation ? Work::Hidden : Work::Operand);
         if (!kept.codes || !keeps_outputs_) {
             const bool transposed = q.fp8() && use == Gemm::Wgrad;
             return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, scale, Kind::LinearInput);

@@ -225,7 +225,7 @@ enum Phase : uint32_t {  // of a step; backward has one for each of a linear lay
 };
 constexpr uint32_t ALWAYS = ~0u;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | FORWARD_DOWN;
-constexpr uint32_t WGRADS = DOWN_WGRAD | UP_WGRAD | OUT_WGRAD | QKV_WGRAD, DGRADS = DOWN_DGRAD | UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
+constexpr uint32_t DGRADS = DOWN_DGRAD | UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
 constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD, QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
 
 struct WorkRow {
@@ -260,6 +260,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const bool du_in_place = g == info(r.nonlinear.format).bytes, dqkv_in_place = N * QKV * stream <= up_bytes;
     const uint32_t codes_phases = (fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0) | (fp8 || c.arch.rope ? QKV_BACKWARD : 0) |
                                   (du_in_place ? 0 : UP_BACKWARD);
+    // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
+    const int64_t fallen_back = gpu_positions(s) % 16 ? gpu_positions(s) : 0;
+    auto operand = [&](int64_t cols) { return std::max(N * cols * x, fallen_back * cols * stream); };
     const int64_t weight = std::max(std::max(QKV, U) * C, std::max(Q, F) * C) * w;
     int64_t linear = 0;
     for (const Param& p : parameters(c)) linear += p.role.linear ? p.size() : 0;
@@ -279,9 +282,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Results, "results", ALWAYS, 16 << 10},
         {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? 2 * w * linear : 0},
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
-        // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
-        {Work::Activation, "operand x", FORWARD | WGRADS,  // without recomputation prompts and evaluation still need it
-         std::max(N * std::max({C, made_from_o ? Q : 0, F}) * x, gpu_positions(s) % 16 ? gpu_positions(s) * std::max({C, made_from_o ? Q : 0, F}) * stream : 0)},
+        // Without recomputation prompts and evaluation still need them.
+        {Work::Operand, "operand x", FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
+        {Work::Hidden, "operand x of the down projection", FORWARD_DOWN | DOWN_WGRAD, operand(F)},
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Qkv, "q, k, v of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
         {Work::AttentionOutput, "attention's output, of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},

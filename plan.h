@@ -68,7 +68,7 @@ enum class Work : uint8_t {
     GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments,
     Results, KeptWeights,
     // in some phases of it
-    Residual, Activation, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient, Gradient, GradientTransposed, HiddenGradient, QkvGradient,
+    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient, Gradient, GradientTransposed, HiddenGradient, QkvGradient,
     Attention, ColumnPartials, EmbeddingPartials, Count
 };
 
@@ -118,8 +118,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // A batch's logits, and its feed-forward inputs before they are quantized, never exist whole: so many tokens' at a time do.
 inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
-// The head's gradient is a sum over those pieces, in FP32 where a BF16 sum would be rounded with each of them.
-inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > HEAD_TOKENS; }
+// The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
+inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
 // What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
 struct GpuFound {

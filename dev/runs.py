@@ -49,7 +49,8 @@ GROUPS = {
         ("bf16", "--recipe bf16"), ("bf16 seed 2", "--recipe bf16 --seed 2"), ("bf16 seed 3", "--recipe bf16 --seed 3"),
         ("coat", ""), ("coat seed 2", "--seed 2"), ("coat seed 3", "--seed 3"),
         ("attention in groups", "--attention groups"), ("no master", "--master none"), ("no gradients", "--gradients none"),
-        ("leanest", LEAN),
+        ("no gradients seed 2", "--gradients none --seed 2"), ("no clipping", "--clip 0"), ("leanest", LEAN), ("leanest seed 2", LEAN + " --seed 2"),
+        ("fast accumulation", "--accumulation fast"), ("fast accumulation seed 2", "--accumulation fast --seed 2"),
     ]),
 }
 

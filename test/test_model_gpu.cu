@@ -354,8 +354,13 @@ GPU_TEST_CASE("the whole step where tokens are no multiple of 16, so that linear
 }
 
 GPU_TEST_CASE("the whole step where a batch is cut into chunks for the head and the feed-forward input") {
-    static_assert(134 * 64 > UP_TOKENS && 134 * 64 > HEAD_TOKENS && 134 * 64 % HEAD_TOKENS != 0);
-    for (const char* recipe : {"bf16", "coat"}) check_step(setup_of(recipe, LLAMA, false, 134, 64));
+    constexpr int64_t B = 262, T = 64;
+    static_assert(B * T > UP_TOKENS && B * T % HEAD_TOKENS != 0);
+    REQUIRE(head_sum_apart(Format::BF16, B * T));
+    for (const char* recipe : {"bf16", "coat"}) check_step(setup_of(recipe, LLAMA, false, B, T));
+    Setup accumulating = setup_of("coat", LLAMA, true, B, T);
+    accumulating.accumulate = 2;
+    check_step(accumulating);
 }
 
 GPU_TEST_CASE("the start is the reference's, bit by bit") {
