@@ -82,7 +82,7 @@ def moments(result):
         limit = math.log10(448 * 512)
         panel.line([(limit, 0), (limit, top)], COLORS[1], "4 3")
         for row, (words, color) in enumerate((("as they are", COLORS[5]), ("expanded, R^k", COLORS[0]), ("what E4M3 can hold", COLORS[1]))):
-            panel.parts.append(text(panel.right, 84 + 15 * row, words, 11.5, "end", color, "bold"))
+            panel.parts.append(text(panel.left + 12, 84 + 15 * row, words, 11.5, "start", color, "bold"))
         k, high = r["k"], 1.1 * highest(r["k"])
         note = f"median {k['median']:g}; 80% lie in {k['p10']:g} to {k['p90']:g}"
         lower = Panel(left, 370, 380, 150, (0, 16), (0, high), f"{title}: expansion factor k", note)
@@ -93,17 +93,16 @@ def moments(result):
 
 
 def activations(result):
-    streams = [s for s in result["streams"] if any(s["noise_to_signal"])]
-    values = [100 * v for s in streams for v in s["noise_to_signal"]]
-    low, high = 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values)))
-    panel = Panel(66, 70, 380, 330, (1, max(2, result["layers"])), (low, high), "Error of the residual stream after each layer",
-                  f"% of its power, against FP32; {result['training']}, step {result['step']}", log_y=True)
-    decades = [10.0 ** e for e in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+    colors = dict(zip(["linear layers only, per tensor", "per tensor", "1x16", "1x128", "4x4"], [COLORS[0], *COLORS[1:]]))
+    streams = [s for s in result["streams"] if s["way"] not in ("FP32", "BF16")]  # both are beneath the others' lines
+    high = 110 * max(v for s in streams for v in s["noise_to_signal"])
+    panel = Panel(66, 70, 380, 330, (1, max(2, result["layers"])), (0, high), "Error of the residual stream after each layer",
+                  f"% of its power, against FP32; {result['training']}, step {result['step']}")
     every = max(1, result["layers"] // 8)
-    panel.axes("layer", [(n, str(n)) for n in range(1, result["layers"] + 1, every)], decades)
-    for s, color in zip(streams, COLORS + ["#0f9da8"]):
-        panel.line([(i + 1, 100 * v) for i, v in enumerate(s["noise_to_signal"])], color)
-    panel.names([(100 * s["noise_to_signal"][-1], s["way"], color) for s, color in zip(streams, COLORS + ["#0f9da8"])])
+    panel.axes("layer", [(n, str(n)) for n in range(1, result["layers"] + 1, every)], ticks(0, high, 6))
+    for s in streams:
+        panel.line([(i + 1, 100 * v) for i, v in enumerate(s["noise_to_signal"])], colors.get(s["way"], COLORS[5]))
+    panel.names([(100 * s["noise_to_signal"][-1], s["way"], colors.get(s["way"], COLORS[5])) for s in streams])
 
     tensors = list(dict.fromkeys(t["tensor"] for t in result["tensors"]))
     means = {(t, g): 100 * sum(r["noise_to_signal"][g] for r in result["tensors"] if r["tensor"] == t) / result["layers"]
@@ -114,10 +113,10 @@ def activations(result):
     for row, tensor in enumerate(tensors):
         top = right.top + 330 / len(tensors) * row + 5
         right.parts.append(text(right.left - 8, top + 24, tensor, 11.5, "end"))
-        right.parts += [bar(right.left, top + 9 * i, right.x(means[tensor, g]) - right.left, 8, color)
-                        for i, (g, color) in enumerate(zip(GRANULARITIES, COLORS[1:]))]
-    for i, (g, color) in enumerate(zip(GRANULARITIES, COLORS[1:])):
-        right.parts += [bar(right.left + 82 * i, 428, 10, 10, color), text(right.left + 82 * i + 14, 437, g, 11.5)]
+        right.parts += [bar(right.left, top + 9 * i, right.x(means[tensor, g]) - right.left, 8, colors[g])
+                        for i, g in enumerate(GRANULARITIES)]
+    for i, g in enumerate(GRANULARITIES):
+        right.parts += [bar(right.left + 90 * i, 428, 10, 10, colors[g]), text(right.left + 90 * i + 14, 437, g, 11.5)]
     return picture(1170, 460, panel.parts + right.parts)
 
 
@@ -126,9 +125,9 @@ def memory(result):
     rows = [(name, values[:-1], values[-1]) for name, *values in PAPER_TABLE_2]
     rows += [("ours: " + r["name"] + (", outputs computed again" if r["recompute"] else ""), [r["U"].get(c, 0) for c, _ in columns], r["total"])
              for r in result["rows"]]
-    scale, left, parts = 24.0, 330, [text(24, 30, "Saved activations of a layer, in U (a BF16 tensor of the hidden size)", 14, "start", DARK, "bold")]
+    scale, left, parts = 24.0, 400, [text(24, 30, "Saved activations of a layer, in U (a BF16 tensor of the hidden size)", 14, "start", DARK, "bold")]
     for i, (name, color) in enumerate(columns):
-        parts += [bar(left + 118 * i, 44, 10, 10, color), text(left + 118 * i + 14, 53, name, 11.5)]
+        parts += [bar(left + 136 * i, 44, 10, 10, color), text(left + 136 * i + 14, 53, name, 11.5)]
     for row, (name, values, total) in enumerate(rows):
         x, y = left, 70 + 27 * row
         parts.append(text(left - 8, y + 14, name, 11.5, "end", DARK if name.startswith("ours") else LIGHT))
@@ -137,7 +136,7 @@ def memory(result):
                 parts.append(bar(x, y, value * scale, 19, color))
             x += value * scale
         parts.append(text(x + 6, y + 14, f"{total:.2f}", 11.5, "start", DARK, "bold"))
-    return picture(930, 84 + 27 * len(rows), parts)
+    return picture(1000, 84 + 27 * len(rows), parts)
 
 
 def timing(result):
@@ -145,16 +144,18 @@ def timing(result):
     for r in result.get("products", []):
         for key, words in (("product_ms", ""), ("with_x_ms", ", x quantized"), ("with_x_and_w_ms", ", x and w quantized")):
             if key in r:
-                series.setdefault(r["scaling"] + words, []).append((r["side"], 2e-9 * r["side"] ** 3 / r[key]))
+                series.setdefault((r["scaling"], words), []).append((r["side"], 2e-9 * r["side"] ** 3 / r[key]))
     if series:
         top = 1.08 * max(rate for points in series.values() for _, rate in points)
         sides = [side for side, _ in next(iter(series.values()))]
         panel = Panel(70, 70, 480, 360, (sides[0], sides[-1]), (0, top), "Matrix products, TFLOP/s",
                       f"all three sides alike; {result['device']}", log_x=True)
         panel.axes("side", [(n, str(n)) for n in sides if n & (n - 1) == 0], ticks(0, top, 7))
-        for (name, points), color in zip(series.items(), COLORS * 2):
-            panel.line(points, color)
-        panel.names([(points[-1][1], name, color) for (name, points), color in zip(series.items(), COLORS * 2)])
+        colors = dict(zip(dict.fromkeys(r["scaling"] for r in result["products"]), COLORS))  # one for each scaling; dashes for what is quantized
+        dashes = {"": "", ", x quantized": "7 3", ", x and w quantized": "2 3"}
+        for (scaling, words), points in series.items():
+            panel.line(points, colors[scaling], dashes[words])
+        panel.names([(points[-1][1], scaling + words, colors[scaling]) for (scaling, words), points in series.items()])
         parts += panel.parts
     rows = [(f"{r['columns']} x {r['tokens']}",
              [*PAPER_FIGURE_4B[(r["columns"], r["tokens"])], r["whole_tensor_ms"], r["group_maxima_ms"],

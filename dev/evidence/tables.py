@@ -19,6 +19,11 @@ def origin(result, figure, before=""):
     return [f"{before}Run on {result['where']}, commit {result['commit']}: {ran}.", "", f"![{figure}](results/evidence-{figure}.svg)", ""]
 
 
+def short(x):
+    """Three figures of a number, without an exponent."""
+    return f"{float(f'{x:.3g}'):,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def of_part(results, part):
     return [(name, result) for name, result in results.items() if name == part or name.startswith(part + "-")]
 
@@ -30,11 +35,9 @@ def ranges(results):
         rows = []
         for moment, title in (("m", "first moment"), ("v", "second moment")):
             r = result[moment]
-            spread = [f"{10 ** r[kind]['median']:.3g} ({10 ** r[kind]['p10']:.3g} to {10 ** r[kind]['p90']:.3g})"
-                      for kind in ("log10_range", "log10_range_expanded")]
-            k = r["k"]
-            rows.append([title, f"{r['groups']:,}", *spread, f"{k['median']:.3g} ({k['p10']:.3g} to {k['p90']:.3g})",
-                         "range to 1e3 to 1e4; k about 1 to 3" if moment == "m" else "range to 1e1; k about 5 to 15, a few at 1.5"])
+            before, after = ({at: 10 ** r[kind][at] for at in ("median", "p10", "p90")} for kind in ("log10_range", "log10_range_expanded"))
+            rows.append([title, f"{r['groups']:,}", *(f"{short(h['median'])} ({short(h['p10'])} to {short(h['p90'])})" for h in (before, after, r["k"])),
+                         "R below 1,000 to 10,000; k 1 to 3, mean 2" if moment == "m" else "R below 10; k 5 to 15, mean 10, a few at 1.5"])
         lines += table(["median (10% to 90%) of groups of 128", "groups", "range R", "R^k, of E4M3's 2.29e5", "k", "paper"], rows)
     return lines
 
@@ -48,18 +51,16 @@ def moment_errors(results):
                        [[title, *(f"{100 * errors[m][way]['root_noise_to_signal']:.2f}" for way in WAYS)] for m, title in (("m", "m"), ("v", "v"))])
         base = errors["update"]["E4M3"]["E4M3"]["mean_square_error"]
         rows = []
-        for first, paper in zip(WAYS, PAPER_TABLE_1):
-            cells = []
-            for second, published in zip(WAYS, paper):
-                mse = errors["update"][first][second]["mean_square_error"]
-                cells.append(f"{mse * 1e5:.2f} (x {mse / base:.3f}); {published:.2f} (x {published / PAPER_TABLE_1[0][0]:.3f})")
-            rows.append([first, *cells])
-        lines += table(["m / sqrt(v), mean square error: ours, in 1e-5; paper. First moment down, second across", *WAYS], rows)
+        for first, published in zip(WAYS, PAPER_TABLE_1):
+            ours = [1e5 * errors["update"][first][second]["mean_square_error"] for second in WAYS]
+            rows.append([f"{first}: ours, 1e-5", *(f"{mse:.2f} (x {mse / (1e5 * base):.2f})" for mse in ours)])
+            rows.append([f"{first}: paper", *(f"{mse:.2f} (x {mse / PAPER_TABLE_1[0][0]:.2f})" for mse in published)])
+        lines += table(["mean square error of m / sqrt(v); m down, v across", *WAYS], rows)
         rows = []
         for e in result["errors"]:
             plain, expanded = (e["update"][way][way]["mean_square_error"] for way in WAYS[:2])
             rows.append([e["group"], f"{plain * 1e5:.2f}", f"{expanded * 1e5:.2f}", f"{plain / expanded:.2f}", f"{2 + 2 * 8 / e['group']:.3f}"])
-        lines += table(["group size", "E4M3 both, 1e-5", "with expansion, 1e-5", "times less", "bytes a parameter, expanded"], rows)
+        lines += table(["group size", "m / sqrt(v): both E4M3, 1e-5", "both expanded, 1e-5", "times less", "bytes a parameter, expanded"], rows)
     return lines
 
 
@@ -70,7 +71,7 @@ def activations(results):
         lines += origin(result, name, f"**{result['training']}**, step {result['step']}, {size}. ")
         layers = sorted({0, result["layers"] // 2, result["layers"] - 1})
         exact = result["streams"][0]["loss"]
-        rows = [[s["way"], *(f"{100 * s['noise_to_signal'][layer]:.3f}" for layer in layers), f"{s['loss'] - exact:+.4f}"] for s in result["streams"]]
+        rows = [[s["way"], *(f"{100 * s['noise_to_signal'][layer]:.2g}" for layer in layers), f"{s['loss'] - exact:+.5f}"] for s in result["streams"]]
         lines += table(["everything in", *(f"error of the stream after layer {layer + 1}, %" for layer in layers), "loss less FP32's"], rows)
         rows = []
         for tensor in dict.fromkeys(t["tensor"] for t in result["tensors"]):
