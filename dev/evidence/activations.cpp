@@ -57,11 +57,12 @@ public:
 
     double run(const Hold& hold, const AfterLayer& after) const {
         const int64_t N = batch_.B * batch_.T, C = c_.C;
+        const Values &embedding = w_.at("embedding"), *positions = c_.arch.rope ? nullptr : &w_.at("positions");
         Values x(N * C);
         for (int64_t n = 0; n < N; n++)
             for (int64_t i = 0; i < C; i++) {
-                x[n * C + i] = w_.at("embedding")[batch_.tokens[n] * C + i];
-                if (!c_.arch.rope) x[n * C + i] += w_.at("positions")[n % batch_.T * C + i];
+                x[n * C + i] = embedding[batch_.tokens[n] * C + i];
+                if (positions) x[n * C + i] += (*positions)[n % batch_.T * C + i];
             }
         for (int64_t l = 0; l < c_.L; l++) {
             block(l, x, hold);
@@ -91,7 +92,8 @@ private:
         const int64_t N = static_cast<int64_t>(x.size()) / in, out = static_cast<int64_t>(w.size()) / in;
         Values y(N * out);
         reference::matmul<float>(N, out, in, {x.data(), in, 1}, {w.data(), 1, in}, y.data());
-        for (int64_t i = 0; c_.arch.bias && i < N * out; i++) y[i] += w_.at(name + ".bias")[i % out];
+        const Values* bias = c_.arch.bias ? &w_.at(name + ".bias") : nullptr;
+        for (int64_t i = 0; bias && i < N * out; i++) y[i] += (*bias)[i % out];
         return y;
     }
     static void add(Values& x, const Values& y) {
@@ -128,7 +130,8 @@ std::map<std::string, Values> weights_of(Model& model) {
     for (const StateTensor& t : weight_tensors(model.setup().config)) {
         std::vector<uint16_t> bits(t.size());
         model.read(t.name, bits.data());
-        for (uint16_t b : bits) weights[t.name].push_back(reference::from_bf16(b));
+        Values& values = weights[t.name];
+        for (uint16_t b : bits) values.push_back(reference::from_bf16(b));
     }
     return weights;
 }

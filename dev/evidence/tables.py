@@ -36,7 +36,8 @@ def ranges(results):
         for moment, title in (("m", "first moment"), ("v", "second moment")):
             r = result[moment]
             before, after = ({at: 10 ** r[kind][at] for at in ("median", "p10", "p90")} for kind in ("log10_range", "log10_range_expanded"))
-            rows.append([title, f"{r['groups']:,}", *(f"{short(h['median'])} ({short(h['p10'])} to {short(h['p90'])})" for h in (before, after, r["k"])),
+            spreads = [f"{short(h['median'])} ({short(h['p10'])} to {short(h['p90'])})" for h in (before, after, r["k"])]
+            rows.append([title, f"{r['groups']:,}", *spreads,
                          "R below 1,000 to 10,000; k 1 to 3, mean 2" if moment == "m" else "R below 10; k 5 to 15, mean 10, a few at 1.5"])
         lines += table(["median (10% to 90%) of groups of 128", "groups", "range R", "R^k, of E4M3's 2.29e5", "k", "paper"], rows)
     return lines
