@@ -136,11 +136,12 @@ std::map<std::string, Values> weights_of(Model& model) {
     return weights;
 }
 
+// Windows in a random order: neighbours in a corpus are alike, and errors on a page of one kind of text say little of the rest.
 Batch validation_batch(const Json& settings, int64_t B) {
     const int64_t T = std::stoll(settings.at("seq").get<std::string>());
     if (B < 1) B = std::stoll(settings.at("batch").get<std::string>());
     Batch batch{B, T, std::vector<int32_t>(B * T), std::vector<int32_t>(B * T)};
-    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, false).next(batch.tokens.data(), batch.targets.data());
+    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, true).next(batch.tokens.data(), batch.targets.data());
     return batch;
 }
 

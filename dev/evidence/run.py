@@ -30,7 +30,7 @@ TRAININGS = {  # flags of ./train; moments are kept in FP32, and nothing but BF1
     "llama-tiny": "--device cpu --recipe bf16 --optimizer fp32 --sample-every 0",
     "gpt2": f"--recipe bf16 --optimizer fp32 {runs.GPT2}",
 }
-BATCH = {"gpt2": "1"}  # sequences that the forward pass of `activations` takes on the CPU; else a micro-batch
+BATCH = {"llama-tiny": 64, "gpt2": 4}  # held-out sequences that `activations` takes
 
 
 def run(command, **options):
@@ -56,7 +56,7 @@ def measure(part, training):
     if part in ("moments", "activations"):
         folder, command = trained(training)
         commands.append(command)
-        arguments = f" {folder}" + (f" {BATCH[training]}" if part == "activations" and training in BATCH else "")
+        arguments = f" {folder}" + (f" {BATCH[training]}" if part == "activations" else "")
         name = f"{part}-{training}"
     run(f"make {target}")
     commands.append(f"{target}{arguments}")
