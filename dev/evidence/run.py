@@ -39,7 +39,7 @@ def run(command, **options):
 
 
 def trained(name):
-    """The checkpoint of a training run, and the command that made it."""
+    """The checkpoint of a training run, the command that made it, and the commit that it was made at."""
     folder = f"build/evidence/{name}"
     command = f"./train {TRAININGS[name]} --out {folder} --log {folder}.jsonl"
     if not os.path.isdir(os.path.join(ROOT, folder)):
@@ -48,13 +48,16 @@ def trained(name):
             runs.make_text()
         os.makedirs(os.path.join(ROOT, "build", "evidence"), exist_ok=True)
         run(command)
-    return folder, command
+        with open(os.path.join(ROOT, f"{folder}.commit"), "w", encoding="utf-8") as file:
+            file.write(runs.commit())
+    with open(os.path.join(ROOT, f"{folder}.commit"), encoding="utf-8") as file:
+        return folder, command, file.read()
 
 
 def measure(part, training):
-    target, arguments, commands, name = f"build/evidence_{part}", "", [], part
+    target, arguments, commands, name, trained_at = f"build/evidence_{part}", "", [], part, None
     if part in ("moments", "activations"):
-        folder, command = trained(training)
+        folder, command, trained_at = trained(training)
         commands.append(command)
         arguments = f" {folder}" + (f" {BATCH[training]}" if part == "activations" else "")
         name = f"{part}-{training}"
@@ -63,7 +66,8 @@ def measure(part, training):
     measured = json.loads(run(commands[-1], stdout=subprocess.PIPE).stdout)
     on_cpu = shutil.which("nvidia-smi") is None or "--device cpu" in commands[0] or part == "memory"
     where = measured.get("device") or ("the CPU" if on_cpu else "a GPU (training) and its host's CPU")
-    report = {"commands": commands, "commit": runs.commit(), "where": where, "training": training if arguments else None, **measured}
+    report = {"commands": commands, "commit": runs.commit(), "trained_at": trained_at, "where": where, "training": training if trained_at else None,
+              **measured}
     with open(os.path.join(RESULTS, f"evidence-{name}.json"), "w", encoding="utf-8") as file:
         json.dump(report, file)
         file.write("\n")

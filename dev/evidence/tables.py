@@ -16,7 +16,8 @@ def table(head, rows):
 def origin(result, figure, before=""):
     """What was run, and the figure of it."""
     ran = "; ".join(f"`{command}`" for command in result["commands"])
-    return [f"{before}Run on {result['where']}, commit {result['commit']}: {ran}.", "", f"![{figure}](results/evidence-{figure}.svg)", ""]
+    trained = f" (trained at {result['trained_at']})" if result["trained_at"] not in (None, result["commit"]) else ""
+    return [f"{before}Run on {result['where']}, commit {result['commit']}{trained}: {ran}.", "", f"![{figure}](results/evidence-{figure}.svg)", ""]
 
 
 def short(x):
