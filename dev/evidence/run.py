@@ -42,15 +42,16 @@ def trained(name):
     """The checkpoint of a training run, the command that made it, and the commit that it was made at."""
     folder = f"build/evidence/{name}"
     command = f"./train {TRAININGS[name]} --out {folder} --log {folder}.jsonl"
-    if not os.path.isdir(os.path.join(ROOT, folder)):
+    done = os.path.join(ROOT, f"{folder}.commit")  # written when the run has ended
+    if not os.path.isfile(done):
         run("make train")
         if runs.TEXT in command:
             runs.make_text()
         os.makedirs(os.path.join(ROOT, "build", "evidence"), exist_ok=True)
         run(command)
-        with open(os.path.join(ROOT, f"{folder}.commit"), "w", encoding="utf-8") as file:
+        with open(done, "w", encoding="utf-8") as file:
             file.write(runs.commit())
-    with open(os.path.join(ROOT, f"{folder}.commit"), encoding="utf-8") as file:
+    with open(done, encoding="utf-8") as file:
         return folder, command, file.read()
 
 
@@ -85,9 +86,9 @@ def page():
             svg.write(plot.figure(name, result) + "\n")
     path = os.path.join(ROOT, "dev", "RESULTS.md")
     with open(path, encoding="utf-8") as opened:
-        text = opened.read()
+        text = tables.fill(opened.read(), results)
     with open(path, "w", encoding="utf-8") as opened:
-        opened.write(tables.fill(text, results))
+        opened.write(text)
 
 
 def main():
