@@ -7,8 +7,8 @@
     python3 dev/runs.py speed --only 13b    the runs whose name has this in it
 
 For each group dev/results gets GROUP.md (a row a run: tokens/s, memory, losses), a log GROUP-RUN.jsonl of each and, where runs are to be
-compared, loss-GROUP.svg. The text of all but `cpu` and `default` is the Python source of the packages that lie beside torch, in tokens of a BPE
-trained on it. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard library is needed (and `tokenizers` for the text).
+compared, loss-GROUP.svg. The text of `gpt2` is the Python source of the packages that lie beside torch, in tokens of a BPE trained on it; the others
+read the default text, C++ and CUDA headers byte by byte. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard library is needed (and `tokenizers` for the text).
 """
 import argparse
 import concurrent.futures
@@ -28,22 +28,23 @@ VOCABULARY, TEXT_BYTES = 16384, 80_000_000
 
 # Groups: (flags that all runs share, whether their curves are drawn, [(name, flags)])
 LEAN = "--attention groups --master none --gradients none"
-SHORT = f"--data {TEXT} --sample-every 0 --eval-every 0 --steps 24 --warmup 24"
+SHORT = "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"
 GPT2 = f"--model gpt2 --data {TEXT} --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
 GROUPS = {
     "cpu": ("--device cpu --sample-every 0", True, [(r, f"--recipe {r}") for r in ("fp32", "bf16", "coat")]),
     "default": ("--device gpu --sample-every 0", True, [(r, f"--recipe {r}") for r in ("bf16", "coat")]),
     "speed": (SHORT, False, [
         ("7b coat", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"),
-        ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
-        ("7b coat, leanest", f"--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 {LEAN}"),
         ("7b bf16", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
-        ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
-        ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 3e-5 --warmup 10 {LEAN}"),
+        ("7b coat, leanest", f"--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 {LEAN}"),
+        ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 1e-4 {LEAN}"),
         ("tinyllama coat", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"),
         ("tinyllama bf16", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
         ("gpt2 coat", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"),
         ("gpt2 bf16", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recipe bf16 --optimizer bf16"),
+        ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
+        ("7b coat, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --accumulation fast"),
+        ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
     ]),
     "gpt2": (GPT2, True, [
         ("bf16", "--recipe bf16"), ("bf16 seed 2", "--recipe bf16 --seed 2"), ("bf16 seed 3", "--recipe bf16 --seed 3"),
@@ -120,7 +121,7 @@ def train(group, name, flags, gpu):
             "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validation[0], validation[-1])}
 
 
-def markdown(group, shared, rows):
+def markdown(shared, rows):
     lines = [f"Commit {commit()}; `./train {shared}` and what the row says. Medians over the steps but the first.", "",
              "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -139,6 +140,12 @@ def run_group(group, gpus, only):
     for gpu in gpus:
         free.put(gpu)
 
+    rows = {}
+
+    def write():  # after every run: what was measured stays, whatever comes after
+        with open(os.path.join(RESULTS, f"{group}.md"), "w", encoding="utf-8") as file:
+            file.write(markdown(shared, [rows[name] for name, _ in runs if name in rows]))
+
     def one(run):
         gpu = free.get()
         try:
@@ -146,18 +153,18 @@ def run_group(group, gpus, only):
         finally:
             free.put(gpu)
         row["flags"] = run[1]
+        rows[run[0]] = row
+        write()
         print(f"{group}: {row['name']}: " + (row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"), flush=True)
         return row
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        rows = list(pool.map(one, [run for run in runs if only in run[0]]))
-    with open(os.path.join(RESULTS, f"{group}.md"), "w", encoding="utf-8") as file:
-        file.write(markdown(group, shared, rows))
-    curves = [f"{row['name']}={row['log']}" for row in rows if "failed" not in row and "seed" not in row["name"]]
+        list(pool.map(one, [run for run in runs if only in run[0]]))
+    curves = [f"{row['name']}={row['log']}" for row in rows.values() if "failed" not in row and "seed" not in row["name"]]
     if drawn and curves:
         with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
             subprocess.run([sys.executable, "dev/plot_loss.py", *curves], cwd=ROOT, stdout=svg, check=True)
-    return all("failed" not in row for row in rows)
+    return all("failed" not in row for row in rows.values())
 
 
 def main():
