@@ -3,7 +3,7 @@
 #   dev/gpu.sh              the tests whose names begin with "gpu: "
 #   dev/gpu.sh all          every test (make test)
 #   dev/gpu.sh 'PATTERN'    the tests whose names match, as doctest's --test-case takes it
-#   dev/gpu.sh sanitize     the kernels' tests under compute-sanitizer: memcheck, racecheck, initcheck; a PATTERN may follow
+#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, under compute-sanitizer: memcheck, racecheck, initcheck; a PATTERN may follow
 # Logs go to $OUT where it is set, else to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +40,7 @@ case ${1:-gpu} in
         chosen=${2:+--test-case=$2}
         for tool in memcheck racecheck initcheck; do
             run "$tool" timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests \
-                "${chosen:---source-file=*test_coat_gpu*,*test_attention_gpu*}"
+                "${chosen:---source-file=*test_coat_gpu*,*test_attention_gpu*}" --test-case-exclude='gpu: long *'
         done ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;

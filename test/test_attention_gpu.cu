@@ -178,28 +178,40 @@ void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs
     CHECK(first == run(s, kernel, qkv, out, lse, dout));
 }
 
-// Round sizes, tails, one token, several tiles; every way of sharing key/value heads.
-void check_sizes(Format f, int64_t HS, AttentionKernel kernel) {
-    for (int64_t T : {1, 17, 64, 100, 128, 257}) check({2, T, 4, 2, HS, f}, kernel);
+// Round sizes, tails, one token; every way of sharing key/value heads. Short enough for a sanitizer, under which a launch takes seconds.
+void check_short(Format f, int64_t HS, AttentionKernel kernel) {
+    for (int64_t T : {1, 17, 64, 100}) check({1, T, 4, 2, HS, f}, kernel);
+    for (int64_t NKV : {4, 1}) check({1, 40, 4, NKV, HS, f}, kernel);
+}
+
+// Several tiles and sequences.
+void check_long(Format f, int64_t HS, AttentionKernel kernel) {
+    for (int64_t T : {100, 128, 257}) check({2, T, 4, 2, HS, f}, kernel);
     for (int64_t NKV : {8, 2, 1}) check({1, 200, 8, NKV, HS, f}, kernel);
     check({1, 1024, 2, 1, HS, f}, kernel);
     for (Inputs kind : {Inputs::HeavyTails, Inputs::LargeLogits}) check({1, 300, 2, 2, HS, f}, kernel, kind);
 }
 
-}  // namespace
-
-GPU_TEST_CASE("attention on CUDA cores, fp32 and bf16, many head sizes") {
+// Every head size and format that goes to the kernel on CUDA cores.
+void check_on_cuda_cores(void (*check_sizes)(Format, int64_t, AttentionKernel)) {
     for (int64_t HS : {8, 32, 80, 128, 256}) check_sizes(Format::F32, HS, AttentionKernel::Best);
     for (int64_t HS : {32, 80, 256}) check_sizes(Format::BF16, HS, AttentionKernel::Best);
     check_sizes(Format::BF16, 64, AttentionKernel::Simple);
 }
 
+}  // namespace
+
+GPU_TEST_CASE("short attention on CUDA cores, fp32 and bf16, many head sizes") { check_on_cuda_cores(check_short); }
+GPU_TEST_CASE("long attention on CUDA cores, fp32 and bf16, many head sizes") { check_on_cuda_cores(check_long); }
+
 GPU_TEST_CASE("attention on tensor cores, head sizes 64 and 128") {
-    for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
+    for (auto check_sizes : {check_short, check_long})
+        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
 }
 
 TEST_CASE("gpu: attention on Hopper, head sizes 64 and 128" * doctest::skip(!hopper())) {
-    for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
+    for (auto check_sizes : {check_short, check_long})
+        for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
 }
 
 GPU_TEST_CASE("attention refuses head sizes that it cannot do") {

@@ -523,6 +523,30 @@ TEST_CASE("plan: every memory mode changes its own rows alone, by what it says")
         }
 }
 
+TEST_CASE("plan: why a machine's GPU cannot be used, and the cure, by what CUDA says of it") {
+    const GpuFound good{13000, 13000, false, "", 1, 90, true};
+    CHECK(why_not(good).empty());
+    auto said = [&](auto change) {
+        GpuFound found = good;
+        change(found);
+        return why_not(found);
+    };
+    const std::pair<std::string, const char*> cases[] = {
+        {said([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
+        {said([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }), "knows CUDA 12.4 and this program needs 13.0: update the driver"},
+        {said([](GpuFound& f) { f.error = "unknown error"; }), "CUDA does not start (unknown error): check nvidia-smi"},
+        {said([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
+        {said([](GpuFound& f) { f.capability = 75; }), "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
+        {said([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }), "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
+        {said([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
+    };
+    for (const auto& [sentence, wanted] : cases) {
+        INFO(sentence);
+        CHECK(sentence.find(wanted) != std::string::npos);
+    }
+    CHECK(why_not({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
+}
+
 TEST_CASE("plan: the precision plan says of every memory mode what it changes") {
     auto told = [](const std::string& flag, const std::string& part) {
         Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 64};
