@@ -1804,7 +1804,7 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
     const bool finite = isfinite(squares) && (!loss || isfinite(*loss));
     state->squares += squares;
     state->norm = sqrt(state->squares);
-    const double norm = clip.by_last ? clip.last_norm : state->norm;
+    const double norm = fmax(clip.least_norm, state->norm);
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     state->skip = !finite;
     state->skipped |= !finite;

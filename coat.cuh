@@ -179,8 +179,7 @@ struct GradientState {
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 struct Clipping {
     float limit;            // of the norm; 0: none
-    double last_norm = 0;   // clips if by_last, since the norm of what is still to come is not known
-    bool by_last = false;
+    double least_norm = 0;  // what the norm counts for at least, where units are still to come
 };
 // A unit of gradients: n elements in the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
 inline constexpr int GRADIENT_PARTIALS = 1024;

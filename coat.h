@@ -488,7 +488,9 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
     int64_t step;
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
-    double last_norm = 0;   // of the last step that changed something: where no gradients are kept, this step's norm is not known yet, and this one clips
+    // Of the last step that changed something. Where no gradients are kept, this step's norm is known only when backward is done: until then the
+    // larger of this one and the norm of all units so far clips.
+    double last_norm = 0;
 };
 
 struct StepResult {

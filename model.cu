@@ -170,7 +170,7 @@ public:
     }
 
     void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
-    void update_unit(const UnitRange& unit, const AdamW& a, Results* results) { update(unit, a, {a.clip, a.last_norm, true}, results); }
+    void update_unit(const UnitRange& unit, const AdamW& a, Results* results) { update(unit, a, {a.clip, a.last_norm}, results); }
 
     void measure(const UnitRange& unit, QuantStats* stats) const {
         for (size_t i = unit.first; i < unit.last; i++)

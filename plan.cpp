@@ -41,7 +41,7 @@ const std::vector<MemoryMode>& memory_modes() {
          [](Setup& s, bool first) { s.master = first; }},
         {"gradients", true,
          {{"kept", "all of them, until the update after the backward pass"},
-          {"none", "backward updates a linear layer as soon as it has its gradient: one micro-batch a step, clipped by the last step's norm"}},
+          {"none", "backward updates a linear layer as soon as it has its gradient: one micro-batch a step, clipped by what is known of the norm by then"}},
          [](const Setup& s) { return s.keep_gradients; },
          [](Setup& s, bool first) { s.keep_gradients = first; }},
         {"recompute", false,
@@ -516,7 +516,7 @@ void print_precision_plan(const Setup& s) {
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
         std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
-                    "  norm of the last step that was not skipped (the first is not clipped), and a gradient that is not finite skips its layer\n"
+                    "  larger of the last step's norm and of that of the gradients so far; and a gradient that is not finite skips its layer\n"
                     "  and those before it, not what was updated already.\n");
 }
 

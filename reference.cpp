@@ -1024,7 +1024,7 @@ public:
             const double here = squares_of(which);
             squares += here;
             const bool good = network_.finite && std::isfinite(here);
-            if (good) update(which, adamw, setup_.keep_gradients ? std::sqrt(squares) : adamw.last_norm);
+            if (good) update(which, adamw, std::max(setup_.keep_gradients ? 0.0 : adamw.last_norm, std::sqrt(squares)));
             skipped |= !good;
         };
         if (!setup_.keep_gradients)

@@ -663,13 +663,13 @@ GPU_TEST_CASE("initial weights, and splitting and joining masters, equal the ref
 
 GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
     FRESH_RANDOM(rng);
-    auto state_of = [&](const Floats& g, Format f, double loss, float clip) {
+    auto state_of = [&](const Floats& g, Format f, double loss, const gpu::Clipping& clip) {
         const Tensor x(g, f);
         Buffer<gpu::GradientState> state(1);
         state.zero();
         Buffer<double> workspace(gpu::GRADIENT_PARTIALS), dloss(1);
         dloss.write({loss});
-        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), {clip}, state.get(), workspace.get(), 0);
+        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(), workspace.get(), 0);
         CHECK(workspace.intact());
         return state.read()[0];
     };
@@ -679,18 +679,19 @@ GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
                 const Floats g = normals(rng, f, n, size);
                 double sum = 0;
                 for (float v : g) sum += double(v) * v;
-                const gpu::GradientState s = state_of(g, f, 1.0, 1.0f);
+                const gpu::GradientState s = state_of(g, f, 1.0, {1.0f});
                 CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));  // chunks of 8 in FP32, the rest in double
                 CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
-                CHECK(state_of(g, f, 1.0, 0.0f).scale == 1.0f);
-                CHECK(state_of(g, f, 1.0, 1.0f).norm == s.norm);
+                CHECK(state_of(g, f, 1.0, {0.0f}).scale == 1.0f);
+                CHECK(state_of(g, f, 1.0, {1.0f, 2 * s.norm + 3}).scale == static_cast<float>(1 / (2 * s.norm + 3)));
+                CHECK(state_of(g, f, 1.0, {1.0f}).norm == s.norm);
             }
     for (float bad : {INFINITY, NAN}) {
         Floats g = normals(rng, Format::BF16, 128 * 999);
-        CHECK(state_of(g, Format::BF16, bad, 1.0f).skip == 1);
+        CHECK(state_of(g, Format::BF16, bad, {1.0f}).skip == 1);
         g[rng.below(128 * 999)] = bad;
-        const gpu::GradientState s = state_of(g, Format::BF16, 1.0, 1.0f);
+        const gpu::GradientState s = state_of(g, Format::BF16, 1.0, {1.0f});
         CHECK(s.skip == 1);
         CHECK(s.skipped == 1);
     }
