@@ -208,7 +208,8 @@ struct Grouped {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
         amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
-        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);  // NaN, and so are the numbers that are read from the group: what a code would hide comes to light
+        // NaN, and so are the numbers that are read from the group: what a code would hide comes to light.
+        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
     }
     // 1 / scale as a division rounds it: with a scale of 8 bits the remainder is exact, and the mended reciprocal is never near a tie.
@@ -1736,8 +1737,8 @@ __device__ float join(uint16_t weight, int16_t remainder) {
     return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
 }
 
-__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size, int64_t padded, float std, bool gain, int64_t live,
-                                  uint64_t seed, uint64_t index) {
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size, int64_t padded, float std, bool gain,
+                                  int64_t live, uint64_t seed, uint64_t index) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= padded) return;
     const float value = i < size ? initial(std, gain, live, seed, index, i) : 0.0f;
@@ -2230,7 +2231,8 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
     fill_table(a.v, table_v);
     __syncthreads();
     const bool skip = a.state->skip;
-    const int64_t origin = a.first / MOMENT_GROUP, begin = origin + a.groups * blockIdx.x / gridDim.x, end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
+    const int64_t origin = a.first / MOMENT_GROUP;
+    const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x, end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
     int low = 0, high = a.number_of_segments - 1;  // the last segment that starts at or before this run
     while (low < high) {
         const int middle = (low + high + 1) / 2;

@@ -332,8 +332,8 @@ COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float
     return static_cast<float>(sum - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // four uniforms have variance 1/3
 }
 
-// Stochastic rounding of a weight to BF16 (Setup::master is false): bf16 = (bits of the FP32 value + 16 random bits) >> 16, so that the expected value
-// is the value. The random bits of elements 4q .. 4q+3 of the flat order, 16 each from the lowest on, are rounding_bits(key, q).
+// Stochastic rounding of a weight to BF16 (Setup::master is false): bf16 = (bits of the FP32 value + 16 random bits) >> 16, so that the expected
+// value is the value. The random bits of elements 4q .. 4q+3 of the flat order, 16 each from the lowest on, are rounding_bits(key, q).
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
     uint64_t z = (key + q) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;

@@ -926,7 +926,8 @@ private:
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
         std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
         copy(arena_.work(Work::EmbeddingOrder), order_.get() + first, N * 4, stream_);
-        copy(arena_.work(Work::EmbeddingChunks), chunks_.get() + first, batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
+        copy(arena_.work(Work::EmbeddingChunks), chunks_.get() + first,
+             batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
         return batch;
     }
 
@@ -992,7 +993,8 @@ GpuFacts facts_for(const Setup& s) {
 Setup on_this_gpu(Setup s) {
     const bool fp8_gemm = capability() >= FP8_CAPABILITY;
     if (!fp8_gemm && s.recipe.x.fp8())
-        std::fprintf(stderr, "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear layers run in %s, on FP8 storage.\n",
+        std::fprintf(stderr,
+                     "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear layers run in %s, on FP8 storage.\n",
                      info(s.recipe.stream).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
     return s;

@@ -68,8 +68,8 @@ enum class Work : uint8_t {
     GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments,
     Results, KeptWeights,
     // in some phases of it
-    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient, Gradient, GradientTransposed, HiddenGradient, QkvGradient,
-    Attention, ColumnPartials, EmbeddingPartials, Count
+    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient, Gradient, GradientTransposed,
+    HiddenGradient, QkvGradient, Attention, ColumnPartials, EmbeddingPartials, Count
 };
 
 struct Place {

@@ -8,7 +8,8 @@
 
 For each group dev/results gets GROUP.md (a row a run: tokens/s, memory, losses), a log GROUP-RUN.jsonl of each and, where runs are to be
 compared, loss-GROUP.svg. The text of `gpt2` is the Python source of the packages that lie beside torch, in tokens of a BPE trained on it; the others
-read the default text, C++ and CUDA headers byte by byte. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard library is needed (and `tokenizers` for the text).
+read the default text, C++ and CUDA headers byte by byte. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard
+library is needed (and `tokenizers` for the text).
 """
 import argparse
 import concurrent.futures
@@ -123,7 +124,8 @@ def train(group, name, flags, gpu):
 
 def markdown(shared, rows):
     lines = [f"Commit {commit()}; `./train {shared}` and what the row says. Medians over the steps but the first.", "",
-             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss |", "|---|---|---|---|---|---|---|---|"]
+             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss |",
+             "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         if "failed" in row:
             lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | |")
@@ -155,7 +157,8 @@ def run_group(group, gpus, only):
         row["flags"] = run[1]
         rows[run[0]] = row
         write()
-        print(f"{group}: {row['name']}: " + (row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"), flush=True)
+        told = row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"
+        print(f"{group}: {row['name']}: {told}", flush=True)
         return row
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:

@@ -458,7 +458,8 @@ GPU_TEST_CASE("a run stops on the GPU and resumes on the reference, and the othe
     for (const char* recipe : {"fp32", "bf16", "coat", "lean"})
         for (const bool on_gpu : {true, false}) {
             const Maker from = on_gpu ? make_gpu : make_reference, to = on_gpu ? make_reference : make_gpu;
-            const Setup setup = !std::strcmp(recipe, "lean") ? in_mode(recipe, setup_of("coat", LLAMA, true, 8, 32)) : setup_of(recipe, LLAMA, true, 8, 32);
+            const bool lean = !std::strcmp(recipe, "lean");
+            const Setup setup = in_mode(recipe, setup_of(lean ? "coat" : recipe, LLAMA, true, 8, 32));
             Training first = training_on(from, setup), second = training_on(to, setup, 2);
             losses(first, 10);
             const Snapshot state = snapshot(*first.model);
