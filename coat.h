@@ -169,7 +169,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
     static const std::vector<OptimizerFormat> table = {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments, one scale a group, no expansion"},
-        {"fp8lm", Format::E4M3, Format::F16, false, "FP8-LM: E4M3 first and FP16 second moment, one scale a tensor; on a CPU so far", PER_TENSOR, false},
+        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments, one scale a tensor (FP8-LM); on a CPU so far", PER_TENSOR, false},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };
