@@ -2301,6 +2301,7 @@ void launch_adamw(const AdamArguments& a, cudaStream_t s) {
 // The kernel is compiled for formats by how they are stored: E5M2 goes with E4M3.
 template <class F>
 void with_format(Format f, F use) {
+    need(f != Format::F16, "no kernel holds a moment in FP16");
     switch (f) {
         case Format::F32: return use(std::integral_constant<Format, Format::F32>());
         case Format::BF16: return use(std::integral_constant<Format, Format::BF16>());

@@ -30,9 +30,9 @@ struct Error : std::runtime_error {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Formats (paper section 2). FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate.
+// Formats (paper section 2). FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate. FP16 is for moments alone.
 
-enum class Format : uint8_t { F32, BF16, E4M3, E5M2 };
+enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;         // on the command line and in tables
@@ -46,12 +46,14 @@ struct FormatInfo {
 inline constexpr FormatInfo FORMATS[] = {
     {"fp32", "F32",     4, 23, 3.40282347e+38f, 1.40129846e-45f},
     {"bf16", "BF16",    2, 7,  3.38953139e+38f, 9.18354962e-41f},
+    {"fp16", "F16",     2, 10, 65504.0f,        0x1p-24f},
     {"e4m3", "F8_E4M3", 1, 3,  448.0f,          0x1p-9f},
     {"e5m2", "F8_E5M2", 1, 2,  57344.0f,        0x1p-16f},
 };
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return info(f).bytes == 1; }
+constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  // its range is so short that codes come with a scale
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5.1).
@@ -146,20 +148,28 @@ inline const std::vector<Accumulation>& accumulations() {
     return table;
 }
 
-// The optimizer's moments (paper section 4): FP8 moments are held in groups of 128 consecutive elements.
+// The optimizer's moments (paper section 4): FP8 moments are held in groups of 128 consecutive elements, or with one scale a tensor as
+// MS-AMP has them (FP8-LM, arXiv 2310.18313). A granularity is that of a parameter's elements in flat order, a matrix of one row.
 inline constexpr int MOMENT_GROUP = 128;
+inline constexpr Granularity PER_MOMENT_GROUP{1, MOMENT_GROUP};
 
 struct OptimizerFormat {
     const char* name;
     Format m, v;
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
+    Granularity granularity = PER_MOMENT_GROUP;  // of the scales of moments that have any
+    bool keep_positive = true;  // a second moment that is not zero keeps at least the smallest code; else plain rounding, which may make it zero
+
+    bool expands(Format f) const { return expand && is_fp8(f); }
+    int64_t scales(Format f, int64_t n) const { return is_scaled(f) ? Quant{f, granularity}.scale_cols(n) : 0; }  // of n elements
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
     static const std::vector<OptimizerFormat> table = {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments, one scale a group, no expansion"},
+        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments, one scale a tensor (FP8-LM); on a CPU so far", PER_TENSOR, false},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };
@@ -412,9 +422,9 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, std::pair{".v", s.optimizer.v}}) {
             const Format f = p.moment(wanted);
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
-            if (!is_fp8(f)) continue;
-            table.push_back({p.name + moment + ".max", "F32", 4, {p.groups()}, i});
-            if (s.optimizer.expand) table.push_back({p.name + moment + ".k", "F32", 4, {p.groups()}, i});
+            const int64_t scales = s.optimizer.scales(f, p.size());
+            if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i});
+            if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i});
         }
     }
     return table;

@@ -20,7 +20,7 @@ void need(bool ok, const char* what) {
 }
 
 cudaDataType data_type(Format f) {
-    constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
+    constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
     return types[static_cast<int>(f)];
 }
 

@@ -1000,6 +1000,11 @@ Setup on_this_gpu(Setup s) {
     return s;
 }
 
+void need_moments(const OptimizerFormat& optimizer) {
+    const std::string not_yet = why_not(optimizer);
+    if (!not_yet.empty()) throw Error(not_yet);
+}
+
 }  // namespace
 }  // namespace coat
 
@@ -1020,6 +1025,7 @@ std::string coat::why_no_gpu() {
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     const std::string missing = why_no_gpu();
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
+    need_moments(setup.optimizer);
     gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
     return std::make_unique<Gpu>(here, facts_for(here));

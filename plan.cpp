@@ -126,7 +126,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     row("update", "AdamW, weights", held, none, s.master ? held : held + " stochastically", none);
     for (const auto& [name, format] : {std::pair{"AdamW, first moment", s.optimizer.m}, std::pair{"AdamW, second moment", s.optimizer.v}})
         row("update", name, info(format).name, none, info(format).name,
-            !is_fp8(format) ? none : s.optimizer.expand ? "fp32 max, k each 128" : "fp32 max each 128");
+            !is_scaled(format) ? none : std::string(s.optimizer.expands(format) ? "fp32 max, k" : "fp32 max") + " each " +
+                                        (s.optimizer.granularity == PER_TENSOR ? "tensor" : std::to_string(MOMENT_GROUP)));
     return table;
 }
 
@@ -156,14 +157,14 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is held in FP32 is
     // its own master; a BF16 one has a 16-bit remainder beside it.
-    int64_t elements = 0, moment[2] = {0, 0}, group_scales = 0;
+    int64_t elements = 0, moment[2] = {0, 0}, moment_scales = 0;
     for (const Param& p : parameters(c)) {
         elements += p.padded_size();
         int which = 0;
         for (Format wanted : {s.optimizer.m, s.optimizer.v}) {
             const Format f = p.moment(wanted);
             moment[which++] += p.padded_size() * info(f).bytes;
-            if (is_fp8(f)) group_scales += p.groups() * info(Format::F32).bytes * (s.optimizer.expand ? 2 : 1);
+            moment_scales += s.optimizer.scales(f, p.size()) * info(Format::F32).bytes * (s.optimizer.expands(f) ? 2 : 1);
         }
     }
     auto format = [](Format f) { return std::string(" (") + info(f).name + ")"; };
@@ -174,7 +175,8 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
          gradient_elements(s) * info(stream).bytes, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
-        {Category::Optimizer, s.optimizer.expand ? "max and k of each group" : "max of each group", group_scales, "parameter", live},
+        {Category::Optimizer, std::string(s.optimizer.expand ? "max and k" : "max") + " of each " +
+                                  (s.optimizer.granularity == PER_TENSOR ? "tensor" : "group"), moment_scales, "parameter", live},
         {Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
@@ -381,9 +383,10 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     layout.moments = {first, memory.end() - first};
     for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
         for (size_t i = 0; i < params.size(); i++) {
-            if (!is_fp8(params[i].moment(wanted))) continue;
-            (*places)[i].max = memory.take(params[i].groups() * 4).offset;
-            if (s.optimizer.expand) (*places)[i].k = memory.take(params[i].groups() * 4).offset;
+            const Format format = params[i].moment(wanted);
+            const int64_t scales = s.optimizer.scales(format, params[i].size());
+            if (scales) (*places)[i].max = memory.take(scales * 4).offset;
+            if (s.optimizer.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
         }
     layout.scales = {layout.moments.offset + layout.moments.bytes, memory.end() - layout.moments.offset - layout.moments.bytes};
 }
@@ -407,6 +410,14 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     Recipe changed = r;
     if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
     return changed;
+}
+
+std::string why_not(const OptimizerFormat& o) {
+    std::string what;
+    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}})
+        if (format == Format::F16) what = std::string(flag) + info(format).name;
+    if (o.granularity == PER_TENSOR) what = std::string("--optimizer ") + o.name;
+    return what.empty() ? "" : what + " is told by the CPU reference alone so far; use --device cpu, or another optimizer or format.";
 }
 
 std::string why_not(const GpuFound& found) {

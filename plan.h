@@ -121,6 +121,9 @@ inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
 // The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
 inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
+// Moments that no kernel holds yet: one sentence with the cure; empty where the GPU has them.
+std::string why_not(const OptimizerFormat& o);
+
 // What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
 struct GpuFound {
     int driver, runtime;     // CUDA versions, as CUDA tells them: 1000 major + 10 minor; driver 0: there is none

@@ -32,13 +32,13 @@ To bits_as(From from) {
     return to;
 }
 
-// An FP8 format's fields. Both have a sign, exponent and mantissa like FP32's; E4M3 gives its top exponent to numbers.
-struct Fp8Fields {
+// The fields of FP8 and FP16. All have a sign, exponent and mantissa like FP32's; E4M3 gives its top exponent to numbers.
+struct Fields {
     int mantissa, bias;
     uint32_t max_code, nan_code;
 };
-constexpr Fp8Fields fields(Format f) {
-    return f == Format::E4M3 ? Fp8Fields{3, 7, 0x7E, 0x7F} : Fp8Fields{2, 15, 0x7B, 0x7F};
+constexpr Fields fields(Format f) {
+    return f == Format::E4M3 ? Fields{3, 7, 0x7E, 0x7F} : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F} : Fields{10, 15, 0x7BFF, 0x7E00};
 }
 
 // Rounds |x| to the nearest code, ties to even. A normal result comes from FP32's own bits: adding half a unit of the
@@ -46,12 +46,12 @@ constexpr Fp8Fields fields(Format f) {
 // comes from FP32 addition: 1.5 * 2^(23 + e) + x leaves x in units of 2^e, rounded to nearest even by the adder.
 template <Format F>
 inline uint32_t encode_magnitude(uint32_t bits) {
-    constexpr Fp8Fields f = fields(F);
+    constexpr Fields f = fields(F);
     constexpr int drop = 23 - f.mantissa;
     constexpr uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - f.bias) << 23;
     constexpr uint32_t rebias = static_cast<uint32_t>(127 - f.bias) << 23;
     const uint32_t normal = (bits - rebias + ((1u << (drop - 1)) - 1) + (bits >> drop & 1)) >> drop;
-    constexpr float adder = 1.5f * static_cast<float>(1 << 23) * (F == Format::E4M3 ? 0x1p-9f : 0x1p-16f);
+    constexpr float adder = 1.5f * static_cast<float>(1 << 23) * info(F).min;
     const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
     const uint32_t code = bits < smallest_normal ? subnormal : normal;
     const uint32_t finite = bits >= 0x7F000000u ? f.max_code : std::min(code, f.max_code);
@@ -65,7 +65,7 @@ inline uint8_t encode_as(float x) {
 }
 
 float decode_slowly(Format f, uint8_t code) {
-    const Fp8Fields& field = fields(f);
+    const Fields field = fields(f);
     const int magnitude = code & 0x7F, exponent = magnitude >> field.mantissa, mantissa = magnitude & ((1 << field.mantissa) - 1);
     if (magnitude > static_cast<int>(field.max_code)) {
         const bool infinite = f == Format::E5M2 && mantissa == 0;  // E5M2 has infinities; no cast makes one
@@ -90,6 +90,18 @@ const float* decode_table(Format f) {
 
 uint8_t encode(Format fp8, float x) { return fp8 == Format::E4M3 ? encode_as<Format::E4M3>(x) : encode_as<Format::E5M2>(x); }
 float decode(Format fp8, uint8_t code) { return decode_table(fp8)[code]; }
+
+uint16_t to_f16(float x) {
+    const uint32_t bits = bits_as<uint32_t>(x);
+    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | encode_magnitude<Format::F16>(bits & 0x7FFFFFFFu));
+}
+
+// FP16's fields in FP32's places make a number whose exponent is short of the difference of the biases: 2^112, which multiplies exactly.
+float from_f16(uint16_t code) {
+    const uint32_t magnitude = code & 0x7FFFu;
+    const float value = magnitude < 0x7C00u ? bits_as<float>(magnitude << 13) * 0x1p112f : bits_as<float>(0x7F800000u | (magnitude & 0x3FFu) << 13);
+    return code & 0x8000u ? -value : value;
+}
 
 uint16_t to_bf16(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);
@@ -300,8 +312,23 @@ float decode_expanded(Format fp8, uint8_t code, float max, float k) {
     return std::copysign(std::max(max * root * root, std::numeric_limits<float>::denorm_min()), c);
 }
 
-void encode_group(Format fp8, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
-                  QuantStats* stats) {
+// Code i of a moment: FP8 has bytes, FP16 pairs of them.
+uint16_t code_at(Format f, const uint8_t* codes, int64_t i) {
+    return f == Format::F16 ? reinterpret_cast<const uint16_t*>(codes)[i] : codes[i];
+}
+void put_code(Format f, uint8_t* codes, int64_t i, uint16_t code) {
+    if (f == Format::F16) reinterpret_cast<uint16_t*>(codes)[i] = code;
+    else codes[i] = static_cast<uint8_t>(code);
+}
+
+float decode_one(Format f, bool expand, uint16_t code, float max, float k) {
+    if (expand) return decode_expanded(f, static_cast<uint8_t>(code), max, k);
+    const float value = f == Format::F16 ? from_f16(code) : decode(f, static_cast<uint8_t>(code));
+    return max == 0 ? 0.0f : value * scale_of(Quant{f}, max);
+}
+
+// What n elements share.
+void fit(Format f, bool expand, const float* x, int64_t n, float* max, float* k) {
     float largest = 0, smallest = std::numeric_limits<float>::infinity();
     for (int64_t i = 0; i < n; i++) {
         const float a = std::abs(x[i]);
@@ -309,73 +336,84 @@ void encode_group(Format fp8, bool expand, bool keep_positive, const float* x, i
         if (a > 0) smallest = std::min(smallest, a);
     }
     *max = largest;
-    *k = largest > 0 && expand ? expansion_factor(fp8, largest, smallest) : 1.0f;
-    const Quant plain{fp8};
-    const float inverse = 1.0f / scale_of(plain, largest);
+    if (expand) *k = largest > 0 ? expansion_factor(f, largest, smallest) : 1.0f;
+}
+
+void encode_all(Format f, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float max, float k, QuantStats* stats) {
+    const float inverse = 1.0f / scale_of(Quant{f}, max);
     for (int64_t i = 0; i < n; i++) {
-        codes[i] = expand ? encode_expanded(fp8, x[i], largest, *k) : encode(fp8, x[i] * inverse);
-        if (keep_positive && x[i] > 0 && codes[i] == 0) codes[i] = 1;
+        const float scaled = x[i] * inverse;
+        const uint16_t code = expand ? encode_expanded(f, x[i], max, k) : f == Format::F16 ? to_f16(scaled) : encode(f, scaled);
+        put_code(f, codes, i, keep_positive && x[i] > 0 && code == 0 ? 1 : code);
     }
     if (!stats) return;
+    const uint16_t sign = f == Format::F16 ? 0x8000 : 0x80;
     for (int64_t i = 0; i < n; i++) {
-        const double error = static_cast<double>(x[i]) - static_cast<double>(decode_expanded(fp8, codes[i], largest, *k));
+        const uint16_t code = code_at(f, codes, i);
+        const double error = static_cast<double>(x[i]) - static_cast<double>(decode_one(f, expand, code, max, k));
         stats->signal += static_cast<double>(x[i]) * x[i];
         stats->noise += error * error;
-        stats->flushed += x[i] != 0 && (codes[i] & 0x7F) == 0;
+        stats->flushed += x[i] != 0 && (code | sign) == sign;
     }
     stats->elements += n;
 }
 
 }  // namespace
 
-void encode_moment(Format fp8, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
+void encode_moment(Format f, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
                    QuantStats* stats) {
     for (int64_t g = 0; g * MOMENT_GROUP < n; g++) {
-        const int64_t first = g * MOMENT_GROUP;
-        float unused_k;
-        encode_group(fp8, expand, keep_positive, x + first, std::min<int64_t>(MOMENT_GROUP, n - first), codes + first, max + g,
-                     expand ? k + g : &unused_k, stats);
+        const int64_t first = g * MOMENT_GROUP, size = std::min<int64_t>(MOMENT_GROUP, n - first);
+        fit(f, expand, x + first, size, max + g, expand ? k + g : nullptr);
+        encode_all(f, expand, keep_positive, x + first, size, codes + first * info(f).bytes, max[g], expand ? k[g] : 1.0f, stats);
     }
 }
 
-void decode_moment(Format fp8, bool expand, const uint8_t* codes, const float* max, const float* k, int64_t n, float* x) {
-    const Quant plain{fp8};
+void decode_moment(Format f, bool expand, const uint8_t* codes, const float* max, const float* k, int64_t n, float* x) {
     for (int64_t i = 0; i < n; i++) {
         const int64_t g = i / MOMENT_GROUP;
-        if (expand)
-            x[i] = decode_expanded(fp8, codes[i], max[g], k[g]);
-        else
-            x[i] = max[g] == 0 ? 0.0f : decode(fp8, codes[i]) * scale_of(plain, max[g]);
+        x[i] = decode_one(f, expand, code_at(f, codes, i), max[g], expand ? k[g] : 1.0f);
     }
 }
 
-void Moment::init(Format f, bool expansion, int64_t n) {
+void Moment::init(Format f, bool expansion, int64_t n, Granularity g) {
     format = f;
+    granularity = g;
     expand = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
-    if (is_fp8(f)) max.assign(ceil_div(n, MOMENT_GROUP), 0.0f);
+    if (is_scaled(f)) max.assign(Quant{f, g}.scale_cols(n), 0.0f);
     if (expand) k.assign(max.size(), 1.0f);
 }
 
 void Moment::load(int64_t first, int64_t n, float* x) const {
+    const uint8_t* from = codes.data() + first * info(format).bytes;
     if (format == Format::F32) {
-        std::memcpy(x, codes.data() + first * 4, n * 4);
+        std::memcpy(x, from, n * 4);
     } else if (format == Format::BF16) {
-        for (int64_t i = 0; i < n; i++) x[i] = from_bf16(reinterpret_cast<const uint16_t*>(codes.data())[first + i]);
+        for (int64_t i = 0; i < n; i++) x[i] = from_bf16(reinterpret_cast<const uint16_t*>(from)[i]);
+    } else if (granularity == PER_TENSOR) {
+        for (int64_t i = 0; i < n; i++) x[i] = decode_one(format, expand, code_at(format, from, i), max[0], expand ? k[0] : 1.0f);
     } else {
         const int64_t g = first / MOMENT_GROUP;
-        decode_moment(format, expand, codes.data() + first, max.data() + g, expand ? k.data() + g : nullptr, n, x);
+        decode_moment(format, expand, from, max.data() + g, expand ? k.data() + g : nullptr, n, x);
     }
 }
 
+void Moment::fit_tensor(int64_t n, const float* x) {
+    if (is_scaled(format) && granularity == PER_TENSOR) fit(format, expand, x, n, max.data(), k.data());
+}
+
 void Moment::store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats) {
+    uint8_t* to = codes.data() + first * info(format).bytes;
     if (format == Format::F32) {
-        std::memcpy(codes.data() + first * 4, x, n * 4);
+        std::memcpy(to, x, n * 4);
     } else if (format == Format::BF16) {
-        for (int64_t i = 0; i < n; i++) reinterpret_cast<uint16_t*>(codes.data())[first + i] = to_bf16(x[i]);
+        for (int64_t i = 0; i < n; i++) reinterpret_cast<uint16_t*>(to)[i] = to_bf16(x[i]);
+    } else if (granularity == PER_TENSOR) {
+        encode_all(format, expand, keep_positive, x, n, to, max[0], expand ? k[0] : 1.0f, stats);
     } else {
         const int64_t g = first / MOMENT_GROUP;
-        encode_moment(format, expand, keep_positive, x, n, codes.data() + first, max.data() + g, expand ? k.data() + g : nullptr, stats);
+        encode_moment(format, expand, keep_positive, x, n, to, max.data() + g, expand ? k.data() + g : nullptr, stats);
     }
 }
 
@@ -1000,8 +1038,9 @@ public:
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
             State s{std::vector<uint16_t>(p.size()), std::vector<int16_t>(setup.master ? p.size() : 0), {}, {}};
-            s.m.init(p.moment(setup.optimizer.m), setup.optimizer.expand, p.size());
-            s.v.init(p.moment(setup.optimizer.v), setup.optimizer.expand, p.size());
+            const OptimizerFormat& o = setup.optimizer;
+            s.m.init(p.moment(o.m), o.expand, p.size(), o.granularity);
+            s.v.init(p.moment(o.v), o.expand, p.size(), o.granularity);
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
                 int16_t remainder;
@@ -1128,27 +1167,35 @@ private:
         return sum;
     }
 
+    // Updated moments wait in FP32 until all of a tensor's are there: its largest may be what a scale is made from.
     void update(const Range& which, const AdamW& adamw, double norm) {
         const uint64_t key = rounding_key(setup_.seed, adamw.step);
         for (size_t i = which.first; i < which.last; i++) {
             const AdamWFactors f = adamw_factors(adamw, network_.params[i].role.decay, norm);
             const int64_t size = network_.params[i].size();
+            State& s = states_[i];
+            std::vector<float> m(size), v(size);
 #pragma omp parallel for
-            for (int64_t first = 0; first < size; first += CHUNK) update_chunk(i, f, key, first, std::min(CHUNK, size - first));
+            for (int64_t first = 0; first < size; first += CHUNK) update_chunk(i, f, key, first, std::min(CHUNK, size - first), &m[first], &v[first]);
+            s.m.fit_tensor(size, m.data());
+            s.v.fit_tensor(size, v.data());
+#pragma omp parallel for
+            for (int64_t first = 0; first < size; first += CHUNK) {
+                s.m.store(first, std::min(CHUNK, size - first), &m[first], false);
+                s.v.store(first, std::min(CHUNK, size - first), &v[first], setup_.optimizer.keep_positive);
+            }
             refresh(i);
         }
     }
 
-    void update_chunk(size_t i, const AdamWFactors& f, uint64_t key, int64_t first, int64_t n) {
+    void update_chunk(size_t i, const AdamWFactors& f, uint64_t key, int64_t first, int64_t n, float* m, float* v) {
         State& s = states_[i];
-        float master[CHUNK], m[CHUNK], v[CHUNK];
+        float master[CHUNK];
         for (int64_t e = 0; e < n; e++)
             master[e] = setup_.master ? join_master(s.weight[first + e], s.remainder[first + e]) : from_bf16(s.weight[first + e]);
         s.m.load(first, n, m);
         s.v.load(first, n, v);
         adamw(f, n, network_.gradients[i].data() + first, master, m, v);
-        s.m.store(first, n, m, false);
-        s.v.store(first, n, v, true);
         for (int64_t e = 0; e < n; e++)
             if (setup_.master) split_master(master[e], &s.weight[first + e], &s.remainder[first + e]);
             else s.weight[first + e] = round_stochastically(master[e], key, network_.params[i].offset + first + e);
@@ -1164,8 +1211,10 @@ private:
         s.v.load(0, size, v.data());
         adamw(f, size, network_.gradients[i].data(), unused.data(), m.data(), v.data());
         Moment m_after = s.m, v_after = s.v;
+        m_after.fit_tensor(size, m.data());
+        v_after.fit_tensor(size, v.data());
         m_after.store(0, size, m.data(), false, &report.kinds[static_cast<int>(Kind::Moment1)]);
-        v_after.store(0, size, v.data(), true, &report.kinds[static_cast<int>(Kind::Moment2)]);
+        v_after.store(0, size, v.data(), setup_.optimizer.keep_positive, &report.kinds[static_cast<int>(Kind::Moment2)]);
         report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
         report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
     }

@@ -10,6 +10,8 @@ namespace coat::reference {
 // --- Formats (paper section 2): round to nearest even, saturate to the largest finite value, NaN stays NaN ---------
 uint8_t encode(Format fp8, float x);
 float decode(Format fp8, uint8_t code);
+uint16_t to_f16(float x);        // as FP8: 65504 is the largest, and no cast makes an infinity
+float from_f16(uint16_t code);
 uint16_t to_bf16(float x);       // nearest even; overflows to infinity
 uint16_t to_bf16_up(float x);    // smallest BF16 >= x, x >= 0: how a scale is stored, so that no code saturates
 float from_bf16(uint16_t bits);
@@ -53,19 +55,22 @@ std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 // k = floor(16 log_ratio(FMAX / FMIN)) / 16 with ratio = max / smallest non-zero magnitude, clamped to [1/16, 64] (paper
 // eq. 4; the released code's 1/16 steps). Without expansion k = 1 and an element that would flush to zero keeps the smallest code
 // in a second moment (keep_positive), since a zero there would make the update explode. An all-zero group is max = 0, k = 1.
+// FP16 moments are two bytes a code and have no expansion.
 float expansion_factor(Format fp8, float max, float min_nonzero);
-void encode_moment(Format fp8, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
+void encode_moment(Format f, bool expand, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float* max, float* k,
                    QuantStats* stats = nullptr);
-void decode_moment(Format fp8, bool expand, const uint8_t* codes, const float* max, const float* k, int64_t n, float* x);
+void decode_moment(Format f, bool expand, const uint8_t* codes, const float* max, const float* k, int64_t n, float* x);
 
-// One parameter's optimizer state.
+// One parameter's optimizer state. Where one scale serves the whole tensor (FP8-LM), the same formula has the tensor for a group.
 struct Moment {
     Format format = Format::F32;
+    Granularity granularity = PER_MOMENT_GROUP;
     bool expand = false;
     std::vector<uint8_t> codes;   // n elements of format
-    std::vector<float> max, k;    // one a group, for FP8
-    void init(Format f, bool expansion, int64_t n);  // all zero
+    std::vector<float> max, k;    // one a group, or one, where the format is scaled
+    void init(Format f, bool expansion, int64_t n, Granularity g = PER_MOMENT_GROUP);  // all zero
     void load(int64_t first, int64_t n, float* x) const;  // first is a multiple of MOMENT_GROUP
+    void fit_tensor(int64_t n, const float* x);  // comes before store(): the one scale of all n elements; nothing where groups have theirs
     void store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats = nullptr);
 };
 

@@ -35,6 +35,14 @@ inline double fp8_value(Format f, int code) {
     return sign * std::ldexp(e ? 1 + std::ldexp(m, -M) : std::ldexp(m, -M), (e ? e : 1) - bias);
 }
 
+// IEEE 754 binary16: 5 bits of exponent and 10 of mantissa; the top exponent has infinities and NaN.
+inline double fp16_value(int code) {
+    const int e = (code & 0x7FFF) >> 10, m = code & 0x3FF;
+    const double sign = code >> 15 ? -1 : 1;
+    if (e == 31) return m ? std::numeric_limits<double>::quiet_NaN() : sign * HUGE_VAL;
+    return sign * std::ldexp(e ? 1024 + m : m, (e ? e : 1) - 25);
+}
+
 // The code of the nearest finite value; of two equally near, the even code. Beyond the largest: the largest.
 class NearestCode {
 public:

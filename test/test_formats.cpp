@@ -52,6 +52,22 @@ uint32_t nearest_bf16(uint32_t bits, bool ties_to_even) {
     return down < up ? upper : upper + 1;
 }
 
+// FP16 by its definition: the nearest of the finite values on both sides, which lie where the exponent says; ties to the even code.
+bool encodes_right_to_fp16(uint32_t bits) {
+    const float x = float_of(bits);
+    const int got = to_f16(x), magnitude = got & 0x7FFF;
+    if (std::isnan(x)) return std::isnan(fp16_value(got));
+    if (std::signbit(x) != (got >= 0x8000) || magnitude > 0x7BFF) return false;
+    const double a = std::fabs(double(x)), distance = std::fabs(a - fp16_value(magnitude));
+    if (a >= fp16_value(0x7BFF)) return magnitude == 0x7BFF;  // saturated; the differences below would not be exact
+    for (int other : {magnitude - 1, magnitude + 1}) {
+        if (other < 0 || other > 0x7BFF) continue;
+        const double there = std::fabs(a - fp16_value(other));
+        if (there < distance || (there == distance && magnitude % 2)) return false;
+    }
+    return true;
+}
+
 bool not_finite(uint32_t bits) { return (bits & 0x7F800000) == 0x7F800000; }
 
 bool rounds_to_bf16(uint32_t bits) {
@@ -89,6 +105,43 @@ TEST_CASE("formats: all 256 codes decode to their definition") {
         }
 }
 
+TEST_CASE("formats: all 65536 codes of FP16 decode to their definition, and the finite ones encode to themselves") {
+    int64_t failures = 0;
+    for (int code = 0; code < 65536; code++) {
+        const double wanted = fp16_value(code);
+        const float got = from_f16(uint16_t(code));
+        failures += std::isnan(wanted) ? !std::isnan(got) : double(got) != wanted || std::signbit(got) != (code >= 32768);
+        if (std::isfinite(wanted)) failures += to_f16(got) != code;
+    }
+    CHECK(failures == 0);
+}
+
+TEST_CASE("formats: FP16 rounds to nearest even down to its subnormal numbers, saturates, keeps NaN") {
+    FRESH_RANDOM(rng);
+    const float inf = std::numeric_limits<float>::infinity();
+    for (float x : {inf, std::numeric_limits<float>::max(), 65520.0f, 65536.0f, std::nextafter(65504.0f, inf)}) {
+        CHECK(to_f16(x) == 0x7BFF);
+        CHECK(to_f16(-x) == 0xFBFF);
+    }
+    for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu}) CHECK(std::isnan(from_f16(to_f16(float_of(nan)))));
+    int64_t failures = 0;
+    for (int code = 0; code < 0x7BFF; code++) {  // every tie and its neighbours
+        const float tie = float((fp16_value(code) + fp16_value(code + 1)) / 2);  // exact: one more bit than the format
+        for (float sign : {1.0f, -1.0f}) {
+            const int s = sign < 0 ? 0x8000 : 0;
+            failures += to_f16(sign * tie) != (s | (code + code % 2));
+            failures += to_f16(sign * std::nextafter(tie, 0.0f)) != (s | code);
+            failures += to_f16(sign * std::nextafter(tie, inf)) != (s | (code + 1));
+        }
+    }
+    CHECK(failures == 0);
+    over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000), encodes_right_to_fp16);
+    const uint32_t low = bits_of(0x1p-27f), high = bits_of(0x1p17f);  // where codes differ
+    over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000), [&](uint32_t bits) {
+        return encodes_right_to_fp16((low + (bits & 0x7FFFFFFF) % (high - low)) | (bits & 0x80000000));
+    });
+}
+
 TEST_CASE("formats: the table's constants are those of the definition") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
@@ -98,6 +151,9 @@ TEST_CASE("formats: the table's constants are those of the definition") {
     }
     CHECK(double(info(Format::BF16).max) == bf16_value(0x7F7F));
     CHECK(double(info(Format::BF16).min) == bf16_value(0x0001));
+    CHECK(double(info(Format::F16).max) == fp16_value(0x7BFF));
+    CHECK(double(info(Format::F16).min) == fp16_value(0x0001));
+    CHECK(std::ldexp(1.0, -info(Format::F16).mantissa) == fp16_value(0x3C01) - 1);  // the number after 1
     CHECK(info(Format::F32).max == std::numeric_limits<float>::max());
     CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
 }

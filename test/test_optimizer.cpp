@@ -265,7 +265,7 @@ TEST_CASE("moments: every format stores and loads ranges cut at group boundaries
     FRESH_RANDOM(rng);
     const int64_t n = 5 * MOMENT_GROUP + 19;
     const std::vector<float> x = magnitudes(rng.normals<float>(n));
-    for (Format f : {Format::F32, Format::BF16, Format::E4M3, Format::E5M2})
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true}) {
             Moment whole, parts;
             whole.init(f, expand, n);
@@ -284,6 +284,148 @@ TEST_CASE("moments: every format stores and loads ranges cut at group boundaries
             CHECK(relative_error(a, x) <= std::ldexp(1.0, -info(f).mantissa - 1));
             if (f == Format::F32) CHECK(a == x);
         }
+}
+
+namespace {
+
+// FP8-LM's moments: n elements with one scale, value = code * max / FMAX.
+Moment per_tensor(Format f, bool positive, const std::vector<float>& x, QuantStats* stats = nullptr) {
+    Moment moment;
+    moment.init(f, false, int64_t(x.size()), PER_TENSOR);
+    moment.fit_tensor(int64_t(x.size()), x.data());
+    moment.store(0, int64_t(x.size()), x.data(), positive, stats);
+    return moment;
+}
+
+std::vector<float> loaded(const Moment& moment, size_t n) {
+    std::vector<float> x(n, -7);
+    moment.load(0, int64_t(n), x.data());
+    return x;
+}
+
+}  // namespace
+
+TEST_CASE("moments: with one scale a tensor, every value is within the format's bound of that scale, plainly rounded; what flushes is counted") {
+    FRESH_RANDOM(rng);
+    for (Format f : {Format::F16, Format::E4M3, Format::E5M2})
+        for (int64_t n : LENGTHS)
+            for (const Distribution& d : distributions()) {
+                INFO(std::string(info(f).name), ", ", n, " elements, ", d.name);
+                const std::vector<float> x = sample(d, rng, n);
+                QuantStats stats;
+                const Moment moment = per_tensor(f, false, x, &stats);
+                const std::vector<float> values = loaded(moment, x.size());
+                REQUIRE((moment.max.size() == 1 && moment.k.empty()));
+                REQUIRE(moment.max[0] == amax(x.data(), n));
+                const double s = double(scale_of({f}, moment.max[0]));
+                int64_t flushed = 0;
+                for (size_t i = 0; i < x.size(); i++) {
+                    const double a = std::fabs(double(x[i]));
+                    const double bound = std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 + 0x1p-149;
+                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= bound);
+                    if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
+                    flushed += x[i] != 0 && values[i] == 0;
+                }
+                if (s * info(f).min > 0x1p-126) REQUIRE(stats.flushed == flushed);  // else a code's value may lie below FP32
+                REQUIRE(stats.elements == n);
+            }
+}
+
+TEST_CASE("moments: with one scale a tensor, ranges load and store as the whole does, and fit_tensor leaves groups alone") {
+    FRESH_RANDOM(rng);
+    const int64_t n = 5 * MOMENT_GROUP + 19;
+    std::vector<float> x = magnitudes(rng.normals<float>(n));
+    x[700 % n] = 300;  // in one range alone
+    x[3] = 1e-11f;
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3})
+        for (bool positive : {false, true}) {
+            const Moment whole = per_tensor(f, positive, x);
+            Moment parts;
+            parts.init(f, false, n, PER_TENSOR);
+            CHECK(norm(loaded(parts, x.size())) == 0);
+            parts.fit_tensor(n, x.data());
+            for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, positive);
+            CHECK((whole.codes == parts.codes && whole.max == parts.max));
+            std::vector<float> values(x.size());
+            for (int64_t first = 0; first < n; first += MOMENT_GROUP)
+                parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), values.data() + first);
+            CHECK(values == loaded(whole, x.size()));
+            if (is_scaled(f)) CHECK((values[3] > 0) == positive);  // 1e-11 of 300 is below what either format reaches
+        }
+    Moment groups;
+    groups.init(Format::E4M3, true, n);
+    const Moment before = groups;
+    groups.fit_tensor(n, x.data());
+    CHECK((groups.max == before.max && groups.k == before.k));
+}
+
+TEST_CASE("moments: FP16 reaches 2^-41 of a tensor's largest second moment, E4M3 with one scale 2^-18") {
+    const std::pair<Format, int> reach[] = {{Format::F16, 41}, {Format::E4M3, 18}};
+    for (const auto& [f, power] : reach) {
+        std::vector<float> v(300, 0.0f);
+        v[0] = 3.0f;
+        v[1] = 3.0f * std::ldexp(1.0f, -power + 1), v[2] = 3.0f * std::ldexp(1.0f, -power - 1);
+        QuantStats stats;
+        const std::vector<float> values = loaded(per_tensor(f, false, v, &stats), v.size());
+        INFO(std::string(info(f).name));
+        CHECK(values[0] == doctest::Approx(3.0f).epsilon(1e-6));
+        CHECK(values[1] > 0);
+        CHECK(values[2] == 0);
+        CHECK(stats.flushed == 1);
+    }
+}
+
+TEST_CASE("moments: the state's tensors follow the formats and the granularity") {
+    const ModelConfig config = tiny_config(LLAMA, true);
+    auto shape_of = [&](const OptimizerFormat& o, const std::string& name) -> std::string {
+        Setup s = tiny_setup(config, "bf16", "fp32");
+        s.optimizer = o;
+        for (const StateTensor& t : optimizer_tensors(s))
+            if (t.name == name) return std::string(t.dtype) + " " + std::to_string(t.size());
+        return "none";
+    };
+    const OptimizerFormat& fp8lm = find_row(optimizers(), "fp8lm", "");
+    const std::string n = std::to_string(64 * 64), groups = std::to_string(64 * 64 / MOMENT_GROUP);
+    CHECK(shape_of(fp8lm, "layers.0.attention_out.m") == "F8_E4M3 " + n);
+    CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);
+    for (const char* scale : {".m.max", ".v.max"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
+    for (const char* none : {".m.k", ".v.k"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
+    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v") == "F32 64");  // gains and biases stay in FP32
+    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v.max") == "none");
+    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};  // --optimizer coat --v-format fp16
+    CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
+    CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);
+    CHECK(shape_of(mixed, "layers.0.attention_out.v.k") == "none");
+}
+
+TEST_CASE("moments: fp8lm trains, tells its scale in the state, and its report counts what is lost") {
+    const Setup setup = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp8lm");
+    Training training(setup), exact(tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32"));
+    double loss = 0, wanted = 0, first = 0;
+    for (int64_t i = 0; i < count(60, 10); i++) {
+        loss = training.step().loss, wanted = exact.step().loss;
+        if (i == 0) first = loss;
+    }
+    CHECK(std::fabs(loss - wanted) < 0.02 * wanted);
+    CHECK(loss < first);
+    const int64_t n = 64 * 64;
+    const std::string name = "layers.0.attention_out";
+    const float max = read_as<float>(*training.model, name + ".v.max", 1)[0];
+    const std::vector<uint16_t> v = read_as<uint16_t>(*training.model, name + ".v", n);
+    const uint16_t top = *std::max_element(v.begin(), v.end());
+    CHECK(top == 0x7BFF);  // the whole range is in use
+    CHECK(max > 0);
+    const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
+    const QuantStats& m = report.kinds[static_cast<int>(Kind::Moment1)];
+    const QuantStats& second = report.kinds[static_cast<int>(Kind::Moment2)];
+    int64_t elements = 0;
+    for (const Param& p : parameters(setup.config)) elements += p.role.fp8_state ? p.size() : 0;
+    CHECK((m.elements == elements && second.elements == elements));
+    CHECK(m.flushed > 0);  // E4M3 with one scale a tensor reaches 2^-18 of the largest
+    CHECK(second.flushed < m.flushed);
+    CHECK(second.snr_db() > m.snr_db());
+    CHECK((report.k_m.empty() && report.k_v.empty()));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -312,10 +454,11 @@ struct State {
     std::vector<uint16_t> weight;
     std::vector<int16_t> remainder;
     Moment m, v;
+    bool keep_positive;
 
-    State(const OptimizerFormat& o, const std::vector<float>& start) : weight(start.size()), remainder(start.size()) {
-        m.init(o.m, o.expand, int64_t(start.size()));
-        v.init(o.v, o.expand, int64_t(start.size()));
+    State(const OptimizerFormat& o, const std::vector<float>& start) : weight(start.size()), remainder(start.size()), keep_positive(o.keep_positive) {
+        m.init(o.m, o.expand, int64_t(start.size()), o.granularity);
+        v.init(o.v, o.expand, int64_t(start.size()), o.granularity);
         put(start);
     }
     void put(const std::vector<float>& w) {
@@ -334,8 +477,10 @@ struct State {
     void step(const AdamW& a, bool decays, const std::vector<float>& gradient, double grad_norm) {
         std::vector<float> w = master(), m32 = moment(m), v32 = moment(v);
         adamw(adamw_factors(a, decays, grad_norm), int64_t(w.size()), gradient.data(), w.data(), m32.data(), v32.data());
+        m.fit_tensor(int64_t(w.size()), m32.data());
+        v.fit_tensor(int64_t(w.size()), v32.data());
         m.store(0, int64_t(w.size()), m32.data(), false);
-        v.store(0, int64_t(w.size()), v32.data(), true);
+        v.store(0, int64_t(w.size()), v32.data(), keep_positive);
         put(w);
     }
 };
@@ -351,6 +496,8 @@ const std::vector<OptimizerFormat>& optimizer_rows() {  // the table's, and E5M2
         std::vector<OptimizerFormat> r = optimizers();
         r.push_back({"coat, E5M2", Format::E4M3, Format::E5M2, true, ""});
         r.push_back({"fp8, E5M2", Format::E4M3, Format::E5M2, false, ""});
+        r.push_back({"coat, FP16", Format::E4M3, Format::F16, true, ""});
+        r.push_back({"fp8lm, FP16 both", Format::F16, Format::F16, false, "", PER_TENSOR, false});
         return r;
     }();
     return rows;
@@ -471,7 +618,7 @@ TEST_CASE("adamw: a thousand steps in every state format stay as close to Adam i
         CHECK(worst_m <= 2);
         CHECK(worst_v <= 2);
         CHECK(error_w <= bound_w);
-        if (is_fp8(o.m)) CHECK(worst_m > 0.25);  // the format is really in use
+        if (is_scaled(o.m)) CHECK(worst_m > 0.25);  // the format is really in use
     }
 }
 

@@ -481,6 +481,16 @@ TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary nam
             }
 }
 
+TEST_CASE("plan: moments that no kernel holds are refused for the GPU, with the cure, and the others are not") {
+    for (const OptimizerFormat& optimizer : optimizers())
+        CHECK(why_not(optimizer).empty() == (std::string(optimizer.name) != "fp8lm"));
+    CHECK(why_not(find_row(optimizers(), "fp8lm", "")) ==
+          "--optimizer fp8lm is told by the CPU reference alone so far; use --device cpu, or another optimizer or format.");
+    OptimizerFormat mixed = find_row(optimizers(), "coat", "");
+    mixed.v = Format::F16;
+    CHECK(why_not(mixed).find("--v-format fp16 is told by the CPU reference alone so far; use --device cpu") == 0);
+}
+
 TEST_CASE("plan: every memory mode changes its own rows alone, by what it says") {
     for (const ModelConfig& model : models())
         for (const char* recipe : {"bf16", "coat"}) {
