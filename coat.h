@@ -61,8 +61,10 @@ constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  //
 struct Granularity {
     int rows, cols;
     constexpr bool operator==(const Granularity& o) const { return rows == o.rows && cols == o.cols; }
+    constexpr bool same_both_ways() const { return rows == cols; }  // a matrix and its transpose have the same scales
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
+inline constexpr Granularity PER_ROW{1, 0}, PER_VECTOR{1, 128}, PER_BLOCK{128, 128};  // of operands, along what a product contracts
 inline constexpr Granularity PER_GROUP{1, 16};  // 1xG along the hidden dimension, never across tokens (paper figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -83,11 +85,11 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
     }
-    std::string text() const {  // "e4m3 1x16", "e5m2 tensor", "bf16"
+    std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
         auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
-        return std::string(info(format).name) +
-               (granularity == PER_TENSOR ? " tensor" : " " + side(granularity.rows) + "x" + side(granularity.cols));
+        return std::string(info(format).name) + (granularity == PER_TENSOR ? " tensor" : granularity == PER_ROW ? " row"
+                                                     : " " + side(granularity.rows) + "x" + side(granularity.cols));
     }
 };
 
@@ -101,7 +103,12 @@ struct QuantizedView {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Recipes: which format and granularity each kind of tensor has. A recipe is a row, never a branch.
+// Recipes: which format and granularity each kind of tensor has. A recipe is a row, never a branch. What a GPU cannot multiply is refused
+// (plan.cpp, validate).
+//
+// Operands of linear layers: fprop contracts the columns of x and w, dgrad the columns of g and the rows of w, wgrad the rows of g and x (the
+// tokens). A scale must not change along what is contracted but in whole groups, so a granularity speaks of the operand as its product sees it: one
+// whose rows are contracted is transposed before it is quantized. Per tensor and in squares that makes no difference.
 
 enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tensor now, or of the steps before
 
@@ -114,11 +121,14 @@ struct Recipe {
     Scaling scaling;      // of x, w and g
     bool fast_accumulation[3];  // fprop, dgrad, wgrad; matters to Hopper's FP8 tensor cores only
     const char* about;
+    const char* optimizer = "fp32";  // row of optimizers() that is taken where none is asked for
+    int history = 1024, margin = 0;  // delayed scaling: steps whose amaxes are remembered; powers of two left free above their maximum
 };
 
 inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
 inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
+inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW}, Q_VECTOR{Format::E4M3, PER_VECTOR}, Q_BLOCK{Format::E4M3, PER_BLOCK};
 
 inline const std::vector<Recipe>& recipes() {
     static const std::vector<Recipe> table = {
@@ -127,7 +137,15 @@ inline const std::vector<Recipe>& recipes() {
         {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
          "BF16 tensors, FP32 accumulation"},
         {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, Scaling::JustInTime, {true, false, false},
-         "mixed-granularity FP8 precision flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)"},
+         "mixed-granularity FP8 precision flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
+        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::Delayed, {true, false, false},
+         "FP8 GEMMs, scales from the amaxes of the steps before (TransformerEngine's delayed scaling)"},
+        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::JustInTime, {true, true, true},
+         "FP8 GEMMs, one just-in-time scale a tensor (Colossal-AI, torchao's tensorwise)"},
+        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, Scaling::JustInTime, {true, false, false},
+         "FP8 GEMMs, one just-in-time scale a row (torchao's rowwise)"},
+        {"deepseek", Format::BF16, Q_VECTOR, Q_BLOCK, Q_VECTOR, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
+         "FP8 GEMMs, a scale for 1x128 of activations and gradients and for 128x128 of weights (DeepSeek-V3)"},
     };
     return table;
 }
@@ -378,7 +396,7 @@ struct Setup {
 // stop on one and resume on the other.
 
 struct StateTensor {
-    std::string name;         // "layers.0.qkv" (weight), and with suffixes .remainder .m .v .m.max .m.k .v.max .v.k
+    std::string name;         // "layers.0.qkv" (weight), and with suffixes .remainder .m .v .m.max .m.k .v.max .v.k .x.history .x.scale ...
     const char* dtype;        // safetensors' name
     int bytes;                // of one element
     std::vector<int64_t> shape;
@@ -413,6 +431,25 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
+// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the scale of the next one.
+enum class LinearOperand : uint8_t { X, W, G };
+inline constexpr int OPERANDS = 3;
+inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};
+inline const Quant& quant_of(const Recipe& r, LinearOperand o) { return o == LinearOperand::X ? r.x : o == LinearOperand::W ? r.w : r.g; }
+
+inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Recipe& r) {
+    std::vector<StateTensor> table;
+    if (r.scaling != Scaling::Delayed) return table;
+    const std::vector<Param> params = parameters(c);
+    for (size_t i = 0; i < params.size(); i++)
+        for (int o = 0; params[i].role.linear && o < OPERANDS; o++) {
+            table.push_back({params[i].name + OPERAND_NAMES[o] + ".history", "F32", 4, {r.history}, i});
+            table.push_back({params[i].name + OPERAND_NAMES[o] + ".scale", "F32", 4, {1}, i});
+        }
+    return table;
+}
+
+// What a run needs beside its weights to go on: the rest of the masters, the moments, delayed scales.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
     const std::vector<Param> params = parameters(s.config);
@@ -427,6 +464,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
             if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i});
         }
     }
+    for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
     return table;
 }
 
@@ -465,7 +503,8 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::Up, c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
     };
     if (s.recompute) return table;
-    const Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
+    Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
+    if (!x.granularity.same_both_ways()) x = Quant{r.stream};  // wgrad's codes are others than fprop's: both are made from the output itself
     table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x});
     table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x});
     table.push_back({Saved::ActivationOutput, c.arch.gated ? "SiLU(gate) x up" : "GELU output", c.F, x});

@@ -1000,9 +1000,9 @@ Setup on_this_gpu(Setup s) {
     return s;
 }
 
-void need_moments(const OptimizerFormat& optimizer) {
-    const std::string not_yet = why_not(optimizer);
-    if (!not_yet.empty()) throw Error(not_yet);
+void need_kernels(const Setup& s) {
+    for (const std::string& not_yet : {why_not(s.optimizer), why_not(s.recipe)})
+        if (!not_yet.empty()) throw Error(not_yet);
 }
 
 }  // namespace
@@ -1025,7 +1025,7 @@ std::string coat::why_no_gpu() {
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     const std::string missing = why_no_gpu();
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
-    need_moments(setup.optimizer);
+    need_kernels(setup);
     gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
     return std::make_unique<Gpu>(here, facts_for(here));

@@ -53,8 +53,43 @@ const std::vector<MemoryMode>& memory_modes() {
     return table;
 }
 
+namespace {
+
+// What one product of a linear layer may read: the scale modes of Hopper's FP8 products in cuBLASLt. Squares go beside vectors alone.
+constexpr struct { Granularity a, b; } MULTIPLIED[] = {
+    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_VECTOR, PER_VECTOR}, {PER_VECTOR, PER_BLOCK}, {PER_BLOCK, PER_VECTOR}};
+
+void validate_product(const Recipe& r, const std::string& name, const Quant& a, const Quant& b, bool fast) {
+    const std::string product = "Recipe " + std::string(r.name) + " cannot have " + name + " multiply " + a.text() + " by " + b.text() + ": ";
+    if (a.fp8() != b.fp8()) throw Error(product + "both operands must be FP8, or none.");
+    if (!a.fp8()) return;
+    if (a.format == Format::E5M2 && b.format == Format::E5M2)
+        throw Error(product + "a GPU has no product of two E5M2 matrices; make one of them E4M3.");
+    bool known = a.scale == Format::F32 && b.scale == Format::F32;
+    known = known && std::any_of(std::begin(MULTIPLIED), std::end(MULTIPLIED),
+                                 [&](const auto& m) { return m.a == a.granularity && m.b == b.granularity; });
+    if (!known)
+        throw Error(product + "Hopper's products know FP32 scales for tensor by tensor, row by row, 1x128 by 1x128 and 1x128 by 128x128; "
+                              "choose one of these.");
+    if (fast && (a.granularity.cols == PER_VECTOR.cols || b.granularity.cols == PER_VECTOR.cols))
+        throw Error(product + "groups of 128 go with exact accumulation alone; use --accumulation exact.");
+    if (r.scaling == Scaling::Delayed && !(a.granularity == PER_TENSOR))
+        throw Error(product + "delayed scaling knows one scale a tensor; make them per tensor, or scale just in time.");
+}
+
+void validate(const Recipe& r) {
+    validate_product(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
+    validate_product(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
+    validate_product(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
+    if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
+        throw Error("Recipe " + std::string(r.name) + " cannot scale by its history; give it 1 step or more, and a margin from 0 to 64.");
+}
+
+}  // namespace
+
 void validate(const Setup& s) {
     validate(s.config);
+    validate(s.recipe);
     if (s.T > s.config.max_T)
         throw Error("--seq " + std::to_string(s.T) + " is longer than the " + std::to_string(s.config.max_T) + " positions of " +
                     s.config.name + "; use at most --seq " + std::to_string(s.config.max_T) + ".");
@@ -94,8 +129,9 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         row(layers, named(name, q), q.x.text(), q.w.text(), output, none);
     };
     auto recomputed = [&](const std::string& name, const std::string& weights, int64_t out, int64_t in) {  // the operand of a linear layer
-        const std::string output = operands(out, in).x.text();
-        row(layers, name, nonlinear, weights, output, nonlinear + " input" + (s.recompute ? "" : "; " + output + " output"));
+        const Quant x = operands(out, in).x;
+        const std::string kept = x.granularity.same_both_ways() ? x.text() : stream;  // as in saved_per_layer()
+        row(layers, name, nonlinear, weights, x.text(), nonlinear + " input" + (s.recompute ? "" : "; " + kept + " output"));
     };
 
     row("", "embedding", "tokens", stream, pair, none);
@@ -147,6 +183,12 @@ int64_t gradient_elements(const Setup& s) {
     return s.keep_gradients ? all : largest + (s.config.tied ? units[0].elements : 0);
 }
 
+int64_t scaling_bytes(const Setup& s) {
+    int64_t bytes = 0;
+    for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) bytes += t.total_bytes();
+    return bytes;
+}
+
 }  // namespace
 
 // What only a run with a mode has comes last, so that a row has the same place in every plan.
@@ -182,6 +224,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.quant.bytes(N, t.cols) * c.L,
                         "token, layer", N * c.L});
+    if (const int64_t scaling = scaling_bytes(s)) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
     return plan;
 }
 
@@ -420,6 +463,12 @@ std::string why_not(const OptimizerFormat& o) {
     return what.empty() ? "" : what + " is told by the CPU reference alone so far; use --device cpu, or another optimizer or format.";
 }
 
+std::string why_not(const Recipe& r) {
+    const bool per_tensor = r.x.granularity == PER_TENSOR && r.w.granularity == PER_TENSOR && r.g.granularity == PER_TENSOR;
+    if (per_tensor && r.scaling == Scaling::JustInTime) return "";
+    return "--recipe " + std::string(r.name) + " is told by the CPU reference alone so far; use --device cpu, or another recipe.";
+}
+
 std::string why_not(const GpuFound& found) {
     auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
     const std::string capability = std::to_string(found.capability / 10) + "." + std::to_string(found.capability % 10);
@@ -444,6 +493,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     layout.weights = memory.take(elements * stream);
     layout.remainder = memory.take(s.recipe.stream == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
+    layout.delayed = memory.take(scaling_bytes(s));
     const int64_t N = layout.tokens = gpu_tokens(s);
     for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
@@ -507,6 +557,19 @@ void print_gpu_lines(const Setup& s) {
     std::printf("  on one GPU: %-42s %11.1f MiB\n", "total", mib(total_bytes(plan)));
 }
 
+// What the table has no column for.
+void print_scaling(const Setup& s) {
+    const Recipe& r = s.recipe;
+    if (!linear_quant(r, s.B * s.T, 16, 16).x.fp8()) return;
+    auto adds = [&](int product) { return r.fast_accumulation[product] ? "fast" : "exact"; };
+    std::printf("  Products of FP8 on a Hopper GPU accumulate %s in fprop, %s in dgrad, %s in wgrad.\n", adds(0), adds(1), adds(2));
+    if (r.scaling == Scaling::Delayed)
+        std::printf("  Scales of linear layers are delayed: from the largest amax of the last %d steps, with a margin of %d powers of two;\n"
+                    "  1 in the first step.\n", r.history, r.margin);
+    if (!r.x.granularity.same_both_ways() || !r.g.granularity.same_both_ways())
+        std::printf("  Rows and groups of operands lie along what a product contracts; wgrad's are of the same feature of many tokens.\n");
+}
+
 }  // namespace
 
 void print_precision_plan(const Setup& s) {
@@ -522,6 +585,7 @@ void print_precision_plan(const Setup& s) {
                     row.saved.c_str());
         falls_back |= row.name.find("falls back") != std::string::npos;
     }
+    print_scaling(s);
     if (falls_back)
         std::printf("  A linear layer falls back to %s where a side of its GEMMs is no multiple of 16; here --batch x --seq is %lld tokens.\n",
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));

@@ -90,7 +90,7 @@ struct GpuFacts {
 
 struct GpuLayout {
     int64_t tokens;                  // of a micro-batch, or of a prompt
-    Place weights, remainder, moments, scales, saved, final_norm_input;
+    Place weights, remainder, moments, scales, delayed, saved, final_norm_input;
     Place work[static_cast<int>(Work::Count)];
     std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one unit's lie where another's have been
     std::vector<MomentPlace> m, v;   // by parameter
@@ -121,8 +121,9 @@ inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
 // The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
 inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
-// Moments that no kernel holds yet: one sentence with the cure; empty where the GPU has them.
+// Moments that no kernel holds yet, scales that no kernel makes yet: one sentence with the cure; empty where the GPU has them.
 std::string why_not(const OptimizerFormat& o);
+std::string why_not(const Recipe& r);
 
 // What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
 struct GpuFound {

@@ -12,6 +12,7 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -215,13 +216,14 @@ void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
     for (int64_t i = 0; i < n; i++) codes[i] = encode_as<F>(x[i] * inverse);
 }
 
-// Codes of one block of rows x cols elements: its amax, its scale, its codes.
-void quantize_block(Quantized& q, const float* x, int64_t r0, int64_t r1, int64_t c0, int64_t c1, int64_t index, QuantStats* stats) {
+// Codes of one block of rows x cols elements: its amax, its scale (unless one is given), its codes.
+void quantize_block(Quantized& q, const float* x, int64_t r0, int64_t r1, int64_t c0, int64_t c1, int64_t index, QuantStats* stats,
+                    const float* scale) {
     const int64_t width = c1 - c0;
     const bool whole = width == q.cols;  // rows follow each other without a gap: one long run
     uint32_t top = 0;
     for (int64_t r = r0; !whole && r < r1; r++) top = std::max(top, amax_bits(x + r * q.cols + c0, width));
-    const float s = scale_of(q.quant, whole ? amax(x + r0 * q.cols, (r1 - r0) * width) : amax_value(top));
+    const float s = scale ? *scale : scale_of(q.quant, whole ? amax(x + r0 * q.cols, (r1 - r0) * width) : amax_value(top));
     store_scale(q, index, s);
     const float inverse = 1.0f / s;
     const int64_t run = 1 << 14;  // elements that one thread encodes at a time
@@ -239,7 +241,7 @@ void quantize_block(Quantized& q, const float* x, int64_t r0, int64_t r1, int64_
 
 }  // namespace
 
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats) {
+Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats, const float* scale) {
     Quantized q;
     q.rows = rows, q.cols = cols, q.quant = quant;
     q.codes.resize(quant.code_bytes(rows, cols));
@@ -258,7 +260,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < down; i++)
             for (int64_t j = 0; j < across; j++)
                 quantize_block(q, x, i * block_rows, std::min(rows, (i + 1) * block_rows), j * block_cols,
-                               std::min(cols, (j + 1) * block_cols), i * across + j, stats);
+                               std::min(cols, (j + 1) * block_cols), i * across + j, stats, scale);
     }
     return q;
 }
@@ -280,6 +282,33 @@ std::vector<float> dequantize(const Quantized& q) {
             for (int64_t c = c0; c < c1; c++) x[r * q.cols + c] = table[codes[c]] * s;
         }
     return x;
+}
+
+namespace {
+
+std::vector<float> transposed(const std::vector<float>& x, int64_t rows, int64_t cols) {
+    std::vector<float> y(x.size());
+#pragma omp parallel for if (rows * cols > 1 << 14)
+    for (int64_t c = 0; c < cols; c++)
+        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * cols + c];
+    return y;
+}
+
+}  // namespace
+
+std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, Contracts which, QuantStats* stats,
+                           const float* scale) {
+    if (which == Contracts::Columns || q.granularity.same_both_ways()) return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
+    return transposed(dequantize(quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale)), cols, rows);
+}
+
+void DelayedScale::end_step(Format fp8, int margin) {
+    std::rotate(history.begin(), history.end() - 1, history.end());
+    history.front() = amax;
+    amax = 0;
+    const float top = *std::max_element(history.begin(), history.end(), [](float a, float b) { return magnitude_bits(a) < magnitude_bits(b); });
+    const float wanted = std::ldexp(top, margin);
+    if (std::isfinite(wanted) && wanted > 0) scale = scale_of({fp8}, wanted);
 }
 
 // =====================================================================================================================
@@ -778,6 +807,7 @@ Quantized keep(const std::vector<float>& x, int64_t rows, int64_t cols, const Qu
 std::vector<float> recall(const Quantized& q) { return dequantize(q); }
 std::vector<double> keep(const std::vector<double>& x, int64_t, int64_t, const Quant&, QuantStats*) { return x; }
 std::vector<double> recall(const std::vector<double>& x) { return x; }
+std::vector<double> operand(const std::vector<double>& x, int64_t, int64_t, const Quant&, Contracts, QuantStats*, const float*) { return x; }
 
 template <class Real>
 using Kept = std::conditional_t<std::is_same_v<Real, float>, Quantized, std::vector<double>>;
@@ -797,12 +827,27 @@ public:
     const std::vector<Param> params;
     std::vector<Tensor> weights, gradients;  // by parameter; values of the stream format. A gradient may be empty until it is added to
     QuantStats* stats = nullptr;             // one per Kind; null: not measured
+    std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; of linear layers, where the recipe delays its scales
     bool finite = true;                      // no loss, and no tensor that went to FP8, had a NaN or an infinity, which a code would hide
     std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
     Network(const ModelConfig& c, const Recipe& r) : config(c), recipe(r), params(parameters(c)), gradients(params.size()) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
+        delayed.resize(params.size());
+        for (const StateTensor& t : scaling_tensors(c, r))
+            for (DelayedScale& d : delayed[t.param]) d.history.resize(r.history);
+    }
+
+    // What the amaxes of this step make of the next one's scales.
+    void end_delayed_step() {
+        for (auto& operands : delayed)
+            for (int o = 0; o < OPERANDS; o++)
+                if (!operands[o].history.empty()) operands[o].end_step(quant_of(recipe, static_cast<LinearOperand>(o)).format, recipe.margin);
+    }
+    void forget_amaxes() {
+        for (auto& operands : delayed)
+            for (DelayedScale& d : operands) d.amax = 0;
     }
 
     size_t index(const std::string& name) const { return index_.at(name); }
@@ -860,10 +905,19 @@ private:
     std::string layer(int64_t l) const { return "layers." + std::to_string(l) + "."; }
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
 
-    // Held as the recipe says; what goes to FP8 is checked, since a code would hide a NaN or an infinity.
+    // What goes to FP8 is checked, since a code would hide a NaN or an infinity. Returns its amax.
+    float checked_amax(const Tensor& x) {
+        if constexpr (std::is_same_v<Real, float>) {
+            const float top = amax(x.data(), static_cast<int64_t>(x.size()));
+            finite = finite && std::isfinite(top);
+            return top;
+        }
+        return 0;
+    }
+
+    // Held as the recipe says.
     Kept<Real> hold(const Tensor& x, int64_t rows, int64_t cols, const Quant& q, Kind kind) {
-        if constexpr (std::is_same_v<Real, float>)
-            if (q.fp8()) finite = finite && std::isfinite(amax(x.data(), rows * cols));
+        if (q.fp8()) checked_amax(x);
         return keep(x, rows, cols, q, stats_of(kind));
     }
 
@@ -876,15 +930,26 @@ private:
         return sum;
     }
 
-    // --- Linear layers: quantized per tensor just in time, multiplied, rounded ----------------------------------------
-    Tensor operand(const Tensor& x, int64_t rows, int64_t cols, const Quant& q, Kind kind) {
-        return recall(hold(x, rows, cols, q, kind));
+    // --- Linear layers: quantized as each product sees it, multiplied, rounded ----------------------------------------
+    Tensor linear_operand(LinearOperand which, size_t linear, const Tensor& x, int64_t cols, const Quant& q, Contracts contracts) {
+        constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
+        const int i = static_cast<int>(which);
+        const float top = q.fp8() ? checked_amax(x) : 0;
+        const float* scale = nullptr;
+        if (recipe.scaling == Scaling::Delayed && q.fp8()) {
+            DelayedScale& d = delayed[linear][i];
+            d.amax = std::max(d.amax, top);
+            scale = &d.scale;
+        }
+        return operand(x, static_cast<int64_t>(x.size()) / cols, cols, q, contracts, stats_of(KINDS[i]), scale);
     }
 
     Tensor linear_forward(const std::string& name, const Tensor& x) {  // x (N, in) FP32 -> (N, out) stream
         const Param& w = params[index(name)];
         const LinearQuant q = linear_quant(recipe, N_, w.rows, w.cols);
-        const Tensor x8 = operand(x, N_, w.cols, q.x, Kind::LinearInput), w8 = operand(weights[index(name)], w.rows, w.cols, q.w, Kind::Weight);
+        const size_t i = index(name);
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Columns);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Columns);
         Tensor y(N_ * w.rows);
         matmul<Real>(N_, w.rows, w.cols, {x8.data(), w.cols, 1}, {w8.data(), 1, w.cols}, y.data());
         if (config.arch.bias) {
@@ -898,12 +963,14 @@ private:
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {  // dy (N, out) -> dx (N, in) stream
         const Param& w = params[index(name)];
         const LinearQuant q = linear_quant(recipe, N_, w.rows, w.cols);
-        const Tensor x8 = operand(x, N_, w.cols, q.x, Kind::LinearInput), w8 = operand(weights[index(name)], w.rows, w.cols, q.w, Kind::Weight);
-        const Tensor g8 = operand(dy, N_, w.rows, q.g, Kind::Gradient);
-        Tensor dx(N_ * w.cols), dw(w.size());
+        const size_t i = index(name);
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Rows);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Rows);
+        Tensor g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, Contracts::Columns), dx(N_ * w.cols), dw(w.size());
         matmul<Real>(N_, w.cols, w.rows, {g8.data(), w.rows, 1}, {w8.data(), w.cols, 1}, dx.data());  // dgrad
+        if (!q.g.granularity.same_both_ways()) g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, Contracts::Rows);
         matmul<Real>(w.rows, w.cols, N_, {g8.data(), 1, w.rows}, {x8.data(), w.cols, 1}, dw.data());  // wgrad
-        add_gradient(index(name), dw);
+        add_gradient(i, dw);
         if (config.arch.bias) add_gradient(index(name + ".bias"), column_sums(q.g.fp8() ? dy : g8, w.rows));
         return rounded(dx);
     }
@@ -1055,6 +1122,7 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         clear_gradients();
+        network_.forget_amaxes();
         network_.finite = true;
         const int64_t N = setup_.B * setup_.T;
         double loss = 0, squares = 0;  // of the gradients, so far
@@ -1075,6 +1143,7 @@ public:
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / static_cast<double>(N * setup_.accumulate));
         network_.unit_done = nullptr;
         if (setup_.keep_gradients) update_if_finite({0, states_.size()});
+        if (!skipped) network_.end_delayed_step();
         return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped};
     }
 
@@ -1233,6 +1302,12 @@ private:
         if (suffix == ".m.k") return bytes_of(s.m.k);
         if (suffix == ".v.max") return bytes_of(s.v.max);
         if (suffix == ".v.k") return bytes_of(s.v.k);
+        for (int o = 0; o < OPERANDS; o++) {
+            DelayedScale& d = network_.delayed[i][o];
+            if (d.history.empty()) continue;
+            if (suffix == std::string(OPERAND_NAMES[o]) + ".history") return bytes_of(d.history);
+            if (suffix == std::string(OPERAND_NAMES[o]) + ".scale") return {&d.scale, sizeof d.scale};
+        }
         throw Error("The model has no tensor " + name + ".");
     }
 };

@@ -45,9 +45,24 @@ float scale_of(const Quant& q, float amax);
 // the maximum of those; the same number as in one stage, since a maximum does not round.
 float amax(const float* x, int64_t n);
 
-// Just-in-time quantization of x (rows, cols). stats, if given, is added to.
-Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr);
+// Just-in-time quantization of x (rows, cols). stats, if given, is added to. A scale, if given, is taken for the whole tensor instead of the one
+// that its amax asks for; what lies beyond it saturates.
+Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr, const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
+
+// Values of x (rows, cols) as an operand of a product that contracts its columns, or its rows: then the transpose is what is quantized.
+enum class Contracts : uint8_t { Columns, Rows };
+std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, Contracts which, QuantStats* stats = nullptr,
+                           const float* scale = nullptr);
+
+// Delayed scaling (TransformerEngine's) of one operand of a linear layer: its scale is fixed within a step and comes from the amaxes of the steps
+// before, s = max(history) 2^margin / FMAX; it stays as it was where that maximum is 0 or not finite. The first step has s = 1.
+struct DelayedScale {
+    std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step yet
+    float scale = 1;
+    float amax = 0;              // of the step at hand, over its micro-batches
+    void end_step(Format fp8, int margin);  // the step's amax into the history, the next one's scale out of it
+};
 
 // --- FP8 optimizer (paper section 4) -------------------------------------------------------------------------------
 // Moments of n consecutive elements, in groups of MOMENT_GROUP; the last may be short. One (max, k) a group:

@@ -282,8 +282,8 @@ Format format_named(const std::string& name, const char* flag) {
 }
 
 // The formats of the moments, and what was left open of them into the flags.
-OptimizerFormat choose_optimizer(Flags& flags) {
-    if (flags.text("optimizer").empty()) flags.set("optimizer", flags.text("recipe") == "coat" ? "coat" : "fp32");
+OptimizerFormat choose_optimizer(Flags& flags, const Recipe& recipe) {
+    if (flags.text("optimizer").empty()) flags.set("optimizer", recipe.optimizer);
     OptimizerFormat optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
     for (auto [flag, format] : {std::pair{"m-format", &optimizer.m}, std::pair{"v-format", &optimizer.v}}) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
@@ -781,7 +781,7 @@ int run(int argc, char** argv) {
 
     Setup setup{};
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
-    setup.optimizer = choose_optimizer(flags);
+    setup.optimizer = choose_optimizer(flags, setup.recipe);
     choose_accumulation(flags, setup.recipe);
     choose_modes(flags, setup);
     find_row(schedules(), flags.text("schedule"), "--schedule");

@@ -394,6 +394,9 @@ GradientRun gradients_of(const Setup& setup, const std::vector<std::vector<float
         model->write(params[p].name, upper.data());
         model->write(params[p].name + ".remainder", lower.data());
     }
+    // A delayed scale is known after a step that had an operand's gradient not rounded to zero: three are enough. They change nothing but scales.
+    if (setup.recipe.scaling == Scaling::Delayed)
+        for (int i = 0; i < 3; i++) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
     const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
     GradientRun run{{}, result.loss, result.grad_norm};
     for (const Param& p : params) run.gradients.push_back(read_as<float>(*model, p.name + ".gradient", p.size()));
@@ -407,6 +410,18 @@ std::vector<std::vector<float>> rounded(const std::vector<Vector>& weights, Form
         for (float& x : result.back()) x = round_to(f, x);
     }
     return result;
+}
+
+// As they start, but for biases, which would be zero; in BF16.
+std::vector<std::vector<float>> starting_weights(const ModelConfig& c, Random& rng) {
+    std::vector<Vector> weights;
+    for (const Param& p : parameters(c)) {
+        Vector w = rng.normals<double>(p.size(), p.init_std > 0 ? double(p.init_std) : 0.02);
+        for (double& v : w) v += p.role.gain ? 1 : 0;
+        std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
+        weights.push_back(w);
+    }
+    return rounded(weights, Format::BF16);
 }
 
 // Root mean square of a format's relative rounding error: uniform within half a step, which is at most 2^-(mantissa+1).
@@ -451,14 +466,7 @@ TEST_CASE("gradients: the bf16 and coat recipes' differ from fp32's by what thei
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
         const int64_t B = 4, T = 32;
-        std::vector<Vector> weights;
-        for (const Param& p : parameters(c)) {  // as they start, but for biases, which would be zero
-            Vector w = rng.normals<double>(p.size(), p.init_std > 0 ? double(p.init_std) : 0.02);
-            for (double& v : w) v += p.role.gain ? 1 : 0;
-            std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
-            weights.push_back(w);
-        }
-        const std::vector<std::vector<float>> start = rounded(weights, Format::BF16);  // the same weights for all recipes
+        const std::vector<std::vector<float>> start = starting_weights(c, rng);  // the same for all recipes
         const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
         const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
         const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
@@ -495,5 +503,38 @@ TEST_CASE("gradients: the bf16 and coat recipes' differ from fp32's by what thei
             const bool reads_groups = params[p].role.linear && params[p].name.find("attention_out") != std::string::npos;
             if (reads_groups) CHECK(of_groups > e4m3 / 2);
         }
+    }
+}
+
+TEST_CASE("gradients: recipes whose linear layers alone are FP8 differ from fp32's by what the formats of the operands round off") {
+    // As above: on the longest way through a layer lie four linear layers. Each rounds x and w forward, and g and w (or x) backward: what is one
+    // rounding of w where the scale is of the whole tensor or of a square is another in each product where it is of a row or a group.
+    FRESH_RANDOM(rng);
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        const ModelConfig c = tiny_config(arch, true);
+        const int64_t B = 5, T = 32;  // 160 tokens: groups of 128 with a tail
+        const std::vector<std::vector<float>> start = starting_weights(c, rng);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
+        const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
+        const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
+        const double L = double(c.L), bound_bf16 = std::sqrt(24 * L) * rms_error(Format::BF16);
+        std::vector<GradientRun> runs;
+        for (const char* name : {"te", "colossal", "rowwise", "deepseek"}) {
+            const Recipe& r = find_row(recipes(), name, "");
+            runs.push_back(gradients_of(tiny_setup(c, name, "fp32", B, T), start, tokens, targets));
+            const double x = rms_error(r.x.format), w = rms_error(r.w.format), g = rms_error(r.g.format);
+            const double bound = std::sqrt(4 * L * (x * x + w * w + g * g + w * w)) + bound_bf16;
+            CHECK(std::fabs(runs.back().loss - exact.loss) <= bound * exact.loss);
+            const std::vector<Param> params = parameters(c);
+            for (size_t p = 0; p < params.size(); p++) {
+                const double error = relative_error(runs.back().gradients[p], exact.gradients[p]);
+                INFO(std::string(arch.name), " ", std::string(name), " ", params[p].name, ": ", error, " (", bound, ")");
+                CHECK(error <= bound);
+                CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
+                if (params[p].role.linear) CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is really in use
+            }
+        }
+        for (size_t a = 0; a < runs.size(); a++)
+            for (size_t b = 0; b < a; b++) CHECK(runs[a].gradients != runs[b].gradients);
     }
 }

@@ -465,10 +465,10 @@ TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary nam
                 if (s.config.V == 0) s.config.V = 256;
                 const std::vector<MemoryRow> plan = memory_plan(s);
                 const auto params = parameters(s.config);
-                int64_t state = 0;  // everything but remainders, which are the weights' part
+                int64_t state = 0, weights = 0;  // remainders and delayed scales are the weights' part
                 for (const StateTensor& t : optimizer_tensors(s))
                     if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
-                int64_t weights = 0;
+                for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) state -= t.total_bytes(), weights += t.total_bytes();
                 for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders
                 const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
                 CHECK(total_bytes(plan, Category::Optimizer) >= state);
@@ -489,6 +489,69 @@ TEST_CASE("plan: moments that no kernel holds are refused for the GPU, with the 
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
     CHECK(why_not(mixed).find("--v-format fp16 is told by the CPU reference alone so far; use --device cpu") == 0);
+}
+
+TEST_CASE("plan: a recipe that no kernel runs is refused for the GPU, with the cure, by its columns") {
+    for (const Recipe& r : recipes()) {
+        const std::string name = r.name;
+        CHECK(why_not(r).empty() == (name != "te" && name != "rowwise" && name != "deepseek"));
+        if (!why_not(r).empty()) CHECK(why_not(r) == "--recipe " + name + " is told by the CPU reference alone so far; use --device cpu, or another recipe.");
+    }
+}
+
+TEST_CASE("plan: a recipe whose products Hopper cannot do is refused in one sentence with the cure") {
+    auto why = [](const Recipe& r) -> std::string {
+        Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
+        try {
+            validate(s);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        return "";
+    };
+    auto row = [](const char* name) { return find_row(recipes(), name, ""); };
+    for (const Recipe& r : recipes()) CHECK(why(r) == "");
+    const Quant e5m2_vector{Format::E5M2, PER_VECTOR};
+    std::vector<std::pair<Recipe, std::string>> refused;
+    auto change = [&](const char* name, const std::string& reason, auto what) {
+        refused.push_back({row(name), reason});
+        what(refused.back().first);
+    };
+    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_BLOCK; });
+    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_BLOCK; });
+    change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
+    change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
+    for (int product = 0; product < 3; product++)
+        change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[product] = true; });
+    change("rowwise", "delayed scaling knows one scale a tensor", [](Recipe& r) { r.scaling = Scaling::Delayed; });
+    change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
+    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) { r.w = {Format::E4M3, PER_GROUP}; });
+    change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
+    change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
+    change("te", "give it 1 step or more", [](Recipe& r) { r.history = 0; });
+    for (const auto& [recipe, reason] : refused) {
+        const std::string sentence = why(recipe);
+        CAPTURE(reason);
+        CAPTURE(sentence);
+        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(sentence.find(std::string("Recipe ") + recipe.name) == 0);
+        CHECK((!sentence.empty() && sentence.back() == '.'));
+    }
+    Recipe e5m2 = row("deepseek");  // what the table does not have but a GPU can do
+    e5m2.g = e5m2_vector;
+    CHECK(why(e5m2) == "");
+}
+
+TEST_CASE("plan: what a delayed recipe keeps between steps, and that linear layers in FP8 alone save nothing of activations") {
+    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""), find_row(optimizers(), "fp32", ""), 8, 2048};
+    int64_t bytes = 0;
+    for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
+    CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_beside(te)), Category::Weights) == bytes);
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
+        te.recipe = find_row(recipes(), recipe, "");
+        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_beside(te)));
+    }
 }
 
 TEST_CASE("plan: every memory mode changes its own rows alone, by what it says") {

@@ -242,3 +242,62 @@ TEST_CASE("quantize: smaller blocks keep outliers from drowning the rest (paper 
     // With 8 groups of 1024 hit, nearly all elements have the noise of normal codes, below 2^-4 relative: 2^-8 of the signal 1.
     CHECK(group / double(x.size()) < 0x1p-8 + 8 * 16.0 / double(x.size()) * 2);
 }
+
+namespace {
+
+// An operand by its definition, element by element in double: the scale of (r, c) is that of all elements that lie in the same group as it, where
+// a group is a run of `along` elements in the contracted direction and of `across` in the other one (0: all).
+std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, bool by_rows) {
+    const NearestCode nearest(q.format);
+    const int64_t across = q.granularity.rows, along = q.granularity.cols;
+    auto group = [](int64_t i, int64_t size) { return size ? i / size : 0; };
+    std::vector<float> y;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) {
+            float top = 0;
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t j = 0; j < cols; j++) {
+                    const bool same = by_rows ? group(i, along) == group(r, along) && group(j, across) == group(c, across)
+                                              : group(i, across) == group(r, across) && group(j, along) == group(c, along);
+                    if (same) top = std::max(top, std::fabs(x[size_t(i * cols + j)]));
+                }
+            const float s = top == 0 ? 1.0f : std::max(top / info(q.format).max, 0x1p-126f);
+            y.push_back(float(fp8_value(q.format, nearest.of(x[size_t(r * cols + c)] * (1.0f / s))) * double(s)));
+        }
+    return y;
+}
+
+}  // namespace
+
+TEST_CASE("quantize: an operand's scales lie along what its product contracts, with a scale of its own for every tail") {
+    FRESH_RANDOM(rng);
+    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, Granularity{1, 128}, Granularity{128, 128}})
+        for (Format f : {Format::E4M3, Format::E5M2})
+            for (Shape shape : {Shape{1, 1}, Shape{5, 33}, Shape{20, 17}, Shape{1, 140}, Shape{140, 3}}) {
+                std::vector<float> x = rng.normals<float>(shape.rows * shape.cols);
+                for (float& v : x) v *= float(std::exp(2 * rng.normal()));
+                const Quant q{f, g};
+                INFO(q.text(), ", ", shape.rows, "x", shape.cols);
+                const std::vector<float> columns = operand(x, shape.rows, shape.cols, q, Contracts::Columns);
+                const std::vector<float> rows = operand(x, shape.rows, shape.cols, q, Contracts::Rows);
+                CHECK(columns == operand_by_definition(x, shape.rows, shape.cols, q, false));
+                CHECK(rows == operand_by_definition(x, shape.rows, shape.cols, q, true));
+                if (g.same_both_ways()) CHECK(rows == columns);
+            }
+}
+
+TEST_CASE("quantize: a given scale is taken as it is, and what lies beyond it saturates and is counted") {
+    FRESH_RANDOM(rng);
+    for (Format f : {Format::E4M3, Format::E5M2}) {
+        const float scale = 0.25f, edge = info(f).max * scale;
+        std::vector<float> x = rng.normals<float>(64);
+        x[3] = 2 * edge, x[40] = -3 * edge, x[41] = edge;
+        QuantStats stats;
+        const Quantized z = quantize(x.data(), 4, 16, {f}, &stats, &scale);
+        const NearestCode nearest(f);
+        for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == nearest.of(x[i] / scale));  // a power of two: exact
+        CHECK(z.scale(2, 5) == scale);
+        CHECK((z.value(0, 3) == edge && z.value(2, 8) == -edge && z.value(2, 9) == edge));
+        CHECK(stats.saturated == 2);
+    }
+}

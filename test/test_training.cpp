@@ -19,6 +19,11 @@ using namespace coat::reference;
 namespace {
 
 constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
+std::vector<std::string> all_recipes() {
+    std::vector<std::string> names;
+    for (const Recipe& r : recipes()) names.push_back(r.name);
+    return names;
+}
 const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
 
 Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, int64_t B = 4, int64_t T = 16) {
@@ -97,6 +102,133 @@ TEST_CASE("training: 300 steps in fp32, bf16 and coat from one seed learn the te
     }
 }
 
+TEST_CASE("training: recipes whose linear layers alone are FP8 learn as bf16 does") {
+    // A shorter run than above; the band is the promise of the main job, 0.02 nats about the mean of the last 20 steps.
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        const size_t steps = static_cast<size_t>(count(80, 8));
+        std::map<std::string, double> last;
+        for (const char* recipe : {"bf16", "te", "colossal", "rowwise", "deepseek"}) {
+            Training training(setup_of(recipe, arch));
+            const std::vector<double> loss = losses(training, int64_t(steps));
+            last[recipe] = mean(loss, steps - steps / 4, steps);
+            INFO(std::string(arch.name), " ", std::string(recipe), ": from ", loss[0], " to ", last[recipe], ", bf16 to ", last["bf16"]);
+            CHECK(last[recipe] < loss[0]);
+            if (!quick()) CHECK(last[recipe] < loss[0] - 1);
+            if (!quick()) CHECK(std::fabs(last[recipe] - last["bf16"]) < 0.02);
+        }
+    }
+}
+
+namespace {
+
+float one(Model& model, const std::string& name) { return read_as<float>(model, name, 1)[0]; }
+
+// A run with delayed scales, of a history of so many steps, that changes nothing but those.
+Training delayed_run(int history, int margin = 0, int64_t accumulate = 1) {
+    Setup setup = setup_of("te");
+    setup.recipe.history = history, setup.recipe.margin = margin, setup.accumulate = accumulate;
+    Training training(setup);
+    training.adamw.lr = 0;
+    return training;
+}
+
+// layers.0.down by a power of two
+void scale_weight(Model& model, float factor) {
+    const std::string name = "layers.0.down";
+    const int64_t n = 64 * 176;
+    auto weight = read_as<uint16_t>(model, name, n);
+    for (uint16_t& w : weight) w = to_bf16(factor * from_bf16(w));
+    model.write(name, weight.data());
+}
+
+int64_t saturated(Training& t, Kind kind) {
+    return t.model->quantization(t.tokens.data(), t.targets.data()).kinds[static_cast<int>(kind)].saturated;
+}
+
+}  // namespace
+
+TEST_CASE("delayed scaling: the scale is the history's maximum over the largest code, kept where that is 0 or not finite") {
+    FRESH_RANDOM(rng);
+    const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (int margin : {0, 1, 3})
+            for (size_t length : {1u, 3u, 16u}) {
+                DelayedScale d;
+                d.history.resize(length);
+                std::vector<float> seen;
+                float wanted = 1;
+                for (int step = 0; step < 60; step++) {
+                    const int64_t draw = rng.below(12);
+                    d.amax = draw == 0 ? inf : draw == 1 ? nan : draw < 5 ? 0.0f : float(std::exp(5 * rng.normal()));
+                    seen.insert(seen.begin(), d.amax);
+                    float top = 0;
+                    bool finite = true;
+                    for (size_t i = 0; i < std::min(length, seen.size()); i++) {
+                        top = std::max(top, seen[i]);
+                        finite = finite && std::isfinite(seen[i]);
+                    }
+                    if (finite && top > 0) wanted = top * float(1 << margin) / info(f).max;
+                    d.end_step(f, margin);
+                    REQUIRE(d.scale == wanted);
+                    REQUIRE(d.amax == 0);
+                    for (size_t i = 0; i < std::min(length, seen.size()); i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));
+                }
+            }
+}
+
+TEST_CASE("delayed scaling: a step's amax is the largest of its micro-batches, and the first step's scale is 1") {
+    Training both = delayed_run(4, 0, 2), first = delayed_run(4), second = delayed_run(4);
+    for (const StateTensor& t : scaling_tensors(both.model->setup().config, both.model->setup().recipe))
+        if (t.size() == 1) CHECK(one(*both.model, t.name) == 1.0f);
+    both.step(), first.step();
+    second.text = first.text;
+    second.step();
+    int compared = 0;
+    for (const Param& p : parameters(both.model->setup().config))
+        for (const char* operand : OPERAND_NAMES) {
+            if (!p.role.linear) continue;
+            // With two micro-batches gradients are half as large; that of the last layer's output, which comes from the head, exactly.
+            if (operand == std::string(".g") && p.name != "layers.1.down") continue;
+            const float factor = operand == std::string(".g") ? 0.5f : 1.0f;
+            const std::string name = p.name + operand + ".history";
+            INFO(name);
+            const auto history = read_as<float>(*both.model, name, 4);
+            CHECK(history[0] == factor * std::max(read_as<float>(*first.model, name, 4)[0], read_as<float>(*second.model, name, 4)[0]));
+            CHECK(history[0] > 0);
+            CHECK((history[1] == 0 && history[2] == 0 && history[3] == 0));
+            const float fmax = info(operand == std::string(".g") ? Format::E5M2 : Format::E4M3).max;
+            CHECK(one(*both.model, p.name + operand + ".scale") == history[0] / fmax);
+            compared++;
+        }
+    CHECK(compared == 2 * 4 * 2 + 1);
+}
+
+TEST_CASE("delayed scaling: a tensor that doubles saturates for one step, one that shrinks keeps its scale until the history forgets") {
+    for (int margin : {0, 1}) {
+        Training training = delayed_run(3, margin);
+        training.step();
+        const std::string name = "layers.0.down.w.scale";
+        const float before = one(*training.model, name);
+        CHECK(saturated(training, Kind::Weight) == 0);
+        scale_weight(*training.model, 2);
+        CHECK((saturated(training, Kind::Weight) > 0) == (margin == 0));  // a power of two to spare is enough
+        CHECK(one(*training.model, name) == before);                      // a report changes nothing
+        CHECK(!training.step().skipped);                                  // what saturates is finite
+        CHECK(one(*training.model, name) == 2 * before);
+        CHECK(saturated(training, Kind::Weight) == 0);
+        scale_weight(*training.model, 0.5f);
+        for (float wanted : {2 * before, 2 * before, before}) {
+            training.step();
+            CHECK(one(*training.model, name) == wanted);
+        }
+        // A tensor of zeros: once the history has nothing else, the scale stays.
+        scale_weight(*training.model, 0);
+        for (int i = 0; i < 5; i++) training.step();
+        CHECK(one(*training.model, name) == before);
+        CHECK(read_as<float>(*training.model, "layers.0.down.w.history", 3) == std::vector<float>(3, 0.0f));
+    }
+}
+
 TEST_CASE("training: the start is the table's, BF16 weight and remainder together, moments zero") {
     const Setup setup = setup_of("coat");
     const std::unique_ptr<Model> model = make_reference(setup);
@@ -122,7 +254,7 @@ TEST_CASE("training: two runs have the same bits, whatever the number of threads
     const int threads = omp_get_max_threads();
     for (const Architecture& arch : {LLAMA, GPT2}) {
         std::vector<Setup> setups;
-        for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
+        for (const std::string& recipe : all_recipes()) setups.push_back(setup_of(recipe, arch));
         setups.push_back(lean(setup_of("coat", arch)));
         for (const Setup& setup : setups) {
             std::vector<Snapshot> ends;
@@ -154,7 +286,7 @@ TEST_CASE("training: another seed gives another start and the same text another 
 TEST_CASE("training: stop and resume is bit-identical, in every recipe and every optimizer") {
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
+        for (const std::string& recipe : all_recipes()) setups.push_back(setup_of(recipe, arch));
     for (const OptimizerFormat& optimizer : optimizers()) {
         setups.push_back(setup_of("coat"));
         setups.back().optimizer = optimizer;
@@ -202,7 +334,7 @@ TEST_CASE("training: accumulated micro-batches equal one larger batch within rou
 TEST_CASE("training: a step whose loss or gradient is not finite changes nothing, and training goes on after it") {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* recipe : RECIPES)
+        for (const std::string& recipe : all_recipes())
             for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
                 for (float poison : {nan, inf}) {
                     Training training(setup_of(recipe, arch));
@@ -213,7 +345,7 @@ TEST_CASE("training: a step whose loss or gradient is not finite changes nothing
                     for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);  // of every row of the first tokens
                     restore(*training.model, bad);
                     const StepResult r = training.step();
-                    INFO(std::string(arch.name), " ", std::string(recipe), " ", std::string(name), " ", poison);
+                    INFO(std::string(arch.name), " ", recipe, " ", std::string(name), " ", poison);
                     CHECK(r.skipped);
                     CHECK((snapshot(*training.model) == bad));
                     restore(*training.model, good);
@@ -226,7 +358,7 @@ TEST_CASE("training: a step whose loss or gradient is not finite changes nothing
 
 TEST_CASE("training: evaluate is the forward pass of a step and changes nothing") {
     for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* recipe : {"fp32", "bf16", "coat", "lean"}) {
+        for (const char* recipe : {"fp32", "bf16", "coat", "te", "deepseek", "lean"}) {
             Training training(recipe == std::string("lean") ? lean(setup_of("coat", arch)) : setup_of(recipe, arch));
             losses(training, 2);
             training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens, &training.targets);
