@@ -220,7 +220,7 @@ void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
 void quantize_block(Quantized& q, const float* x, int64_t r0, int64_t r1, int64_t c0, int64_t c1, int64_t index, QuantStats* stats,
                     const float* scale) {
     const int64_t width = c1 - c0;
-    const bool whole = width == q.cols;  // rows follow each other without a gap: one long run
+    const bool whole = width == q.cols && r1 - r0 > 1;  // rows follow each other without a gap: one long run
     uint32_t top = 0;
     for (int64_t r = r0; !whole && r < r1; r++) top = std::max(top, amax_bits(x + r * q.cols + c0, width));
     const float s = scale ? *scale : scale_of(q.quant, whole ? amax(x + r0 * q.cols, (r1 - r0) * width) : amax_value(top));

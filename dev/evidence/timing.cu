@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "../../gemm.cuh"
+#include "../../plan.h"
 #include "../ladders/ladder.h"
 
 namespace {
@@ -139,7 +140,7 @@ Json saved_memory() {
     for (const Recipe& recipe : recipes())
         for (const bool recompute : {false, true})
             for (const bool groups : {false, true}) {
-                if (recipe.stream == Format::F32 || (groups && !recipe.nonlinear.fp8())) continue;
+                if (recipe.stream == Format::F32 || !why_not(recipe).empty() || (groups && !recipe.nonlinear.fp8())) continue;
                 Setup setup{find_row(models(), "llama-2-7b", "--model"), recipe, find_row(optimizers(), "coat", "--optimizer"), B, T, 2};
                 setup.recompute = recompute;
                 if (groups) setup.recipe.attention = Q_GROUP;
