@@ -55,7 +55,7 @@ const Flag FLAGS[] = {
     {"model", Value::Text, "llama-tiny", "llama-30m", 0, 0, Resume::Same, "a named model, or a Hugging Face folder to start from"},
     {"recipe", Value::Text, "coat", "coat", 0, 0, Resume::Same, "formats of weights, activations and gradients"},
     {"optimizer", Value::Text, "", "", 0, 0, Resume::Same, "formats of the moments; default coat with recipe coat, else fp32"},
-    {"m-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the first moment, if not --optimizer's: e4m3, e5m2, bf16, fp32"},
+    {"m-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the first moment, if not --optimizer's: e4m3, e5m2, fp16, bf16, fp32"},
     {"v-format", Value::Text, "", "", 0, 0, Resume::Same, "format of the second moment, likewise"},
     {"attention", Value::Text, "stream", "stream", 0, 0, Resume::Same, "format of q, k, v and the output: stream, or groups (FP8)"},
     {"master", Value::Text, "exact", "exact", 0, 0, Resume::Same, "FP32 master weights: exact, or none (stochastic rounding)"},

@@ -302,13 +302,14 @@ GPU_TEST_CASE("the whole step: loss and every gradient by name, against the refe
     }
 }
 
-GPU_TEST_CASE("the whole step with attention in groups; and with FP8 storage and BF16 products, as a GPU without FP8 products runs coat") {
+GPU_TEST_CASE("the whole step with attention in groups; with FP8 in linear layers alone; and with FP8 storage and BF16 products, as a GPU without FP8 products runs coat") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         check_step(in_mode("attention", setup_of("coat", arch)));
         check_step(in_mode("attention", setup_of("coat", arch, true, 3, 7)));
         Setup older = setup_of("coat", arch);
         older.recipe = recipe_on_gpu(older.recipe, false);
         check_step(older);
+        check_step(setup_of("colossal", arch));
     }
     check_step(in_mode("attention", tiny_setup(wide_heads(false), "coat", "coat", 2, 80)));
 }
