@@ -272,22 +272,21 @@ struct StoredSource {
     __device__ void compute(const Raw& raw, const Start& at, int, Values (&v)[1]) const { at.values(raw, v[0]); }
 };
 
-template <class T, int HALVES>
-struct HalvesSource {  // [gate | up] as its two halves, or u as it is
-    static constexpr int PLANES = HALVES;
+template <class Held, int HALVES>
+struct Halves {  // how [gate | up] is read by its two halves, or u as it is
     struct Start {
-        Plain<T> half[HALVES];
+        Held half[HALVES];
     };
     struct Raw {
-        typename Plain<T>::Raw half[HALVES];
+        typename Held::Raw half[HALVES];
     };
-    Plain<T> u;
+    Held up;
     int64_t width;
 
     __device__ Start start(int64_t row, int64_t col) const {
         Start at;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) at.half[h] = u.from((row * HALVES + h) * width + col);
+        for (int h = 0; h < HALVES; h++) at.half[h] = up.from((row * HALVES + h) * width + col);
         return at;
     }
     __device__ Raw load(const Start& at, int i) const {
@@ -296,9 +295,17 @@ struct HalvesSource {  // [gate | up] as its two halves, or u as it is
         for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
         return raw;
     }
+};
+
+template <class T, int HALVES>
+struct HalvesSource : Halves<Plain<T>, HALVES> {  // the halves side by side
+    static constexpr int PLANES = HALVES;
+    using typename Halves<Plain<T>, HALVES>::Start;
+    using typename Halves<Plain<T>, HALVES>::Raw;
+
     __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[HALVES]) const {
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) u.values(raw.half[h], v[h]);
+        for (int h = 0; h < HALVES; h++) this->up.values(raw.half[h], v[h]);
     }
 };
 
@@ -424,33 +431,15 @@ __device__ float activated(float first, float second) {
 }
 
 template <class Held, bool GATED>
-struct ActivationSource {  // silu(gate) * up, or gelu(up)
+struct ActivationSource : Halves<Held, GATED ? 2 : 1> {  // silu(gate) * up, or gelu(up)
     static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
-    struct Start {
-        Held half[HALVES];
-    };
-    struct Raw {
-        typename Held::Raw half[HALVES];
-    };
-    Held up;
-    int64_t width;
+    using typename Halves<Held, HALVES>::Start;
+    using typename Halves<Held, HALVES>::Raw;
 
-    __device__ Start start(int64_t row, int64_t col) const {
-        Start at;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) at.half[h] = up.from((row * HALVES + h) * width + col);
-        return at;
-    }
-    __device__ Raw load(const Start& at, int i) const {
-        Raw raw;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
-        return raw;
-    }
     __device__ void compute(const Raw& raw, const Start&, int, Values (&v)[1]) const {
         Values first, second = {};
-        up.values(raw.half[0], first);
-        if (GATED) up.values(raw.half[HALVES - 1], second);
+        this->up.values(raw.half[0], first);
+        if (GATED) this->up.values(raw.half[HALVES - 1], second);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(first[j], second[j]);
     }

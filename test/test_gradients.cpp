@@ -520,7 +520,7 @@ TEST_CASE("gradients: recipes whose linear layers alone are FP8 differ from fp32
         const double L = double(c.L), bound_bf16 = std::sqrt(24 * L) * rms_error(Format::BF16);
         std::vector<GradientRun> runs;
         for (const char* name : {"te", "colossal", "rowwise", "deepseek"}) {
-            const Recipe& r = find_row(recipes(), name, "");
+            const Recipe r = find_row(recipes(), name, "");
             runs.push_back(gradients_of(tiny_setup(c, name, "fp32", B, T), start, tokens, targets));
             const double x = rms_error(r.x.format), w = rms_error(r.w.format), g = rms_error(r.g.format);
             const double bound = std::sqrt(4 * L * (x * x + w * w + g * g + w * w)) + bound_bf16;

@@ -118,15 +118,7 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
 // --- Whole steps --------------------------------------------------------------------------------------------------------
 
 constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
-// The setup with the second choice of one mode (plan.h); "lean": of all that change the numbers.
-Setup in_mode(const std::string& name, Setup s) {
-    for (const MemoryMode& mode : memory_modes())
-        if (name == mode.flag || (name == "lean" && mode.changes_numbers)) mode.choose(s, false);
-    return s;
-}
 const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
-
-const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
 
 Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true, int64_t B = 4, int64_t T = 16) {
     return tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), B, T);
@@ -140,37 +132,6 @@ Training training_on(Maker make, const Setup& setup, uint64_t seed = 1) {
     Training t(setup, seed);
     t.model = make(setup);
     return t;
-}
-
-using Snapshot = std::map<std::string, std::vector<uint8_t>>;
-Snapshot snapshot(Model& model) {
-    std::vector<StateTensor> all = weight_tensors(model.setup().config);
-    for (const StateTensor& t : optimizer_tensors(model.setup())) all.push_back(t);
-    Snapshot bytes;
-    for (const StateTensor& t : all) {
-        bytes[t.name].resize(static_cast<size_t>(t.total_bytes()));
-        model.read(t.name, bytes[t.name].data());
-    }
-    return bytes;
-}
-void restore(Model& model, const Snapshot& bytes) {
-    for (const auto& [name, values] : bytes) model.write(name, values.data());
-}
-
-Doubles losses(Training& training, int64_t steps) {
-    Doubles result;
-    for (int64_t i = 0; i < steps; i++) {
-        const StepResult r = training.step();
-        REQUIRE(!r.skipped);
-        result.push_back(r.loss);
-    }
-    return result;
-}
-
-double mean(const Doubles& x, size_t first, size_t last) {
-    double sum = 0;
-    for (size_t i = first; i < last; i++) sum += x[i];
-    return sum / double(last - first);
 }
 
 Floats gradient(Model& model, const Param& p) { return read_as<float>(model, p.name + ".gradient", p.size()); }
@@ -304,14 +265,14 @@ GPU_TEST_CASE("the whole step: loss and every gradient by name, against the refe
 
 GPU_TEST_CASE("the whole step with attention in groups; with FP8 in linear layers alone; and with FP8 storage and BF16 products, as a GPU without FP8 products runs coat") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
-        check_step(in_mode("attention", setup_of("coat", arch)));
-        check_step(in_mode("attention", setup_of("coat", arch, true, 3, 7)));
+        check_step(with_mode(setup_of("coat", arch), "attention"));
+        check_step(with_mode(setup_of("coat", arch, true, 3, 7), "attention"));
         Setup older = setup_of("coat", arch);
         older.recipe = recipe_on_gpu(older.recipe, false);
         check_step(older);
         check_step(setup_of("colossal", arch));
     }
-    check_step(in_mode("attention", tiny_setup(wide_heads(false), "coat", "coat", 2, 80)));
+    check_step(with_mode(tiny_setup(wide_heads(false), "coat", "coat", 2, 80), "attention"));
 }
 
 GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same bits") {
@@ -320,7 +281,7 @@ GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same
             for (const auto& [T, accumulate] : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
                 Setup setup = setup_of(recipe, arch, true, 3, T);
                 setup.accumulate = accumulate;
-                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, in_mode("recompute", setup));
+                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, with_mode(setup, "recompute"));
                 INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
                 CHECK(losses(again, 4) == losses(kept, 4));
                 CHECK((snapshot(*again.model) == snapshot(*kept.model)));
@@ -335,7 +296,7 @@ GPU_TEST_CASE("gradients kept or spent as they come: the same bits where nothing
     for (const char* recipe : RECIPES)
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true), wide_heads(true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, in_mode("gradients", setup));
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
             kept.adamw.clip = spent.adamw.clip = 0;
             INFO(config.name, " ", std::string(recipe));
             for (int i = 0; i < 4; i++) {
@@ -380,7 +341,7 @@ GPU_TEST_CASE("50 steps: losses follow the reference's") {
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
-        for (const char* mode : MODES) setups.push_back(in_mode(mode, setup_of("coat", arch, true, 8, 32)));
+        for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", arch, true, 8, 32), mode));
     }
     for (const Setup& setup : setups) {
         const char* recipe = setup.recipe.name;
@@ -418,7 +379,7 @@ GPU_TEST_CASE("two runs have the same bits") {
     std::vector<Setup> setups;
     for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true), wide_heads(true)}) {
         for (const char* recipe : RECIPES) setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
-        setups.push_back(in_mode("lean", setups.back()));
+        setups.push_back(with_mode(setups.back(), "lean"));
     }
     for (const Setup& setup : setups) {
         Training a = training_on(make_gpu, setup), b = training_on(make_gpu, setup);
@@ -432,7 +393,7 @@ GPU_TEST_CASE("stop and resume is bit-identical, in every recipe and every optim
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
-        for (const char* mode : MODES) setups.push_back(in_mode(mode, setup_of("coat", arch)));
+        for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", arch), mode));
     }
     for (const OptimizerFormat& optimizer : optimizers()) {
         if (!why_not(optimizer).empty()) continue;
@@ -461,7 +422,7 @@ GPU_TEST_CASE("a run stops on the GPU and resumes on the reference, and the othe
         for (const bool on_gpu : {true, false}) {
             const Maker from = on_gpu ? make_gpu : make_reference, to = on_gpu ? make_reference : make_gpu;
             const bool lean = !std::strcmp(recipe, "lean");
-            const Setup setup = in_mode(recipe, setup_of(lean ? "coat" : recipe, LLAMA, true, 8, 32));
+            const Setup setup = with_mode(setup_of(lean ? "coat" : recipe, LLAMA, true, 8, 32), recipe);
             Training first = training_on(from, setup), second = training_on(to, setup, 2);
             losses(first, 10);
             const Snapshot state = snapshot(*first.model);
@@ -499,20 +460,9 @@ GPU_TEST_CASE("a step whose loss or gradient is not finite changes nothing, and 
     for (const char* recipe : {"fp32", "bf16", "coat", "lean"})
         for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
             for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-                Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? in_mode(recipe, setup_of("coat")) : setup_of(recipe));
-                losses(training, 1);
-                const Snapshot good = snapshot(*training.model);
-                Snapshot bad = good;
-                const uint16_t bits = reference::to_bf16(poison);
-                for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);
-                restore(*training.model, bad);
+                Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? with_mode(setup_of("coat"), recipe) : setup_of(recipe));
                 INFO(std::string(recipe), " ", std::string(name), " ", poison);
-                CHECK(training.step().skipped);
-                CHECK((snapshot(*training.model) == bad));
-                restore(*training.model, good);
-                training.adamw.step--;
-                CHECK(!training.step().skipped);
-                CHECK((snapshot(*training.model) != good));
+                check_poisoned_weight(training, name, poison);
             }
 }
 
@@ -520,14 +470,7 @@ GPU_TEST_CASE("evaluate is the forward pass of a step and changes nothing") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const char* recipe : RECIPES) {
             Training training = training_on(make_gpu, setup_of(recipe, arch));
-            losses(training, 2);
-            training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens, &training.targets);
-            const Snapshot before = snapshot(*training.model);
-            const double loss = training.model->evaluate(training.tokens.data(), training.targets.data());
-            CHECK((snapshot(*training.model) == before));
-            CHECK(training.model->evaluate(training.tokens.data(), training.targets.data()) == loss);
-            training.adamw.step++;
-            CHECK(training.model->step(training.tokens.data(), training.targets.data(), training.adamw).loss == loss);
+            check_evaluate(training);
         }
 }
 
@@ -555,7 +498,7 @@ GPU_TEST_CASE("the next token's logits are the reference's, for any length") {
 GPU_TEST_CASE("the report measures what the reference's measures") {
     // Both measure the same tensors; a few roundings that fall apart change a sum of errors little. 1 dB is a quarter of that sum.
     for (const char* mode : {"", "lean"}) {
-        const Setup setup = in_mode(mode, setup_of("coat", LLAMA, true, 4, 32));
+        const Setup setup = with_mode(setup_of("coat", LLAMA, true, 4, 32), mode);
         Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
         losses(gpu, 20);
         const Snapshot before = snapshot(*gpu.model);
@@ -584,7 +527,7 @@ GPU_TEST_CASE("the memory plan is what the driver reports, within 2%") {
     ModelConfig config = find_row(models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* recipe : {"bf16", "coat"}) {
-        const Setup setup = in_mode(recipe == std::string("coat") ? "lean" : "", tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024));
+        const Setup setup = with_mode(tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024), recipe == std::string("coat") ? "lean" : "");
         size_t before = 0, after = 0, total = 0;
         succeeded(cudaMemGetInfo(&before, &total));
         Training gpu = training_on(make_gpu, setup);
@@ -645,7 +588,7 @@ TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare w
                 if (config.V == 0) config.V = 256;
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
-                if (setup.recipe.stream == Format::BF16) setup = in_mode(mode, setup);
+                if (setup.recipe.stream == Format::BF16) setup = with_mode(setup, mode);
                 GpuFacts facts;
                 facts.keep_fp8_weights = accumulate > 1;
                 const GpuLayout layout = gpu_layout(setup, facts);

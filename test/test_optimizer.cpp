@@ -385,7 +385,7 @@ TEST_CASE("moments: the state's tensors follow the formats and the granularity")
             if (t.name == name) return std::string(t.dtype) + " " + std::to_string(t.size());
         return "none";
     };
-    const OptimizerFormat& fp8lm = find_row(optimizers(), "fp8lm", "");
+    const OptimizerFormat fp8lm = find_row(optimizers(), "fp8lm", "");
     const std::string n = std::to_string(64 * 64), groups = std::to_string(64 * 64 / MOMENT_GROUP);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.m") == "F8_E4M3 " + n);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);

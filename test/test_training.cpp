@@ -24,55 +24,8 @@ std::vector<std::string> all_recipes() {
     for (const Recipe& r : recipes()) names.push_back(r.name);
     return names;
 }
-const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
-
 Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, int64_t B = 4, int64_t T = 16) {
     return tiny_setup(tiny_config(arch, true), recipe, optimizer_of(recipe), B, T);
-}
-
-std::vector<StateTensor> state_tensors(const Setup& s) {
-    std::vector<StateTensor> all = weight_tensors(s.config);
-    for (const StateTensor& t : optimizer_tensors(s)) all.push_back(t);
-    return all;
-}
-
-Setup with_mode(Setup s, const std::string& flag) {  // the second choice of --flag
-    for (const MemoryMode& mode : memory_modes())
-        if (flag == mode.flag) mode.choose(s, false);
-    return s;
-}
-Setup lean(Setup s) { return with_mode(with_mode(with_mode(s, "attention"), "master"), "gradients"); }
-
-using Snapshot = std::map<std::string, std::vector<uint8_t>>;
-
-Snapshot snapshot(Model& model) {
-    Snapshot bytes;
-    for (const StateTensor& t : state_tensors(model.setup())) {
-        bytes[t.name].resize(static_cast<size_t>(t.total_bytes()));
-        model.read(t.name, bytes[t.name].data());
-    }
-    return bytes;
-}
-
-void restore(Model& model, const Snapshot& bytes) {
-    for (const auto& [name, values] : bytes) model.write(name, values.data());
-}
-
-std::vector<double> losses(Training& training, int64_t steps) {
-    std::vector<double> result;
-    for (int64_t i = 0; i < steps; i++) {
-        const StepResult r = training.step();
-        REQUIRE(!r.skipped);
-        REQUIRE(std::isfinite(r.grad_norm));
-        result.push_back(r.loss);
-    }
-    return result;
-}
-
-double mean(const std::vector<double>& x, size_t first, size_t last) {
-    double sum = 0;
-    for (size_t i = first; i < last; i++) sum += x[i];
-    return sum / double(last - first);
 }
 
 }  // namespace
@@ -255,7 +208,7 @@ TEST_CASE("training: two runs have the same bits, whatever the number of threads
     for (const Architecture& arch : {LLAMA, GPT2}) {
         std::vector<Setup> setups;
         for (const std::string& recipe : all_recipes()) setups.push_back(setup_of(recipe, arch));
-        setups.push_back(lean(setup_of("coat", arch)));
+        setups.push_back(with_mode(setup_of("coat", arch), "lean"));
         for (const Setup& setup : setups) {
             std::vector<Snapshot> ends;
             std::vector<std::vector<double>> loss;
@@ -292,7 +245,7 @@ TEST_CASE("training: stop and resume is bit-identical, in every recipe and every
         setups.back().optimizer = optimizer;
     }
     for (const Architecture& arch : {LLAMA, GPT2}) {
-        setups.push_back(lean(setup_of("coat", arch)));
+        setups.push_back(with_mode(setup_of("coat", arch), "lean"));
         for (const MemoryMode& mode : memory_modes()) setups.push_back(with_mode(setup_of("bf16", arch), mode.flag));
     }
     for (Setup setup : setups) {
@@ -359,15 +312,8 @@ TEST_CASE("training: a step whose loss or gradient is not finite changes nothing
 TEST_CASE("training: evaluate is the forward pass of a step and changes nothing") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const char* recipe : {"fp32", "bf16", "coat", "te", "deepseek", "lean"}) {
-            Training training(recipe == std::string("lean") ? lean(setup_of("coat", arch)) : setup_of(recipe, arch));
-            losses(training, 2);
-            training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens, &training.targets);
-            const Snapshot before = snapshot(*training.model);
-            const double loss = training.model->evaluate(training.tokens.data(), training.targets.data());
-            CHECK((snapshot(*training.model) == before));
-            CHECK(training.model->evaluate(training.tokens.data(), training.targets.data()) == loss);
-            training.adamw.step++;
-            CHECK(training.model->step(training.tokens.data(), training.targets.data(), training.adamw).loss == loss);
+            Training training(recipe == std::string("lean") ? with_mode(setup_of("coat", arch), "lean") : setup_of(recipe, arch));
+            check_evaluate(training);
         }
 }
 
@@ -433,7 +379,7 @@ TEST_CASE("training: norms and biases keep FP32 moments and do not decay, the vo
 TEST_CASE("training: the report measures every kind of tensor and changes nothing") {
     // A uniform relative error of half a step of E4M3 is 2^-4 / sqrt(3): 28.8 dB; E5M2's 22.8. Small elements under a per-tensor
     // scale do worse relative to themselves but weigh little; second moments have k above 1 and do better.
-    Training training(lean(setup_of("coat")));
+    Training training(with_mode(setup_of("coat"), "lean"));
     losses(training, count(20, 2));
     const Snapshot before = snapshot(*training.model);
     const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
@@ -498,7 +444,7 @@ TEST_CASE("modes: each learns the text as the usual run does") {
     const size_t steps = static_cast<size_t>(count(60, 8)), tail = steps / 4;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const Setup setup = setup_of("coat", arch, 4, 32);
-        std::vector<std::pair<std::string, Setup>> runs = {{"usual", setup}, {"lean", lean(setup)}};
+        std::vector<std::pair<std::string, Setup>> runs = {{"usual", setup}, {"lean", with_mode(setup, "lean")}};
         if (arch.rope)
             for (const char* flag : {"attention", "master", "gradients"}) runs.push_back({flag, with_mode(setup, flag)});
         double usual = 0;
@@ -615,20 +561,9 @@ TEST_CASE("modes: a poisoned weight skips every unit of the step in the lean mod
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
             for (float poison : {nan, inf}) {
-                Training training(lean(setup_of("coat", arch)));
-                losses(training, 1);
-                const Snapshot good = snapshot(*training.model);
-                Snapshot bad = good;
-                const uint16_t bits = to_bf16(poison);
-                for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);
-                restore(*training.model, bad);
+                Training training(with_mode(setup_of("coat", arch), "lean"));
                 INFO(std::string(arch.name), " ", std::string(name), " ", poison);
-                CHECK(training.step().skipped);
-                CHECK((snapshot(*training.model) == bad));
-                restore(*training.model, good);
-                training.adamw.step--;
-                CHECK(!training.step().skipped);
-                CHECK((snapshot(*training.model) != good));
+                check_poisoned_weight(training, name, poison);
             }
 }
 

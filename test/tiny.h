@@ -1,10 +1,16 @@
-// tiny.h - models small enough to train many times in a test, and text for them to learn.
+// tiny.h - models small enough to train many times in a test, text for them to learn, and what is asked of a model wherever it runs.
 #pragma once
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../coat.h"
+#include "../plan.h"
+#include "../reference.h"
 #include "random.h"
 
 namespace coat::test {
@@ -16,6 +22,15 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
 
 inline Setup tiny_setup(const ModelConfig& config, const std::string& recipe, const std::string& optimizer, int64_t B = 8, int64_t T = 32) {
     return {config, find_row(recipes(), recipe, "recipe"), find_row(optimizers(), optimizer, "optimizer"), B, T};
+}
+
+inline const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
+
+// The second choice of --flag (plan.h); "lean": of all that change the numbers.
+inline Setup with_mode(Setup s, const std::string& flag) {
+    for (const MemoryMode& mode : memory_modes())
+        if (flag == mode.flag || (flag == "lean" && mode.changes_numbers)) mode.choose(s, false);
+    return s;
 }
 
 // Endless text with something to learn: each token draws the next from four that follow it, the first of them half of the time.
@@ -72,6 +87,70 @@ std::vector<Value> read_as(Model& model, const std::string& name, int64_t n) {
     std::vector<Value> x(static_cast<size_t>(n));
     model.read(name, x.data());
     return x;
+}
+
+inline std::vector<StateTensor> state_tensors(const Setup& s) {
+    std::vector<StateTensor> all = weight_tensors(s.config);
+    for (const StateTensor& t : optimizer_tensors(s)) all.push_back(t);
+    return all;
+}
+
+using Snapshot = std::map<std::string, std::vector<uint8_t>>;
+inline Snapshot snapshot(Model& model) {
+    Snapshot bytes;
+    for (const StateTensor& t : state_tensors(model.setup())) {
+        bytes[t.name].resize(static_cast<size_t>(t.total_bytes()));
+        model.read(t.name, bytes[t.name].data());
+    }
+    return bytes;
+}
+inline void restore(Model& model, const Snapshot& bytes) {
+    for (const auto& [name, values] : bytes) model.write(name, values.data());
+}
+
+inline std::vector<double> losses(Training& training, int64_t steps) {
+    std::vector<double> result;
+    for (int64_t i = 0; i < steps; i++) {
+        const StepResult r = training.step();
+        REQUIRE(!r.skipped);
+        REQUIRE(std::isfinite(r.grad_norm));
+        result.push_back(r.loss);
+    }
+    return result;
+}
+
+inline double mean(const std::vector<double>& x, size_t first, size_t last) {
+    double sum = 0;
+    for (size_t i = first; i < last; i++) sum += x[i];
+    return sum / double(last - first);
+}
+
+// evaluate() is the forward pass of a step and changes nothing.
+inline void check_evaluate(Training& training) {
+    losses(training, 2);
+    training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens, &training.targets);
+    const Snapshot before = snapshot(*training.model);
+    const double loss = training.model->evaluate(training.tokens.data(), training.targets.data());
+    CHECK((snapshot(*training.model) == before));
+    CHECK(training.model->evaluate(training.tokens.data(), training.targets.data()) == loss);
+    training.adamw.step++;
+    CHECK(training.model->step(training.tokens.data(), training.targets.data(), training.adamw).loss == loss);
+}
+
+// A step with a weight that is not finite changes nothing, and training goes on once the weight is good again.
+inline void check_poisoned_weight(Training& training, const std::string& name, float poison) {
+    losses(training, 1);
+    const Snapshot good = snapshot(*training.model);
+    Snapshot bad = good;
+    const uint16_t bits = reference::to_bf16(poison);
+    for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);
+    restore(*training.model, bad);
+    CHECK(training.step().skipped);
+    CHECK((snapshot(*training.model) == bad));
+    restore(*training.model, good);
+    training.adamw.step--;
+    CHECK(!training.step().skipped);
+    CHECK((snapshot(*training.model) != good));
 }
 
 }  // namespace coat::test
