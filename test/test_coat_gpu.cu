@@ -931,14 +931,15 @@ GPU_TEST_CASE("AdamW in several launches has the bits of one") {
 GPU_TEST_CASE("AdamW in every format of moments: weights, moments, codes, amax") {
     FRESH_RANDOM(rng);
     const std::pair<Format, bool> weights[] = {{Format::BF16, true}, {Format::F32, true}, {Format::BF16, false}};
-    for (const auto& [stream, has_master] : weights)
+    for (const auto& held : weights)
         for (const OptimizerFormat& o : OPTIMIZERS)
             for (const char* kind : {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
                 const Distribution& d = *std::find_if(distributions().begin(), distributions().end(), [&](auto& x) { return x.name == kind; });
+                const bool has_master = held.second;
                 CAPTURE(o.name);
                 CAPTURE(d.name);
                 CAPTURE(has_master);
-                AdamRun run(rng, stream, o, d, true);
+                AdamRun run(rng, held.first, o, d, true);
                 run.has_master = has_master;
                 if (!has_master) run.master = rounded(Format::BF16, run.master);
                 AdamW a{3, 1e-3f};
@@ -969,7 +970,7 @@ GPU_TEST_CASE("AdamW in every format of moments: weights, moments, codes, amax")
                         ew[e] = a.lr * (update_error + 8 * U * std::abs(decay * old)) + 4 * U * std::abs(w[e]) + 2 * U * std::abs(old);
                         got[e] = r.master[p.offset + e];
                         uint16_t bits = r.weight[p.offset + e];
-                        top = std::max(top, std::abs(stream == Format::F32 ? got[e] : reference::from_bf16(bits)));
+                        top = std::max(top, std::abs(held.first == Format::F32 ? got[e] : reference::from_bf16(bits)));
                     }
                     if (has_master) check_close(got, w, ew);
                     else check_stochastic(got, w, ew, p.offset);

@@ -278,7 +278,8 @@ GPU_TEST_CASE("the whole step with attention in groups; with FP8 in linear layer
 GPU_TEST_CASE("outputs of norms and activations kept or computed again: the same bits") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2})
-            for (const auto& [T, accumulate] : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
+            for (const auto& shape : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
+                const int T = shape.first, accumulate = shape.second;
                 Setup setup = setup_of(recipe, arch, true, 3, T);
                 setup.accumulate = accumulate;
                 Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, with_mode(setup, "recompute"));
@@ -583,12 +584,13 @@ TEST_CASE("where no GPU can be used, one sentence says why" * doctest::skip(gpu_
 TEST_CASE("GPU layout: what lives throughout overlaps nothing, gradients spare what is still wanted, the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
-            for (const auto& [accumulate, mode] : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
+            for (const auto& choice : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
+                const int accumulate = choice.first;
                 ModelConfig config = model;
                 if (config.V == 0) config.V = 256;
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
-                if (setup.recipe.stream == Format::BF16) setup = with_mode(setup, mode);
+                if (setup.recipe.stream == Format::BF16) setup = with_mode(setup, choice.second);
                 GpuFacts facts;
                 facts.keep_fp8_weights = accumulate > 1;
                 const GpuLayout layout = gpu_layout(setup, facts);
