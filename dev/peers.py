@@ -2,6 +2,7 @@
 
     make train && python3 dev/peers.py                    # Llama-2-7B and TinyLlama, about six minutes on an H200
     python3 dev/peers.py tinyllama-1.1b --out tiny.md     # one of them
+    python3 dev/peers.py --gpus 0,1                       # side by side, each model on a card of its own
 
 What a user would write instead of this program: a Llama with torch.compile, attention through F.scaled_dot_product_attention and fused AdamW on
 BF16 parameters with BF16 states (there is no FP32 master, and no gradient is clipped, both of which ./train does). `fp8` swaps the linear layers of
@@ -11,7 +12,9 @@ as good as text for speed.
 """
 import argparse
 import array
+import concurrent.futures
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -137,7 +140,7 @@ def train_steps(model, recipe, steps):
     for name, count in (("train", 1 << 20), ("val", 40000)):  # llm.c's token files; few tokens to validate on
         tokens = array.array("H", dice.choices(range(VOCABULARY), k=count))
         (folder / f"{name}.bin").write_bytes(array.array("i", [20240520, 1, count] + 253 * [0]).tobytes() + tokens.tobytes())
-    log = folder / "log.jsonl"
+    log = folder / f"{model}.jsonl"
     command = [ROOT / "train", "--device", "gpu", "--model", model, "--recipe", recipe, "--optimizer", recipe, "--data", folder, "--log", log,
                "--batch", SHAPES[model][-1], "--seq", SEQUENCE, "--steps", WARM_UP + steps, "--lr", "1e-5", "--eval-every", 0,
                "--sample-every", 0, "--out", ""]
@@ -146,20 +149,20 @@ def train_steps(model, recipe, steps):
     print(json.dumps({"ms": [line["ms"] for line in lines if line["kind"] == "step"], "note": ""}))
 
 
-def query_card(what):
-    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "--id=0"]
+def query_card(what, gpu):
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={gpu}"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def contestant(kind, model, recipe, steps):
+def contestant(kind, model, recipe, steps, gpu):
     print(f"{model}: {kind} {recipe} ...", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, model, "--steps", str(steps), "--only", kind, recipe]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, CUDA_VISIBLE_DEVICES=gpu))
     most, ended = [0], threading.Event()
 
     def watch():
         while not ended.wait(0.2):
-            most[0] = max(most[0], int(query_card("memory.used")))  # MiB, of all that runs there
+            most[0] = max(most[0], int(query_card("memory.used", gpu)))  # MiB, of all that runs there
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -173,10 +176,23 @@ def contestant(kind, model, recipe, steps):
     return {"ms": statistics.median(times), "least": min(times), "most": max(times), "memory": most[0], "note": result["note"]}
 
 
+def compare(model, gpu, steps):
+    """Rows of the table: ours, PyTorch's, ours again."""
+    runs = [("./train", "coat"), ("./train", "bf16"), ("PyTorch", "bf16"), ("PyTorch", "fp8"), ("./train", "coat"), ("./train", "bf16")]
+    results = [contestant(kind, model, recipe, steps, gpu) for kind, recipe in runs]
+    base, batch, rows = results[2]["ms"], SHAPES[model][-1], []
+    for (kind, recipe), r in zip(runs, results):
+        who = f"{kind} {recipe}" + (f" ({r['note']})" if r["note"] else "")
+        rate, spread = batch * SEQUENCE / r["ms"] * 1e3, f"{r['ms']:.1f} ({r['least']:.1f}, {r['most']:.1f})"
+        rows.append(f"| {model}, {batch} x {SEQUENCE} | {who} | {rate:,.0f} | {base / r['ms']:.3f} | {spread} | {r['memory']:,} |")
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(SHAPES), metavar="MODEL", help=", ".join(SHAPES))
     parser.add_argument("--steps", type=int, default=20, help="that are counted")
+    parser.add_argument("--gpus", default="0", help="numbers, by commas: one for each model, or one for all in turn")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dev/results/peers.md")
     parser.add_argument("--only", nargs=2, metavar=("KIND", "RECIPE"), help="one contestant, for this program itself")
     options = parser.parse_args()
@@ -184,22 +200,18 @@ def main():
     if options.only:
         return kinds[options.only[0]](options.models[0], options.only[1], options.steps)
 
-    card = query_card("name,driver_version")
-    lines = [f"`python3 dev/peers.py` on {card} (driver), one after the other; median of {options.steps} steps after {WARM_UP}. Memory is",
-             "the most that the driver saw in use. PyTorch is compiled, with fused AdamW on BF16 parameters and states: no FP32 master, no",
-             "clipping. Its FP8 is per tensor, just in time. Random tokens.", "",
+    gpus = options.gpus.split(",")
+    if len(gpus) not in (1, len(options.models)):
+        sys.exit(f"--gpus wants one number, or one for each of the {len(options.models)} models.")
+    card = query_card("name,driver_version", gpus[0])
+    lines = [f"`python3 dev/peers.py` on {card} (driver), a model's runs one after the other on one card; median of {options.steps} steps after",
+             f"{WARM_UP}. Memory is the most that the driver saw in use. PyTorch is compiled, with fused AdamW on BF16 parameters and states: no FP32",
+             "master, no clipping. Its FP8 is per tensor, just in time. Random tokens.", "",
              "| model, tokens a step | | tokens/s | against PyTorch bf16 | ms a step (least, most) | memory, MiB |", "|---|---|---|---|---|---|"]
-    runs = [("./train", "coat"), ("./train", "bf16"), ("PyTorch", "bf16"), ("PyTorch", "fp8"), ("./train", "coat"), ("./train", "bf16")]
-    for model in options.models:
-        results = [contestant(kind, model, recipe, options.steps) for kind, recipe in runs]
-        base = results[2]["ms"]
-        batch = SHAPES[model][-1]
-        for (kind, recipe), r in zip(runs, results):
-            who = f"{kind} {recipe}" + (f" ({r['note']})" if r["note"] else "")
-            rate, spread = batch * SEQUENCE / r["ms"] * 1e3, f"{r['ms']:.1f} ({r['least']:.1f}, {r['most']:.1f})"
-            lines.append(f"| {model}, {batch} x {SEQUENCE} | {who} | {rate:,.0f} | {base / r['ms']:.3f} | {spread} | {r['memory']:,} |")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("\n".join(lines) + "\n")
+    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+        for rows in pool.map(compare, options.models, (gpus * len(options.models))[:len(options.models)], [options.steps] * len(options.models)):
+            lines += rows
+            options.out.write_text("\n".join(lines) + "\n")  # after every model: what was measured stays
     print("\n".join(lines))
 
 

@@ -3,7 +3,7 @@
 
     python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about seven minutes on two cores
     python3 dev/runs.py speed gpt2          on a GPU; several groups one after the other
-    python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU (for losses: speed wants a quiet machine)
+    python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU; in `speed`, a model's runs stay on one card, in turn
     python3 dev/runs.py speed --only 13b    the runs whose name has this in it
 
 For each group dev/results gets GROUP.md (a row a run: tokens/s, memory, losses), a log GROUP-RUN.jsonl of each and, where runs are to be
@@ -38,7 +38,7 @@ GROUPS = {
         ("7b coat", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"),
         ("7b bf16", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
         ("7b coat, leanest", f"--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 {LEAN}"),
-        ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 1e-4 {LEAN}"),
+        ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 1e-5 {LEAN}"),
         ("tinyllama coat", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"),
         ("tinyllama bf16", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
         ("gpt2 coat", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"),
@@ -148,21 +148,30 @@ def run_group(group, gpus, only):
         with open(os.path.join(RESULTS, f"{group}.md"), "w", encoding="utf-8") as file:
             file.write(markdown(shared, [rows[name] for name, _ in runs if name in rows]))
 
-    def one(run):
+    chains = {}  # runs that follow each other on one card: where speeds are compared, those of one model, which is the name's first word
+    for run in runs:
+        if only in run[0]:
+            chains.setdefault(run[0].split()[0] if group == "speed" else run[0], []).append(run)
+    chains = sorted(chains.values(), key=len, reverse=True)
+
+    def chain(linked):
         gpu = free.get()
         try:
-            row = train(group, run[0], f"{shared} {run[1]}".strip(), None if group == "cpu" else gpu)
+            for run in linked:
+                one(run, gpu)
         finally:
             free.put(gpu)
+
+    def one(run, gpu):
+        row = train(group, run[0], f"{shared} {run[1]}".strip(), None if group == "cpu" else gpu)
         row["flags"] = run[1]
         rows[run[0]] = row
         write()
         told = row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"
         print(f"{group}: {row['name']}: {told}", flush=True)
-        return row
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        list(pool.map(one, [run for run in runs if only in run[0]]))
+        list(pool.map(chain, chains))
     curves = [f"{name}={rows[name]['log']}" for name in drawn if name in rows and "failed" not in rows[name]]
     if curves:
         with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
