@@ -636,8 +636,8 @@ constexpr int TILE_BLOCKS = 4;             // a multiprocessor: 64 registers a t
 struct TilePlace {
     int across, down;
     int64_t row, col;  // the thread's first
-    __device__ TilePlace()
-        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(int64_t(blockIdx.y) * TILE + down * ROWS),
+    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * ROWS),
           col(int64_t(blockIdx.x) * TILE + across * CHUNK) {}
 };
 dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
@@ -877,32 +877,29 @@ void measure(const Source& x, int64_t rows, const View& out, QuantStats* stats, 
     CHECK_LAUNCH("measure");
 }
 
-// Column sums in two stages. One: strip y of the rows, by blocks of 128 columns; with the amax, as long as the numbers are at hand. Two: the
+constexpr int COLUMN_BLOCKS = 3;  // a multiprocessor: the sums take registers beside what a tile's rows take
+
+// Column sums in two stages. One: every COLUMN_PARTIALS-th tile of 128 columns; with the amax, as long as the numbers are at hand. Two: the
 // partial sums, in order.
 template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS) column_sums_kernel(Source x, int64_t rows, bool round_to_bf16, float* partials, TensorScale* slot) {
+__global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
+    column_sums_kernel(Source x, int64_t rows, bool round_to_bf16, float* partials, TensorScale* slot) {
     constexpr int PLANES = Source::PLANES;
     __shared__ float sums[ACROSS][TILE + 1];
     const TilePlace at;
-    const int64_t step = int64_t(COLUMN_PARTIALS) * ACROSS;
     Values sum[PLANES] = {};
-    uint32_t top = 0;
-    if (at.col < x.width) {
-#pragma unroll 4
-        for (int64_t row = blockIdx.y * ACROSS + at.down; row < rows; row += step) {
-            Values v[PLANES];
-            const auto start = x.start(row, at.col);
-            x.compute(x.load(start, 0), start, 0, v);
+    float top = 0;
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
+        for_tile_rows(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
 #pragma unroll
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
                 for (int j = 0; j < CHUNK; j++) {
-                    sum[p][j] += round_to_bf16 ? bf16_nearest(v[p][j]) : v[p][j];
-                    top = max(top, magnitude(v[p][j]));
+                    if (live) sum[p][j] += round_to_bf16 ? bf16_nearest(v[p][j]) : v[p][j];
+                    top = larger(top, v[p][j]);
                 }
-        }
-    }
-    if (slot) raise_by_tile(&slot->amax, top);
+        });
+    if (slot) raise_by_tile(&slot->amax, magnitude(top));
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
         __syncthreads();
