@@ -757,15 +757,17 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 
 static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57344 is amax / 448 / 128, and the second division is exact");
 
-// Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies.
-template <class Source, bool E5M2, bool TRANSPOSED>
+// Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies. With a delayed scale it is the only pass, and
+// leaves the amax.
+template <class Source, bool E5M2, bool TRANSPOSED, bool DELAYED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes,
                                                                              uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const float amax = slot->amax, scale = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
-    const float inverse = __frcp_rn(scale);
+    const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
+    const float scale = DELAYED ? slot->scale : due, inverse = __frcp_rn(scale);
+    float top = 0;
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + at.row * PLANES * x.width + place(x, p, at.col);
@@ -773,13 +775,109 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
+            if (DELAYED)
+                for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
             kept[p][i % 4] = encode(E5M2, v[p], inverse);
             if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), kept[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
         }
     });
     if (TRANSPOSED) flush(tiles, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
+    if (DELAYED) return raise_by_tile(&slot->amax, magnitude(top));
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;  // last, for no load of x is moved above a store
+}
+
+// Where an element finds the scale that it shares with the others of its row, vector or square, as its product wants them (coat.cuh, Operand).
+struct ScaleGrid {
+    float* scales;               // null: this way is not wanted
+    int row_shift, col_shift;    // log2 of a block's sides
+    int64_t down, across;        // from one block's scale to the next one's
+    __device__ float* at(int64_t row, int64_t col) const { return scales + (row >> row_shift) * down + (col >> col_shift) * across; }
+};
+
+// Half a warp's lanes, which hold neighbouring columns, raise the slots that they are each given: mostly one and the same.
+__device__ void raise_by_half_warp(float* slot, uint32_t top, bool live) {
+    const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
+    const unsigned long long mine = reinterpret_cast<unsigned long long>(slot), first = __shfl_sync(half, mine, 0, 16);
+    if (__all_sync(half, !live || mine == first)) {  // where the first is not live, none is
+        top = __reduce_max_sync(half, live ? top : 0);
+        live = live && threadIdx.x % 16 == 0;
+    }
+    if (live) raise(slot, top);
+}
+
+// Pass one where scales are of blocks: their amaxes, in the places of their scales. For the transpose a thread has 8 rows of 8 columns, and a tile all
+// rows of its columns' blocks.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS, 2) block_amaxes_kernel(Source x, int64_t rows, ScaleGrid lying, ScaleGrid turned) {
+    constexpr int PLANES = Source::PLANES;
+    __shared__ uint32_t columns[ACROSS][TILE];
+    const TilePlace at;
+    uint32_t tops[PLANES][CHUNK] = {};
+    for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            uint32_t top = 0;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const uint32_t bits = live ? magnitude(v[p][j]) : 0;
+                top = max(top, bits);
+                tops[p][j] = max(tops[p][j], bits);
+            }
+            if (lying.scales) raise_by_half_warp(lying.at(at.row + i, place(x, p, at.col)), top, live);
+        }
+    });
+    if (!turned.scales) return;
+#pragma unroll
+    for (int p = 0; p < PLANES; p++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = tops[p][j];
+        __syncthreads();
+        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        uint32_t top = 0;
+        for (int i = 0; i < ACROSS; i++) top = max(top, columns[i][threadIdx.x]);
+        raise(turned.at(int64_t(blockIdx.y) * TILE, place(x, p, col)), top);
+    }
+}
+
+// Amaxes become scales where they lie; a block that has a number that is not finite gets NaN, so that no code hides it.
+__global__ void block_scales_kernel(float* scales, int64_t n, float fp8_max, TensorScale* slot) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    const float amax = i < n ? scales[i] : 0.0f;
+    if (i < n) scales[i] = amax < INFINITY ? scale_of(fp8_max, amax) : __uint_as_float(0x7FC00000u);
+    if (slot) raise_by_warp(&slot->amax, magnitude(amax));
+}
+
+// Pass two: values again, and codes of either way with the scales of that way.
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS, 2) quantize_blocks_kernel(Source x, int64_t rows, bool e5m2, ScaleGrid lying, ScaleGrid turned,
+                                                                         uint8_t* codes, uint8_t* transposed) {
+    constexpr int PLANES = Source::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at;
+    Values inverse[PLANES] = {};  // of the transpose's scales
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            if (transposed && at.col < x.width) inverse[p][j] = __frcp_rn(*turned.at(int64_t(blockIdx.y) * TILE, place(x, p, at.col) + j));
+    uint2 kept[PLANES][4];
+    for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            const int64_t row = at.row + i, col = place(x, p, at.col);
+            if (codes && live) put(codes + row * PLANES * x.width + col, encode(e5m2, v[p], __frcp_rn(*lying.at(row, col))));
+            if (!transposed) continue;
+            Values scaled;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[p][j], inverse[p][j]);
+            kept[p][i % 4] = encode(e5m2, scaled, 1.0f);
+            if (i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
+        }
+    });
+    if (transposed) flush(tiles, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
 }
 
 __global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
@@ -847,33 +945,49 @@ struct Counts {
     }
 };
 
+// What a scale is to be, in the three ways that there are.
+struct OfGroups {
+    __device__ float scale(const Values& v, const Fp8&, int64_t, int64_t) const { return Grouped::group_scale(v); }
+};
+struct OfTensor {
+    const TensorScale* slot;
+    bool delayed;
+    __device__ float scale(const Values&, const Fp8& format, int64_t, int64_t) const {
+        return delayed ? slot->scale : scale_of(format.max, slot->amax);
+    }
+};
+struct OfBlocks {  // one element's
+    ScaleGrid grid;
+    __device__ float scale(const Values&, const Fp8&, int64_t row, int64_t col) const { return *grid.at(row, col); }
+};
+
 // What quantizing does to a tensor: a kernel of its own, so that training pays nothing for the report.
-template <class Source>
-__global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, bool groups, Fp8 format, const TensorScale* slot,
-                                                               QuantStats* stats) {
+template <class Source, class Scaled>
+__global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, Scaled scaled, Fp8 format, QuantStats* stats) {
+    constexpr bool EACH = std::is_same_v<Scaled, OfBlocks>;
+    const TilePlace at;
     Counts counts;
-    for_tile_rows(x, TilePlace(), rows, [&](int, const Values(&v)[Source::PLANES], bool live) {
+    for_tile_rows(x, at, rows, [&](int i, const Values(&v)[Source::PLANES], bool live) {
         for (int p = 0; p < Source::PLANES; p++) {
-            const float scale = groups ? Grouped::group_scale(v[p]) : scale_of(format.max, slot->amax);
-            const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // half a step beyond still rounds to max
-            Values back;
-            decode(format.e5m2, encode(format.e5m2, v[p], __frcp_rn(scale)), scale, back);
+            const int64_t col = place(x, p, at.col);
+            float scale = EACH ? 1.0f : scaled.scale(v[p], format, 0, 0);
             for (int j = 0; live && j < CHUNK; j++) {
-                counts.add(v[p][j], back[j]);
+                if (EACH) scale = scaled.scale(v[p], format, at.row + i, col + j);
+                const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // half a step beyond still rounds to max
+                const float back = decode2(format.e5m2, encode2(format.e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
+                counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
-                counts.flushed += v[p][j] != 0 && back[j] == 0;
+                counts.flushed += v[p][j] != 0 && back == 0;
             }
         }
     });
     counts.add_to(stats);
 }
 
-template <class Source>
-void measure(const Source& x, int64_t rows, const View& out, QuantStats* stats, cudaStream_t s) {
-    if (!stats || !out.quant.fp8() || rows == 0) return;
-    const bool groups = in_groups(out.quant);
-    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, groups, fp8(out.quant.format), groups ? nullptr : tensor_scale(out),
-                                                                     stats);
+template <class Source, class Scaled>
+void measure(const Source& x, int64_t rows, const Scaled& scaled, Format format, QuantStats* stats, cudaStream_t s) {
+    if (!stats || !is_fp8(format) || rows == 0) return;
+    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scaled, fp8(format), stats);
     CHECK_LAUNCH("measure");
 }
 
@@ -1002,16 +1116,63 @@ void with_source(const Computed& x, F f) {
 }
 
 template <class Source>
-void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, cudaStream_t s) {
-    need(out.view.quant.granularity == PER_TENSOR && out.view.scales, "a per-tensor FP8 output needs its TensorScale");
+void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    need(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
+    need(!out.delayed || out.slot == out.view.scales, "a delayed scale and its amax are one slot");
+    measure(x, rows, OfTensor{tensor_scale(out.view), out.delayed}, out.view.quant.format, stats, s);
     auto launch = [&](auto kernel) {
         kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
                                                                                 static_cast<uint8_t*>(out.transposed));
     };
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    if (out.transposed) launch(e5m2 ? quantize_kernel<Source, true, true> : quantize_kernel<Source, false, true>);
-    else launch(e5m2 ? quantize_kernel<Source, true, false> : quantize_kernel<Source, false, false>);
+    auto choose = [&](auto delayed) {
+        constexpr bool DELAYED = decltype(delayed)::value;
+        if (out.transposed) launch(e5m2 ? quantize_kernel<Source, true, true, DELAYED> : quantize_kernel<Source, false, true, DELAYED>);
+        else launch(e5m2 ? quantize_kernel<Source, true, false, DELAYED> : quantize_kernel<Source, false, false, DELAYED>);
+    };
+    if (out.delayed) choose(std::true_type());
+    else choose(std::false_type());
     CHECK_LAUNCH("quantize");
+}
+
+// Where the scales of x (rows, cols) lie, or of its transpose, by the row and column of an element of x.
+ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
+    constexpr int SQUARE = 7, ALL = 62;
+    static_assert(PER_VECTOR.cols == 1 << SQUARE && PER_BLOCK.rows == 1 << SQUARE && PER_BLOCK.cols == 1 << SQUARE);
+    float* const p = static_cast<float*>(scales);
+    const int64_t wide = transposed ? cols : rows, deep = transposed ? rows : cols;
+    const int deep_shift = g == PER_ROW ? ALL : SQUARE, wide_shift = g == PER_BLOCK ? SQUARE : 0;
+    const int64_t along_deep = g == PER_ROW ? 0 : g == PER_VECTOR ? wide : 1, along_wide = g == PER_BLOCK ? round_up(ceil_div(deep, 1 << SQUARE), 4) : 1;
+    if (transposed) return {p, deep_shift, wide_shift, along_deep, along_wide};
+    return {p, wide_shift, deep_shift, along_wide, along_deep};
+}
+
+template <class Source>
+void quantize_blocks(const Source& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    const Quant& q = out.view.quant;
+    const int64_t rows = out.view.rows, cols = out.view.cols;
+    need(q.granularity == PER_ROW || q.granularity == PER_VECTOR || q.granularity == PER_BLOCK, "no kernel scales by such blocks");
+    need(q.scale == Format::F32, "an operand's scales are FP32");
+    const ScaleGrid lying = scale_grid(q.granularity, out.view.codes ? out.view.scales : nullptr, rows, cols, false);
+    const ScaleGrid turned = scale_grid(q.granularity, out.transposed ? out.transposed_scales : nullptr, rows, cols, true);
+    need(!out.view.codes == !lying.scales && !out.transposed == !turned.scales, "codes and their scales come together");
+    const int64_t counts[2] = {q.operand_scales(rows, cols), q.operand_scales(cols, rows)};
+    const ScaleGrid* const ways[2] = {&lying, &turned};
+    for (int way : {0, 1})
+        if (ways[way]->scales) check(cudaMemsetAsync(ways[way]->scales, 0, counts[way] * sizeof(float), s), "Clearing scales failed");
+    const dim3 grid = tile_grid(rows, x.width);
+    block_amaxes_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, lying, turned);
+    CHECK_LAUNCH("block_amaxes");
+    for (int way : {0, 1}) {
+        if (!ways[way]->scales) continue;
+        block_scales_kernel<<<blocks(counts[way], 256), 256, 0, s>>>(ways[way]->scales, counts[way], info(q.format).max, out.slot);
+        CHECK_LAUNCH("block_scales");
+        const bool again = way == 1 && lying.scales && q.granularity.same_both_ways();
+        if (!again) measure(x, rows, OfBlocks{*ways[way]}, q.format, stats, s);
+    }
+    quantize_blocks_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, q.format == Format::E5M2, lying, turned, static_cast<uint8_t*>(out.view.codes),
+                                                         static_cast<uint8_t*>(out.transposed));
+    CHECK_LAUNCH("quantize_blocks");
 }
 
 template <class Source, class Held>
@@ -1053,13 +1214,16 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     with_source(x, [&](auto source) {
-        measure(source, x.rows, out.view, stats, s);
-        if (in_groups(q))
+        if (in_groups(q)) {
+            measure(source, x.rows, OfGroups(), q.format, stats, s);
             write(source, x.rows, grouped(out.view), s);
-        else if (q.fp8())
-            quantize_per_tensor(source, x.rows, out, s);
-        else
+        } else if (q.fp8() && q.granularity == PER_TENSOR) {
+            quantize_per_tensor(source, x.rows, out, stats, s);
+        } else if (q.fp8()) {
+            quantize_blocks(source, out, stats, s);
+        } else {
             with_stream(out.view, [&](auto held) { write(source, x.rows, held, s); });
+        }
     });
 }
 
@@ -1068,7 +1232,7 @@ void quantize_through(const View& x, const View& groups, QuantStats* stats, cuda
     need(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const StoredSource<Plain<bf16>> source{plain<bf16>(x.codes), x.cols};
-    measure(source, x.rows, groups, stats, s);
+    measure(source, x.rows, OfGroups(), groups.quant.format, stats, s);
     write(source, x.rows, Through{grouped(groups), plain<bf16>(x.codes)}, s);
 }
 
@@ -1078,7 +1242,7 @@ void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot,
     if (u.rows == 0) return;
     if (!h_slot) return quantize(stored(u), {up}, stats, s);
     auto launch = [&](auto source) {
-        measure(source, u.rows, up, stats, s);
+        measure(source, u.rows, OfGroups(), up.quant.format, stats, s);
         quantize_up_kernel<<<tile_grid(u.rows, source.width), TILE_THREADS, 0, s>>>(source, u.rows, grouped(up), h_slot);
         CHECK_LAUNCH("quantize_up");
     };
@@ -1114,6 +1278,41 @@ void dequantize(const View& x, const View& out, cudaStream_t s) {
         }
         with_held(x, [&](auto from) { write(StoredSource<decltype(from)>{from, x.cols}, x.rows, to, s); });
     });
+}
+
+namespace {
+
+// A block has one operand's history. It moves up by one from the end on, so that what is read has not been written yet.
+constexpr int HISTORY_THREADS = 256;
+__global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(TensorScale* slots, float* histories, int length, int margin, float fp8_max,
+                                                                           const GradientState* state) {
+    __shared__ uint32_t most;
+    if (state->skipped) return;
+    TensorScale& slot = slots[blockIdx.x];
+    float* history = histories + int64_t(blockIdx.x) * length;
+    const float amax = slot.amax;
+    if (threadIdx.x == 0) most = 0;
+    uint32_t top = 0;
+    for (int first = (length - 1) / HISTORY_THREADS * HISTORY_THREADS; first >= 0; first -= HISTORY_THREADS) {
+        const int i = first + threadIdx.x;
+        const float value = i >= length ? 0.0f : i == 0 ? amax : history[i - 1];
+        __syncthreads();
+        if (i < length) history[i] = value;
+        top = max(top, magnitude(value));
+    }
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, top);
+    __syncthreads();
+    const float wanted = ldexpf(__uint_as_float(most), margin);
+    if (threadIdx.x == 0 && wanted > 0 && wanted < INFINITY) slot.scale = scale_of(fp8_max, wanted);
+}
+
+}  // namespace
+
+void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state, cudaStream_t s) {
+    if (n == 0) return;
+    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(slots, histories, length, margin, info(fp8).max, state);
+    CHECK_LAUNCH("end_delayed_step");
 }
 
 // =====================================================================================================================
@@ -1221,7 +1420,7 @@ template <bool WRITE, class Source, class Held>
 void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorScale* slot, QuantStats* stats, cudaStream_t s) {
     using T = typename Held::Stream;
     if (n.in.rows == 0) return;
-    if (WRITE) measure(sum, n.in.rows, n.in, stats, s);
+    if (WRITE) measure(sum, n.in.rows, OfGroups(), n.in.quant.format, stats, s);
     const dim3 block = row_block(n.in.cols);
     row_kernel<Source, Held, WRITE><<<blocks(n.in.rows, block.y), block, 0, s>>>(sum, n.in.rows, plain<T>(x_out.codes), in,
                                                                                 {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.rms, n.eps, slot);
@@ -2271,7 +2470,7 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
 }
 
 MomentFormat moment_format(Format f, bool expand) {
-    if (!is_fp8(f)) return {false, false, 1, 0, 1};
+    if (!is_scaled(f)) return {false, false, 1, 0, 1};
     const double max = info(f).max;
     return {f == Format::E5M2, expand, info(f).max, static_cast<float>(std::log2(max)), static_cast<float>(std::log2(max / info(f).min))};
 }
@@ -2284,10 +2483,157 @@ void launch_adamw(const AdamArguments& a, cudaStream_t s) {
     CHECK_LAUNCH("adamw");
 }
 
+// One scale a tensor (FP8-LM): all new moments have to be known before the first is encoded. So they are computed twice: once for their maxima, which go
+// to max[1] while max[0] still decodes, and again to be encoded. Formats are told apart as the kernel runs.
+__device__ bool has_scale(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
+__device__ float whole_scale(const MomentView& m, const MomentFormat& f, int which) { return has_scale(m) ? scale_of(f.max, m.max[which]) : 1.0f; }
+
+__device__ uint32_t half_pair(float lo, float hi, float inverse) {  // saturates
+    const __half2 two = __floats2half2_rn(fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f), fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f));
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ float2 unpack_half(uint32_t two) { return __half22float2(*reinterpret_cast<const __half2*>(&two)); }
+
+__device__ void load_whole(const MomentView& m, int64_t i, Values& x) {
+    if (m.format == Format::F32) {
+        const Plain<float> held{static_cast<float*>(m.codes)};
+        held.values(held.load(i), x);
+    } else if (m.format == Format::BF16) {
+        const Plain<bf16> held{static_cast<bf16*>(m.codes)};
+        held.values(held.load(i), x);
+    } else if (m.format == Format::F16) {
+        const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = unpack_half(words[j]);
+            x[2 * j] = two.x, x[2 * j + 1] = two.y;
+        }
+    } else {
+        decode(m.format == Format::E5M2, get<uint2>(static_cast<uint8_t*>(m.codes) + i), 1.0f, x);
+    }
+}
+__device__ void store_whole(const MomentView& m, int64_t i, Values& x, float inverse) {
+    if (m.format == Format::F32) {
+        Plain<float>{static_cast<float*>(m.codes)}.store(i, x, true);
+    } else if (m.format == Format::BF16) {
+        Plain<bf16>{static_cast<bf16*>(m.codes)}.store(i, x, true);
+    } else if (m.format == Format::F16) {
+        put(static_cast<uint16_t*>(m.codes) + i, make_uint4(half_pair(x[0], x[1], inverse), half_pair(x[2], x[3], inverse),
+                                                           half_pair(x[4], x[5], inverse), half_pair(x[6], x[7], inverse)));
+    } else {
+        put(static_cast<uint8_t*>(m.codes) + i, encode(m.format == Format::E5M2, x, inverse));
+    }
+}
+
+constexpr int WHOLE_THREADS = 256;
+__device__ int64_t whole_chunk() { return (int64_t(blockIdx.x) * WHOLE_THREADS + threadIdx.x) * CHUNK; }
+__device__ int64_t whole_stride() { return int64_t(gridDim.x) * WHOLE_THREADS * CHUNK; }
+
+// blockIdx.y is the segment.
+template <class W, bool ENCODE>
+__global__ void __launch_bounds__(WHOLE_THREADS) adamw_whole_kernel(const AdamArguments a) {
+    using T = typename W::Value;
+    const Segment segment = a.segments[blockIdx.y];
+    const bool skip = a.state->skip;
+    if (!ENCODE && (skip || (!has_scale(segment.m) && !has_scale(segment.v)))) return;
+    const int64_t start = segment.offset, size = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP * MOMENT_GROUP;
+    const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
+    const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
+    const float keep_m = a.f.beta1 * whole_scale(segment.m, a.m, 0), keep_v = a.f.beta2 * whole_scale(segment.v, a.v, 0);
+    const float inverse_m = __frcp_rn(whole_scale(segment.m, a.m, 1)), inverse_v = __frcp_rn(whole_scale(segment.v, a.v, 1));
+    const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
+    uint32_t top_w = 0, top_m = 0, top_v = 0;
+    for (int64_t i = whole_chunk(); i < size; i += whole_stride()) {
+        Values w, g, m, v;
+        W::decode(W::load(weights, gradients, i), w, g);
+        if (skip) {  // nothing changes, but the weights' amax is still wanted
+            for (int j = 0; j < CHUNK; j++) top_w = max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
+            continue;
+        }
+        load_whole(segment.m, i, m);
+        load_whole(segment.v, i, v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
+            top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
+        }
+        if (!ENCODE) continue;
+        uint64_t random[2] = {0, 0};
+        if (W::STOCHASTIC)
+            for (int q : {0, 1}) random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + i) / 4 + q);
+        uint32_t top = 0;
+        W::store(weights, i, w, random, true, top);
+        top_w = max(top_w, W::largest(top));
+        store_whole(segment.m, i, m, inverse_m);
+        store_whole(segment.v, i, v, inverse_v);
+    }
+    if (ENCODE && segment.amax) raise_by_warp(&segment.amax->amax, top_w);
+    if (!ENCODE && has_scale(segment.m)) raise_by_warp(segment.m.max + 1, top_m);
+    if (!ENCODE && has_scale(segment.v)) raise_by_warp(segment.v.max + 1, top_v);
+}
+
+// Before: nothing is known of the new moments. After: they are what the codes were made of.
+__global__ void whole_maxima_kernel(const Segment* segments, int number_of_segments, const GradientState* state, bool after) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= number_of_segments || (after && state->skip)) return;
+    for (const MomentView& m : {segments[i].m, segments[i].v})
+        if (has_scale(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
+}
+
+template <class W>
+void launch_adamw_whole(const AdamArguments& a, cudaStream_t s) {
+    const int64_t each = WHOLE_THREADS * CHUNK, wanted = ceil_div(a.groups * MOMENT_GROUP, each);
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(wanted, multiprocessors())), static_cast<unsigned>(a.number_of_segments));
+    whole_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments, a.state, false);
+    CHECK_LAUNCH("adamw, maxima");
+    adamw_whole_kernel<W, false><<<grid, WHOLE_THREADS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw, pass one");
+    adamw_whole_kernel<W, true><<<grid, WHOLE_THREADS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw, pass two");
+    whole_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments, a.state, true);
+    CHECK_LAUNCH("adamw, maxima");
+}
+
+// As measure_moment_kernel, in two passes: the maximum, and what is lost.
+template <class T, bool SECOND, bool COUNT>
+__global__ void __launch_bounds__(WHOLE_THREADS) measure_whole_kernel(MomentFormat f, Factors factors, MomentView moment, Plain<T> gradients, int64_t size,
+                                                                      QuantStats* stats) {
+    const float old_scale = whole_scale(moment, f, 0), new_scale = whole_scale(moment, f, 1), inverse = __frcp_rn(new_scale);
+    uint32_t top = 0;
+    Counts counts;
+    for (int64_t i = whole_chunk(); i < size; i += whole_stride()) {
+        Values x, w{}, other{};
+        load_whole(moment, i, x);
+        for (int j = 0; j < CHUNK && i + j < size; j++) {
+            const float g = static_cast<float>(gradients.data[i + j]);
+            if (SECOND) adamw_element(factors, 0, factors.beta2 * old_scale, 0, g, other[j], x[j], w[j]);
+            else adamw_element(factors, factors.beta1 * old_scale, 0, 0, g, x[j], other[j], w[j]);
+            top = max(top, magnitude(x[j]));
+            if (!COUNT) continue;
+            const float code = moment.format == Format::F16 ? unpack_half(half_pair(x[j], 0, inverse)).x
+                                                           : decode2(f.e5m2, encode2(f.e5m2, x[j] * inverse, 0)).x;
+            counts.add(x[j], code * new_scale);
+            counts.flushed += x[j] != 0 && code == 0;
+        }
+    }
+    if (COUNT) counts.add_to(stats);
+    else raise_by_warp(moment.max + 1, top);
+}
+
+template <bool SECOND, class T>
+void measure_whole(const MomentFormat& f, const MomentView& moment, Plain<T> gradients, int64_t size, QuantStats* stats, cudaStream_t s) {
+    const unsigned grid = static_cast<unsigned>(std::min<int64_t>(blocks(size, WHOLE_THREADS * CHUNK), 4 * multiprocessors()));
+    check(cudaMemsetAsync(moment.max + 1, 0, sizeof(float), s), "Clearing a maximum failed");
+    measure_whole_kernel<T, SECOND, false><<<grid, WHOLE_THREADS, 0, s>>>(f, factors({1, 0.0f}), moment, gradients, size, stats);
+    measure_whole_kernel<T, SECOND, true><<<grid, WHOLE_THREADS, 0, s>>>(f, factors({1, 0.0f}), moment, gradients, size, stats);
+    CHECK_LAUNCH("measure_moments, one scale a tensor");
+}
+
 // The kernel is compiled for formats by how they are stored: E5M2 goes with E4M3.
 template <class F>
 void with_format(Format f, F use) {
-    need(f != Format::F16, "no kernel holds a moment in FP16");
+    need(f != Format::F16, "no kernel holds groups of a moment in FP16");
     switch (f) {
         case Format::F32: return use(std::integral_constant<Format, Format::F32>());
         case Format::BF16: return use(std::integral_constant<Format, Format::BF16>());
@@ -2303,6 +2649,11 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
     if (range.count == 0) return;
     const AdamArguments arguments{factors(a), moment_format(optimizer.m, optimizer.expand), moment_format(optimizer.v, optimizer.expand), segments,
                                   number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, gradients, state};
+    if (optimizer.granularity == PER_TENSOR) {
+        need(!optimizer.expand && !optimizer.keep_positive, "whole tensors are rounded plainly");
+        if (w.format == Format::F32) return launch_adamw_whole<FloatWeights>(arguments, s);
+        return w.remainder ? launch_adamw_whole<MasterWeights>(arguments, s) : launch_adamw_whole<StochasticWeights>(arguments, s);
+    }
     with_format(optimizer.m, [&](auto m) {
         with_format(optimizer.v, [&](auto v) {
             constexpr Format M = decltype(m)::value, V = decltype(v)::value;
@@ -2318,6 +2669,12 @@ void measure_moments(const OptimizerFormat& optimizer, const Segment& segment, c
     const unsigned grid = blocks(segment.size, MOMENT_GROUP * ADAM_GROUPS);
     const Factors f = factors({1, 0.0f});
     auto measure_as = [&](auto held) {
+        if (optimizer.granularity == PER_TENSOR) {
+            const MomentFormat fm = moment_format(segment.m.format, false), fv = moment_format(segment.v.format, false);
+            if (is_scaled(segment.m.format)) measure_whole<false>(fm, segment.m, held, segment.size, first, s);
+            if (is_scaled(segment.v.format)) measure_whole<true>(fv, segment.v, held, segment.size, second, s);
+            return;
+        }
         if (is_fp8(segment.m.format))
             measure_moment_kernel<typename decltype(held)::Stream, false><<<grid, 32 * ADAM_WARPS, 0, s>>>(
                 moment_format(segment.m.format, optimizer.expand), f, segment.m, held, segment.size, first);

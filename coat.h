@@ -85,6 +85,14 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
     }
+    // Of an operand, as Hopper's products read it: rows of squares' scales are padded to a multiple of four. One scale a tensor lies elsewhere.
+    int64_t operand_scales(int64_t rows, int64_t cols) const {
+        if (!fp8() || granularity == PER_TENSOR) return 0;
+        return scale_rows(rows) * (granularity == PER_BLOCK ? round_up(scale_cols(cols), 4) : scale_cols(cols));
+    }
+    int64_t operand_bytes(int64_t rows, int64_t cols) const {
+        return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
+    }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
         auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
@@ -187,7 +195,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
     static const std::vector<OptimizerFormat> table = {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments, one scale a group, no expansion"},
-        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments, one scale a tensor (FP8-LM); on a CPU so far", PER_TENSOR, false},
+        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments, one scale a tensor (FP8-LM)", PER_TENSOR, false},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };
@@ -489,6 +497,9 @@ struct SavedTensor {
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
+    bool transposed = false;  // held as its transpose, an operand of wgrad, with the scales of that
+
+    int64_t bytes(int64_t tokens) const { return transposed ? quant.operand_bytes(cols, tokens) : quant.bytes(tokens, cols); }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
@@ -503,11 +514,11 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::Up, c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
     };
     if (s.recompute) return table;
-    Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
-    if (!x.granularity.same_both_ways()) x = Quant{r.stream};  // wgrad's codes are others than fprop's: both are made from the output itself
-    table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x});
-    table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x});
-    table.push_back({Saved::ActivationOutput, c.arch.gated ? "SiLU(gate) x up" : "GELU output", c.F, x});
+    const Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
+    const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
+    table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
+    table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
+    table.push_back({Saved::ActivationOutput, c.arch.gated ? "SiLU(gate) x up" : "GELU output", c.F, x, transposed});
     return table;
 }
 

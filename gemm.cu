@@ -1,5 +1,6 @@
 // gemm.cu - gemm.cuh on cuBLASLt. The rules of its FP8 product are in the cuBLAS manual under cublasLtMatmul(): both operands contiguous
-// along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2.
+// along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2. Where scales lie that
+// are not one a tensor is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh, Operand).
 //
 // cuBLAS is column-major, and a row-major matrix is its transpose there: out^T = b^T a^T. Hence cuBLAS's first operand is our b.
 #include "gemm.cuh"
@@ -31,19 +32,31 @@ struct Side {
     int64_t rows, cols;
     bool transpose;
     Format format;
+    int32_t scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 };
+
+int32_t scale_mode(const Granularity& g) {
+    constexpr struct { Granularity granularity; cublasLtMatmulMatrixScale_t mode; } modes[] = {
+        {PER_TENSOR, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F}, {PER_ROW, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
+        {PER_VECTOR, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F}, {PER_BLOCK, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F}};
+    for (const auto& row : modes)
+        if (row.granularity == g) return row.mode;
+    throw Error("A matrix product was called wrongly: no product scales by such blocks.");
+}
 
 // An operand by the direction that the product contracts: along its columns (`deep` = false) or along its rows, as it lies or transposed.
 // wants_contiguous: the transposition under which cuBLAS contracts contiguous numbers.
 Side side(const Operand& x, bool along_rows, bool wants_contiguous) {
     const View& v = x.view;
     if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, along_rows ? !wants_contiguous : wants_contiguous, v.quant.format};
-    need(v.quant.granularity == PER_TENSOR && v.scales, "an FP8 operand has one scale");
+    const bool whole = v.quant.granularity == PER_TENSOR;
     const void* codes = along_rows ? x.transposed : v.codes;
-    need(codes, "an FP8 operand lacks the orientation that this product contracts");
+    const void* scales = along_rows && !whole ? x.transposed_scales : v.scales;
+    need(codes && scales, "an FP8 operand lacks the orientation that this product contracts");
+    need(v.quant.scale == Format::F32, "scales are FP32");
     const int64_t deep = along_rows ? v.rows : v.cols, wide = along_rows ? v.cols : v.rows;
     need(deep % 16 == 0, "an FP8 operand's contracted side is not a multiple of 16");
-    return {codes, &tensor_scale(v)->scale, deep, wide, wants_contiguous, v.quant.format};
+    return {codes, scales, deep, wide, wants_contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
 struct MatrixLayout {
@@ -122,6 +135,8 @@ struct Gemms::Problem {
         set(CUBLASLT_MATMUL_DESC_TRANSA, c.a.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, c.b.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(c.a.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accumulation));
+        if (c.a.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, c.a.scale_mode);
+        if (c.b.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, c.b.scale_mode);
         if (!c.bias) return;
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
         set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(c.out.quant.format));
@@ -239,7 +254,7 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     const int64_t depth_a = call.a.transpose ? call.a.rows : call.a.cols, width = call.a.transpose ? call.a.cols : call.a.rows;
     const int64_t depth_b = call.b.transpose ? call.b.cols : call.b.rows, height = call.b.transpose ? call.b.rows : call.b.cols;
     need(depth_a == depth_b && width == out.cols && height == out.rows, "the shapes of its matrices do not fit");
-    const Key key{kind, call.a.format, call.b.format, out.quant.format, out.rows, out.cols, depth_a, bias != nullptr};
+    const Key key{kind, call.a.format, call.b.format, out.quant.format, call.a.scale_mode, call.b.scale_mode, out.rows, out.cols, depth_a, bias != nullptr};
     const Problem& p = problem(key, call);
     succeed(launch(p, p.algorithm, call), "A matrix product failed");
 }

@@ -5,7 +5,8 @@
 //   Dgrad   dx (N, in)   = dy (N, out)  w
 //   Wgrad   dw (out, in) = dy^T         x (N, in)
 // In FP32 and BF16 each operand is used as it lies. Hopper's FP8 product contracts contiguous dimensions only ("TN"), so Dgrad reads
-// w.transposed, and Wgrad dy.transposed and x.transposed, and the codes themselves may be missing.
+// w.transposed, and Wgrad dy.transposed and x.transposed, and the codes themselves may be missing. Scales of rows, vectors and squares
+// belong to the orientation that is read, along what the product contracts.
 #pragma once
 #include <cublasLt.h>
 
@@ -40,7 +41,7 @@ public:
 private:
     struct Problem;
     struct Call;
-    using Key = std::tuple<Gemm, Format, Format, Format, int64_t, int64_t, int64_t, bool>;
+    using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;  // formats of a, b, out; scale modes of a, b
 
     Problem& problem(const Key& key, const Call& call);
     cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;

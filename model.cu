@@ -115,7 +115,7 @@ struct Results {
     double partials[GRADIENT_PARTIALS];
 };
 
-// The rows [first, first + n) of a view that is in stream format or in groups.
+// The rows [first, first + n) of a view that is in stream format, in groups or of one scale, or all rows of any.
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
@@ -125,6 +125,8 @@ View rows(const View& v, int64_t first, int64_t n) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
+
+constexpr int64_t LINEARS = 4;  // of a layer
 
 class State {
 public:
@@ -152,13 +154,22 @@ public:
         return in_stream(static_cast<uint8_t*>(weights_.values) + params[i].offset * info(stream.format).bytes, params[i]);
     }
     View gradient(size_t i) const { return in_stream(arena_.at(arena_.layout.gradients[i]), params[i]); }
+    // Of the weights, by parameter; and behind them those of the layers' operands, four linear layers each.
     TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
+    TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
+        return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
+    }
+    int64_t operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
+    bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
 
     // Moments start at zero: max 0 of every group, and k 1 as an all-zero group has it.
     void initialize() {
         const GpuLayout& at = arena_.layout;
         clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
-        clear(scale(0), static_cast<int64_t>(params.size() * sizeof(TensorScale)), cuda_);
+        clear(arena_.at(at.delayed.offset), at.delayed.bytes, cuda_);
+        std::vector<TensorScale> scales(params.size() + operand_scales());
+        for (size_t i = params.size(); i < scales.size(); i++) scales[i].scale = 1;  // as delayed ones start
+        copy(scale(0), scales.data(), static_cast<int64_t>(scales.size() * sizeof(TensorScale)), cuda_);
         const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
             gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed, cuda_);
@@ -167,6 +178,16 @@ public:
                 if (m.k) copy(m.k, ones.data(), params[i].groups() * 4, cuda_);
         }
         check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
+    }
+
+    // A step's amaxes: none so far; and what they make of the next step's scales.
+    void forget_amaxes() {
+        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_), "Clearing amaxes failed");
+    }
+    void end_delayed_step(const Results* results) {
+        for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})
+            gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o), setup.recipe.history, setup.recipe.margin,
+                                  quant_of(setup.recipe, o).format, &results->outcome.gradients, cuda_);
     }
 
     void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
@@ -236,12 +257,18 @@ private:
         const MomentPlace& at = second ? arena_.layout.v[i] : arena_.layout.m[i];
         const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
         auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(arena_.at(offset)); };
-        if (!is_fp8(format)) return {arena_.at(at.codes), nullptr, nullptr, format};
-        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expand ? floats(at.k) : nullptr, format};
+        if (!is_scaled(format)) return {arena_.at(at.codes), nullptr, nullptr, format};
+        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expands(format) ? floats(at.k) : nullptr, format};
     }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         return {p.offset, p.size(), moment(i, false), moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
+    }
+
+    // The linear layers' order is that of their units, which follow the embedding's.
+    float* history(int64_t linear, LinearOperand o) const {
+        float* all = reinterpret_cast<float*>(arena_.at(arena_.layout.delayed.offset));
+        return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
     // What the optimizer leaves behind, for weights that came from elsewhere.
@@ -268,6 +295,7 @@ private:
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
         const Param& p = params[i];
         const MomentView m = moment(i, false), v = moment(i, true);
+        const int64_t m_scales = setup.optimizer.scales(m.format, p.size()) * 4, v_scales = setup.optimizer.scales(v.format, p.size()) * 4;
         const struct {
             const char* suffix;
             void* data;
@@ -275,11 +303,18 @@ private:
         } table[] = {
             {"", weight(i).codes, p.size() * 2},
             {".remainder", weights_.remainder ? weights_.remainder + p.offset : nullptr, p.size() * 2},
-            {".m", m.codes, p.size() * info(m.format).bytes}, {".m.max", m.max, p.groups() * 4}, {".m.k", m.k, p.groups() * 4},
-            {".v", v.codes, p.size() * info(v.format).bytes}, {".v.max", v.max, p.groups() * 4}, {".v.k", v.k, p.groups() * 4},
+            {".m", m.codes, p.size() * info(m.format).bytes}, {".m.max", m.max, m_scales}, {".m.k", m.k, m_scales},
+            {".v", v.codes, p.size() * info(v.format).bytes}, {".v.max", v.max, v_scales}, {".v.k", v.k, v_scales},
         };
         for (const auto& row : table)
             if (suffix == row.suffix && row.data) return {row.data, row.bytes};
+        for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G}) {
+            if (!delayed() || !p.role.linear) continue;
+            const std::string of = OPERAND_NAMES[static_cast<int>(o)];
+            const int64_t linear = p.unit - 1;
+            if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
+            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].scale, 4};
+        }
         throw Error("The model has no tensor " + name + ".");
     }
 
@@ -334,15 +369,15 @@ struct Linear {
     View weight, gradient;  // (out, in) stream
     Vector bias;
     TensorScale* scale;     // of the FP8 weight
-    uint8_t* kept;          // FP8 codes, and behind them the same transposed; null unless they are made once a step
+    uint8_t* kept;          // FP8 codes with their scales, and behind them the transposed ones; null unless they are made once a step
 };
-enum LayerScale { X_QKV, X_OUT, X_UP, X_DOWN, G_QKV, G_OUT, G_UP, G_DOWN, LAYER_SCALES };  // operands of the four linear layers
+enum LayerScale { X_QKV, X_OUT, X_UP, X_DOWN, W_QKV, W_OUT, W_UP, W_DOWN, G_QKV, G_OUT, G_UP, G_DOWN };  // by LinearOperand and linear layer
 using Sums = std::vector<std::pair<void*, int64_t>>;  // gradients that are added to: ranges to clear before a step's first micro-batch
 struct Layer {
     NormLayer norm1, norm2;
     Linear qkv, out, up, down;
     View norm1_input, qkv_saved, attention, lse, norm2_input, up_saved, norm1_output, norm2_output, hidden;  // saved_per_layer(); else empty
-    TensorScale* scales;
+    TensorScale* scales[OPERANDS];
     int64_t first_unit;  // of the four: qkv, out, up, down
 };
 
@@ -416,8 +451,17 @@ public:
     // Logits (1, padded_V) of one token's hidden state
     View token_logits(int64_t token) { return head_logits(token, 1); }
 
-    // Weights' scales and, behind them, those of the layers' other operands.
-    int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + config_.L * LAYER_SCALES; }
+    int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + state_.operand_scales(); }
+
+    // Delayed scaling: before a step and after it. Weights that are kept have to be quantized within the step, which wants their amaxes.
+    void begin_delayed_step() {
+        if (!state_.delayed()) return;
+        state_.forget_amaxes();
+        kept_are_valid_ = false;
+    }
+    void end_delayed_step(const Results* results) {
+        if (state_.delayed()) state_.end_delayed_step(results);
+    }
 
     void weights_changed() { kept_are_valid_ = false; }
 
@@ -446,10 +490,12 @@ private:
     NormLayer make_norm(const std::string& name) const {
         return {make_vector(name + ".gain", true), make_vector(name + ".bias", !config_.arch.rms)};
     }
-    Linear make_linear(const std::string& name, uint8_t*& kept) const {
+    Linear make_linear(const std::string& name, uint8_t*& kept, TensorScale* delayed) const {
         const size_t i = state_.index(name);
-        const Linear w{state_.weight(i), state_.gradient(i), make_vector(name + ".bias", config_.arch.bias), state_.scale(i), kept};
-        if (kept) kept += 2 * state_.params[i].size();
+        TensorScale* scale = state_.delayed() ? delayed : state_.scale(i);
+        const Linear w{state_.weight(i), state_.gradient(i), make_vector(name + ".bias", config_.arch.bias), scale, kept};
+        const Quant& q = recipe_.w;
+        if (kept) kept += q.operand_bytes(w.weight.rows, w.weight.cols) + q.operand_bytes(w.weight.cols, w.weight.rows);
         return w;
     }
     View make_saved(int64_t l, Saved which) const {
@@ -458,19 +504,21 @@ private:
             if (table[i].which != which) continue;
             const int64_t N = arena_.layout.tokens, cols = table[i].cols;
             uint8_t* codes = arena_.at(arena_.layout.saved.offset + l * arena_.layout.layer_bytes + arena_.layout.saved_codes[i].offset);
-            return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};
+            return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};  // of a transposed one nothing but the codes is read
         }
         return {};
     }
     Layer make_layer(int64_t l, uint8_t*& kept) const {
         const std::string name = "layers." + std::to_string(l) + ".";
         auto saved = [&](Saved which) { return make_saved(l, which); };
+        auto scales = [&](LinearOperand o) { return state_.operand_scales(l, o); };
+        TensorScale* w = scales(LinearOperand::W);
         return {make_norm(name + "norm1"), make_norm(name + "norm2"),
-                make_linear(name + "qkv", kept), make_linear(name + "attention_out", kept),
-                make_linear(name + "up", kept), make_linear(name + "down", kept),
+                make_linear(name + "qkv", kept, w), make_linear(name + "attention_out", kept, w + 1),
+                make_linear(name + "up", kept, w + 2), make_linear(name + "down", kept, w + 3),
                 saved(Saved::Norm1Input), saved(Saved::Qkv), saved(Saved::Attention), saved(Saved::LogSumExp), saved(Saved::Norm2Input),
                 saved(Saved::Up), saved(Saved::Norm1Output), saved(Saved::Norm2Output), saved(Saved::ActivationOutput),
-                state_.scale(state_.params.size() + l * LAYER_SCALES), state_.params[state_.index(name + "qkv")].unit};
+                {scales(LinearOperand::X), w, scales(LinearOperand::G)}, state_.params[state_.index(name + "qkv")].unit};
     }
     // What kernels add to: all but the gradients of products; and a tied embedding has the head's part already.
     Sums make_sums(const UnitRange& unit) const {
@@ -497,8 +545,12 @@ private:
     // --- Small things -----------------------------------------------------------------------------------------------------
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
     LinearQuant quant_of(const Linear& w) const { return linear_quant(recipe_, N_, w.weight.rows, w.weight.cols); }
-    TensorScale* amax_slot(const Layer& layer, LayerScale which) const {  // null where the operand is not FP8
-        return linear_quant(recipe_, N_, 16, 16).x.fp8() ? layer.scales + which : nullptr;
+    TensorScale* slot(const Layer& layer, LayerScale which) const { return layer.scales[which / LINEARS] + which % LINEARS; }
+    // Where the amax is left of an operand that is about to be quantized with it; null where it is not FP8, or where quantize() finds what it needs.
+    TensorScale* amax_slot(const Layer& layer, LayerScale which) const {
+        const Quant x = linear_quant(recipe_, N_, 16, 16).x;
+        const bool wanted = x.fp8() && x.granularity == PER_TENSOR && !state_.delayed();
+        return wanted ? slot(layer, which) : nullptr;
     }
 
     View cut(View v) const { return v.rows = N_, v; }  // to the rows of this batch
@@ -520,7 +572,7 @@ private:
     void take_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
     void begin(const Batch& batch) {
         take_shape(batch);
-        clear(layers_[0].scales, config_.L * LAYER_SCALES * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        if (!state_.delayed()) state_.forget_amaxes();
     }
 
     void begin_unit(int64_t unit) const {
@@ -536,9 +588,15 @@ private:
     // used where it lies.
     Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
         if (x.rule == Rule::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
-        const Operand out{{codes, scale, x.rows, x.cols, q}, transposed};
+        const Operand out = operand_at(x.rows, x.cols, q, codes, transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
         return out;
+    }
+    // One scale a tensor is in its slot; those of rows, vectors and squares lie right behind the codes.
+    Operand operand_at(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed, TensorScale* slot) const {
+        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed, nullptr, slot, state_.delayed() && q.fp8()};
+        auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr; };
+        return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), slot};
     }
     // kept: where backward finds it again, as its product wants it: FP8 codes transposed; empty where it is computed again.
     Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use, const View& kept) {
@@ -548,7 +606,7 @@ private:
             return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, scale, Kind::LinearInput);
         }
         if (use == Gemm::Fprop) return operand(x, q, q.fp8() ? place : kept.codes, q.fp8() ? kept.codes : nullptr, scale, Kind::LinearInput);
-        return {{kept.codes, scale, x.rows, x.cols, q}, kept.codes};
+        return operand_at(x.rows, x.cols, q, kept.codes, kept.codes, scale);
     }
     Operand gradient_operand(const Computed& g, const Quant& q, void* codes, TensorScale* scale) {
         return operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
@@ -560,7 +618,8 @@ private:
         return operand(stored(w.weight), q, transposed ? nullptr : place, transposed ? place : nullptr, w.scale, Kind::Weight);
     }
     Operand kept_operand(const Linear& w, const Quant& q) const {
-        return {{w.kept, w.scale, w.weight.rows, w.weight.cols, q}, w.kept + w.weight.rows * w.weight.cols};
+        const int64_t rows = w.weight.rows, cols = w.weight.cols;
+        return operand_at(rows, cols, q, w.kept, w.kept + q.operand_bytes(rows, cols), w.scale);
     }
     void keep_weights() {
         for (const Layer& layer : layers_)
@@ -605,18 +664,18 @@ private:
         const View qkv = attention_view(layer.qkv_saved, Work::Qkv), o = attention_view(layer.attention, Work::AttentionOutput);
         const View branch = stream_view(Work::Branch, config_.C);
 
-        linear_forward(layer.qkv, norm(norm1), amax_slot(layer, X_QKV), layer.norm1_output, qkv);
+        linear_forward(layer.qkv, norm(norm1), slot(layer, X_QKV), layer.norm1_output, qkv);
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         keep_attention(qkv, layer.qkv_saved);
         attention_forward(attention(), qkv.codes, o.codes, static_cast<float*>(layer.lse.codes), cuda_);
         keep_attention(o, layer.attention);
         const Computed out = stored(cut(layer.attention));
         take_amax(out, amax_slot(layer, X_OUT));
-        linear_forward(layer.out, out, amax_slot(layer, X_OUT), View{}, branch);
+        linear_forward(layer.out, out, slot(layer, X_OUT), View{}, branch);
         residual_forward(branch, norm2, amax_slot(layer, X_UP));
 
         up_forward(layer, norm(norm2));
-        linear_forward(layer.down, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), layer.hidden, branch);
+        linear_forward(layer.down, activation(config_.arch.gated, cut(layer.up_saved)), slot(layer, X_DOWN), layer.hidden, branch);
         const bool last = l + 1 == config_.L;
         residual_forward(branch, last ? norm_of(final_norm_, final_input()) : norm_of(layers_[l + 1].norm1, layers_[l + 1].norm1_input),
                          last ? nullptr : amax_slot(layers_[l + 1], X_QKV));
@@ -639,14 +698,15 @@ private:
     void up_forward(const Layer& layer, const Computed& x) {
         const View up = cut(layer.up_saved);
         if (!groups_) {
-            linear_forward(layer.up, x, amax_slot(layer, X_UP), layer.norm2_output, up);
+            linear_forward(layer.up, x, slot(layer, X_UP), layer.norm2_output, up);
             return take_amax(activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
         }
         const LinearQuant q = quant_of(layer.up);
-        const Operand x8 = activation_operand(x, q.x, amax_slot(layer, X_UP), Gemm::Fprop, layer.norm2_output);
+        const Operand x8 = activation_operand(x, q.x, slot(layer, X_UP), Gemm::Fprop, layer.norm2_output);
         const Operand w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
-        for (int64_t first = 0; first < N_; first += UP_TOKENS) {
-            const int64_t n = std::min(UP_TOKENS, N_ - first);
+        const int64_t step = q.x.granularity == PER_TENSOR ? UP_TOKENS : N_;  // vectors' scales lie as the product of all rows wants them
+        for (int64_t first = 0; first < N_; first += step) {
+            const int64_t n = std::min(step, N_ - first);
             const View u = stream_view(arena_.work(Work::Up), n, up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, n)}, w8, u, false, layer.up.bias.values, cuda_);
             quantize_up(config_.arch.gated, u, rows(up, first, n), amax_slot(layer, X_DOWN), stats_of(Kind::ActivationInput), cuda_);
@@ -667,9 +727,9 @@ private:
     void down_backward(const Layer& layer) {
         begin_unit(layer.first_unit + 3);
         const View g = residual_gradient();
-        const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), amax_slot(layer, G_DOWN));
+        const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), slot(layer, G_DOWN));
         bias_gradient(layer.down, stored(g), nullptr);
-        wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), amax_slot(layer, X_DOWN), layer.hidden);
+        wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), slot(layer, X_DOWN), layer.hidden);
         dgrad(layer.down, g8, stream_view(Work::HiddenGradient, config_.F));
         end_unit(layer.first_unit + 3);
     }
@@ -680,21 +740,22 @@ private:
         const Computed du = activation_backward(config_.arch.gated, up, dh);
         bias_gradient(layer.up, du, amax_slot(layer, G_UP));
         const Quant q = quant_of(layer.up).g;
-        const bool in_place = info(q.format).bytes == info(up.quant.format).bytes;  // each element's codes go where it was saved
-        const Operand du8 = gradient_operand(du, q, in_place ? up.codes : arena_.work(Work::Gradient), amax_slot(layer, G_UP));
+        const bool one_scale = q.granularity == PER_TENSOR, in_place = one_scale && info(q.format).bytes == info(up.quant.format).bytes;
+        // In place each element's codes go where it was saved.
+        const Operand du8 = gradient_operand(du, q, in_place ? up.codes : arena_.work(Work::Gradient), slot(layer, G_UP));
         dgrad(layer.up, du8, dx);
         const Norm norm2 = norm_of(layer.norm2, layer.norm2_input);
         residual_backward(norm2, layer.norm2, dx, amax_slot(layer, G_OUT));
-        wgrad(layer.up, du8, norm(norm2), amax_slot(layer, X_UP), layer.norm2_output);
+        wgrad(layer.up, du8, norm(norm2), slot(layer, X_UP), layer.norm2_output);
         end_unit(layer.first_unit + 2);
     }
 
     void out_backward(const Layer& layer) {
         begin_unit(layer.first_unit + 1);
         const View g = residual_gradient();
-        const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), amax_slot(layer, G_OUT));
+        const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), slot(layer, G_OUT));
         bias_gradient(layer.out, stored(g), nullptr);
-        wgrad(layer.out, g8, stored(cut(layer.attention)), amax_slot(layer, X_OUT), View{});
+        wgrad(layer.out, g8, stored(cut(layer.attention)), slot(layer, X_OUT), View{});
         dgrad(layer.out, g8, stream_view(Work::Branch, config_.q_cols()));
         end_unit(layer.first_unit + 1);
     }
@@ -710,11 +771,11 @@ private:
                            arena_.work(Work::Attention), cuda_);
         const Computed rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
         bias_gradient(layer.qkv, rotated, amax_slot(layer, G_QKV));
-        const Operand dqkv8 = gradient_operand(rotated, quant_of(layer.qkv).g, arena_.work(Work::Gradient), amax_slot(layer, G_QKV));
+        const Operand dqkv8 = gradient_operand(rotated, quant_of(layer.qkv).g, arena_.work(Work::Gradient), slot(layer, G_QKV));
         dgrad(layer.qkv, dqkv8, dx);
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);
         residual_backward(norm1, layer.norm1, dx, next_scale);
-        wgrad(layer.qkv, dqkv8, norm(norm1), amax_slot(layer, X_QKV), layer.norm1_output);
+        wgrad(layer.qkv, dqkv8, norm(norm1), slot(layer, X_QKV), layer.norm1_output);
         end_unit(layer.first_unit);
     }
 
@@ -786,6 +847,7 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         check_and_pin(tokens, targets, batch_tokens());
         clear_outcome();
+        network_.begin_delayed_step();
         network_.prepare();
         if (!setup_.keep_gradients)
             network_.unit_done = [&](const UnitRange& unit) {
@@ -798,6 +860,7 @@ public:
         }
         network_.unit_done = nullptr;
         if (setup_.keep_gradients) state_.update(adamw, results());
+        network_.end_delayed_step(results());
         network_.weights_changed();
         const Outcome& outcome = finish();
         return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0};
@@ -1001,8 +1064,8 @@ Setup on_this_gpu(Setup s) {
 }
 
 void need_kernels(const Setup& s) {
-    for (const std::string& not_yet : {why_not(s.optimizer), why_not(s.recipe)})
-        if (!not_yet.empty()) throw Error(not_yet);
+    for (const std::string& reason : {why_not(s.optimizer), why_not(s.recipe, capability())})
+        if (!reason.empty()) throw Error(reason);
 }
 
 }  // namespace
@@ -1025,8 +1088,8 @@ std::string coat::why_no_gpu() {
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     const std::string missing = why_no_gpu();
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
-    need_kernels(setup);
     gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
+    need_kernels(here);
     return std::make_unique<Gpu>(here, facts_for(here));
 }

@@ -129,9 +129,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         row(layers, named(name, q), q.x.text(), q.w.text(), output, none);
     };
     auto recomputed = [&](const std::string& name, const std::string& weights, int64_t out, int64_t in) {  // the operand of a linear layer
-        const Quant x = operands(out, in).x;
-        const std::string kept = x.granularity.same_both_ways() ? x.text() : stream;  // as in saved_per_layer()
-        row(layers, name, nonlinear, weights, x.text(), nonlinear + " input" + (s.recompute ? "" : "; " + kept + " output"));
+        const std::string x = operands(out, in).x.text();
+        row(layers, name, nonlinear, weights, x, nonlinear + " input" + (s.recompute ? "" : "; " + x + " output"));
     };
 
     row("", "embedding", "tokens", stream, pair, none);
@@ -222,8 +221,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.quant.bytes(N, t.cols) * c.L,
-                        "token, layer", N * c.L});
+        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.bytes(N) * c.L, "token, layer", N * c.L});
     if (const int64_t scaling = scaling_bytes(s)) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
     return plan;
 }
@@ -246,7 +244,7 @@ double optimizer_bytes_per_parameter(const Setup& s) {
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s)) bytes += t.quant.bytes(s.B * s.T, t.cols);
+    for (const SavedTensor& t : saved_per_layer(s)) bytes += t.bytes(s.B * s.T);
     return static_cast<double>(bytes) / static_cast<double>(s.B * s.T);
 }
 
@@ -295,22 +293,26 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
-    const int64_t x = info(q.x.format).bytes, g = info(q.g.format).bytes;
-    const bool fp8 = q.x.fp8(), groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
+    const bool fp8 = q.x.fp8(), per_tensor = q.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const bool made_from_o = r.x.fp8() || attention_groups;  // else attention's output is the operand as it lies
-    const int64_t w = r.w.fp8() ? 1 : 0;  // for prompts even where the batch falls back; a weight in stream format is used where it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
     const int64_t up_bytes = r.nonlinear.bytes(N, U);
-    const bool du_in_place = g == info(r.nonlinear.format).bytes, dqkv_in_place = N * QKV * stream <= up_bytes;
+    const bool du_in_place = info(q.g.format).bytes == info(r.nonlinear.format).bytes && per_tensor, dqkv_in_place = N * QKV * stream <= up_bytes;
     const uint32_t codes_phases = (fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0) | (fp8 || c.arch.rope ? QKV_BACKWARD : 0) |
                                   (du_in_place ? 0 : UP_BACKWARD);
     // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
     const int64_t fallen_back = gpu_positions(s) % 16 ? gpu_positions(s) : 0;
-    auto operand = [&](int64_t cols) { return std::max(N * cols * x, fallen_back * cols * stream); };
-    const int64_t weight = std::max(std::max(QKV, U) * C, std::max(Q, F) * C) * w;
-    int64_t linear = 0;
-    for (const Param& p : parameters(c)) linear += p.role.linear ? p.size() : 0;
+    auto either_way = [](const Quant& held, int64_t rows, int64_t cols) { return std::max(held.operand_bytes(rows, cols), held.operand_bytes(cols, rows)); };
+    auto operand = [&](int64_t cols) { return std::max(either_way(q.x, N, cols), fallen_back * cols * stream); };
+    auto gradient = [&](int64_t cols) { return either_way(q.g, N, cols); };
+    // For prompts even where the batch falls back; a weight in stream format is used where it lies.
+    int64_t weight = 0, weights_both_ways = 0;
+    for (const Param& p : parameters(c)) {
+        if (!p.role.linear || !r.w.fp8()) continue;
+        weight = std::max(weight, either_way(r.w, p.rows, p.cols));
+        weights_both_ways += r.w.operand_bytes(p.rows, p.cols) + r.w.operand_bytes(p.cols, p.rows);
+    }
 
     return {
         {Work::GemmScratch, "GEMM scratch", ALWAYS, 32 << 20},
@@ -322,10 +324,10 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Losses, "losses", ALWAYS, N * 4},
         {Work::NormStatistics, "norms' statistics", ALWAYS, N * 8},
         {Work::RopeTable, "sines and cosines", ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
-        {Work::Scales, "per-tensor scales", ALWAYS, (parameter_rows + 8 * c.L) * 16},
+        {Work::Scales, "per-tensor scales", ALWAYS, (parameter_rows + 12 * c.L) * 16},
         {Work::Segments, "table of parameters", ALWAYS, parameter_rows * 128},
         {Work::Results, "results", ALWAYS, 16 << 10},
-        {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? 2 * w * linear : 0},
+        {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? weights_both_ways : 0},
         {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
         // Without recomputation prompts and evaluation still need them.
         {Work::Operand, "operand x", FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
@@ -333,15 +335,15 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
         {Work::Qkv, "q, k, v of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
         {Work::AttentionOutput, "attention's output, of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
-        {Work::Up, "feed-forward input", FORWARD_UP, groups ? std::min(N, UP_TOKENS) * U * stream : 0},
+        {Work::Up, "feed-forward input", FORWARD_UP, groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * stream : 0},
         {Work::Branch, "a branch's output or its gradient",
          FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
         {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
         {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
         {Work::HeadGradient, "head's gradient in FP32", HEAD, head_sum_apart(r.stream, N) ? V * C * 4 : 0},
-        {Work::Gradient, "operand g", codes_phases, codes_phases ? N * std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U}) * g : 0},
+        {Work::Gradient, "operand g", codes_phases, codes_phases ? gradient(std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U})) : 0},
         {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD,
-         fp8 ? N * std::max(U, QKV) * g : 0},
+         fp8 ? gradient(std::max({C, U, QKV})) : 0},
         {Work::HiddenGradient, "gradient of the activation", DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
         {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
          dqkv_in_place ? 0 : N * QKV * stream},
@@ -424,11 +426,12 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
         for (const Param& p : params) places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
     layout.moments = {first, memory.end() - first};
+    const int64_t copies = s.optimizer.granularity == PER_TENSOR ? 2 : 1;  // of a whole tensor's maximum: until all is encoded with the new one, the old one decodes
     for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
             const int64_t scales = s.optimizer.scales(format, params[i].size());
-            if (scales) (*places)[i].max = memory.take(scales * 4).offset;
+            if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
             if (s.optimizer.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
         }
     layout.scales = {layout.moments.offset + layout.moments.bytes, memory.end() - layout.moments.offset - layout.moments.bytes};
@@ -449,6 +452,12 @@ std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
 int64_t gpu_positions(const Setup& s) { return std::max(s.T, std::min(round_up(s.T, 16), s.config.max_T)); }
 int64_t gpu_tokens(const Setup& s) { return std::max(s.B * s.T, gpu_positions(s)); }
 
+namespace {
+
+std::string version_text(int number, int major) { return std::to_string(number / major) + "." + std::to_string(number % major); }
+
+}  // namespace
+
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     Recipe changed = r;
     if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
@@ -456,22 +465,27 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 }
 
 std::string why_not(const OptimizerFormat& o) {
-    std::string what;
-    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}})
-        if (format == Format::F16) what = std::string(flag) + info(format).name;
-    if (o.granularity == PER_TENSOR) what = std::string("--optimizer ") + o.name;
-    return what.empty() ? "" : what + " is told by the CPU reference alone so far; use --device cpu, or another optimizer or format.";
+    const bool whole = o.granularity == PER_TENSOR;
+    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
+        if (format == Format::F16 && !whole)
+            return std::string(flag) + info(format).name + " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
+        if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
+            return "--optimizer " + std::string(o.name) + " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
+    }
+    return "";
 }
 
-std::string why_not(const Recipe& r) {
-    const bool per_tensor = r.x.granularity == PER_TENSOR && r.w.granularity == PER_TENSOR && r.g.granularity == PER_TENSOR;
-    if (per_tensor && r.scaling == Scaling::JustInTime) return "";
-    return "--recipe " + std::string(r.name) + " is told by the CPU reference alone so far; use --device cpu, or another recipe.";
+std::string why_not(const Recipe& r, int capability) {
+    for (const Quant& q : {r.x, r.w, r.g})
+        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
+            return "--recipe " + std::string(r.name) + " multiplies " + q.text() + ", which GPUs of compute capability 9.0 alone do, and this one has " +
+                   version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+    return "";
 }
 
 std::string why_not(const GpuFound& found) {
-    auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
-    const std::string capability = std::to_string(found.capability / 10) + "." + std::to_string(found.capability % 10);
+    auto version = [](int v) { return version_text(v / 10, 100); };
+    const std::string capability = version_text(found.capability, 10);
     if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
     if (found.driver_too_old)
         return "the NVIDIA driver knows CUDA " + version(found.driver) + " and this program needs " + version(found.runtime) +
@@ -493,11 +507,11 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     layout.weights = memory.take(elements * stream);
     layout.remainder = memory.take(s.recipe.stream == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
-    layout.delayed = memory.take(scaling_bytes(s));
+    layout.delayed = memory.take(s.recipe.scaling == Scaling::Delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
     const int64_t N = layout.tokens = gpu_tokens(s);
     for (const SavedTensor& t : saved_per_layer(s)) {
-        layout.saved_codes.push_back({layout.layer_bytes, t.quant.bytes(N, t.cols)});
-        layout.layer_bytes += round_up(t.quant.bytes(N, t.cols), GPU_ALIGNMENT);
+        layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
+        layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
     const int64_t saved = s.config.L * layout.layer_bytes;
     if (s.keep_gradients) {

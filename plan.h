@@ -90,7 +90,8 @@ struct GpuFacts {
 
 struct GpuLayout {
     int64_t tokens;                  // of a micro-batch, or of a prompt
-    Place weights, remainder, moments, scales, delayed, saved, final_norm_input;
+    Place weights, remainder, moments, scales, saved, final_norm_input;
+    Place delayed;                   // histories of delayed scaling, by operand and linear layer; their scales are among Work::Scales
     Place work[static_cast<int>(Work::Count)];
     std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one unit's lie where another's have been
     std::vector<MomentPlace> m, v;   // by parameter
@@ -121,9 +122,11 @@ inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
 // The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
 inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
-// Moments that no kernel holds yet, scales that no kernel makes yet: one sentence with the cure; empty where the GPU has them.
+// Moments that no kernel holds, scales that a GPU's products do not know: one sentence with the cure; empty where it has them. A capability of
+// 90 is 9.0.
+inline constexpr int HOPPER_CAPABILITY = 90, FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
 std::string why_not(const OptimizerFormat& o);
-std::string why_not(const Recipe& r);
+std::string why_not(const Recipe& r, int capability = HOPPER_CAPABILITY);
 
 // What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
 struct GpuFound {
@@ -131,11 +134,10 @@ struct GpuFound {
     bool driver_too_old;     // for this runtime
     std::string error;       // of starting CUDA, if any
     int gpus;
-    int capability;          // 90: 9.0
+    int capability;
     bool kernels_fit;        // this program has code for it
 };
 std::string why_not(const GpuFound& found);
-inline constexpr int FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);

@@ -124,6 +124,46 @@ void check_quantized(const Tensor& out, const Floats& x, int64_t rows, int64_t c
     CHECK(same_codes(q.format, out.transposed.read(), transposed(expected.codes, rows, cols)));
 }
 
+// An operand whose scales are of rows, vectors or squares: both ways, each with scales of its own.
+struct BlockOperand {
+    Quant quant;
+    int64_t rows, cols;
+    Buffer<uint8_t> codes, transposed_codes;
+    Buffer<float> scales, transposed_scales;
+    Buffer<TensorScale> slot;
+
+    BlockOperand(int64_t rows, int64_t cols, Quant q)
+        : quant(q), rows(rows), cols(cols), codes(rows * cols), transposed_codes(rows * cols), scales(q.operand_scales(rows, cols)),
+          transposed_scales(q.operand_scales(cols, rows)), slot(1) {
+        slot.zero();
+    }
+    Operand operand() const { return {{codes.get(), scales.get(), rows, cols, quant}, transposed_codes.get(), transposed_scales.get(), slot.get()}; }
+    bool intact() const { return codes.intact() && transposed_codes.intact() && scales.intact() && transposed_scales.intact() && slot.intact(); }
+};
+const Quant BLOCK_OUTPUTS[] = {Q_ROW, Q_VECTOR, Q_BLOCK, {Format::E5M2, PER_ROW}, {Format::E5M2, PER_VECTOR}, {Format::E5M2, PER_BLOCK}};
+
+Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
+    Floats t(x.size());
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
+    return t;
+}
+
+// The reference's quantization of x, one way, against codes and against scales where cuBLAS wants them.
+void check_way(const Floats& x, int64_t rows, int64_t cols, Quant q, const Bytes& codes, const Floats& scales) {
+    const reference::Quantized expected = reference::quantize(x.data(), rows, cols, q);
+    CHECK(same_codes(q.format, codes, expected.codes));
+    const Floats laid_out = scales_for_products(expected);
+    CHECK(same_bytes(scales, laid_out));
+}
+void check_blocks(const BlockOperand& out, const Floats& x) {
+    CHECK(out.intact());
+    check_way(x, out.rows, out.cols, out.quant, out.codes.read(), out.scales.read());
+    check_way(transposed(x, out.rows, out.cols), out.cols, out.rows, out.quant, out.transposed_codes.read(), out.transposed_scales.read());
+    const float amax = out.slot.read()[0].amax, wanted = reference::amax(x.data(), out.rows * out.cols);
+    CHECK((amax == wanted || (!std::isfinite(amax) && !std::isfinite(wanted))));
+}
+
 // The two steps above for one rule: FP32 values against `expected`; amax, FP8 codes, transposes, rounding to BF16 and column sums
 // against those values.
 void check_computed(const Computed& x, const Doubles& expected, const Doubles& bound) {
@@ -151,6 +191,35 @@ void check_computed(const Computed& x, const Doubles& expected, const Doubles& b
         operand.view.codes = nullptr;
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(same_bytes(only_transposed.transposed.read(), out.transposed.read()));
+    }
+    for (Quant q : BLOCK_OUTPUTS) {
+        CAPTURE(q.text());
+        const BlockOperand out(rows, cols, q), lying(rows, cols, q), turned(rows, cols, q);
+        gpu::quantize(x, out.operand(), nullptr, 0);
+        check_blocks(out, values);
+        Operand one = lying.operand(), other = turned.operand();
+        one.transposed = one.transposed_scales = nullptr;
+        other.view.codes = other.view.scales = nullptr;
+        gpu::quantize(x, one, nullptr, 0);
+        gpu::quantize(x, other, nullptr, 0);
+        CHECK(same_bytes(lying.codes.read(), out.codes.read()));
+        CHECK(same_bytes(lying.scales.read(), out.scales.read()));
+        CHECK(same_bytes(turned.transposed_codes.read(), out.transposed_codes.read()));
+        CHECK(same_bytes(turned.transposed_scales.read(), out.transposed_scales.read()));
+    }
+    for (Quant q : FP8_OUTPUTS) {  // with a delayed scale, beyond which some numbers saturate
+        Tensor out(rows, cols, q);
+        const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
+        succeeded(cudaMemcpy(&out.slot()->scale, &scale, sizeof scale, cudaMemcpyHostToDevice));
+        Operand operand = out.operand();
+        operand.slot = out.slot(), operand.delayed = true;
+        gpu::quantize(x, operand, nullptr, 0);
+        const reference::Quantized wanted = reference::quantize(values.data(), rows, cols, q, nullptr, &scale);
+        CHECK(same_codes(q.format, out.codes.read(), wanted.codes));
+        CHECK(same_codes(q.format, out.transposed.read(), transposed(wanted.codes, rows, cols)));
+        CHECK(out.scale() == scale);
+        CHECK(out.amax() == reference::amax(values.data(), rows * cols));
+        CHECK(out.intact());
     }
     for (Format rounding : {Format::F32, Format::BF16}) {
         const Floats before(cols, 0.5f);
@@ -197,6 +266,12 @@ GPU_TEST_CASE("quantizers and their transposes equal the reference byte for byte
                     CHECK(same_bytes(half.values(), rounded(Format::BF16, out.values())));
                     CHECK(back.intact());
                 }
+                for (Quant q : BLOCK_OUTPUTS) {
+                    CAPTURE(q.text());
+                    const BlockOperand out(s.rows, s.cols, q);
+                    gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+                    check_blocks(out, x);
+                }
             }
 }
 
@@ -226,6 +301,17 @@ GPU_TEST_CASE("NaN and infinity reach the amax and a tensor's scale stays 1; a g
             gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
             check_quantized(out, x, 200, 160, q);
             if (q.granularity == PER_TENSOR) CHECK(!std::isfinite(out.amax()));
+        }
+    for (float bad : {INFINITY, -INFINITY, NAN})
+        for (Quant q : BLOCK_OUTPUTS) {
+            CAPTURE(q.text());
+            Floats x = normals(rng, Format::BF16, 200 * 160);
+            x[rng.below(200 * 160)] = bad;
+            const Tensor in(x, 200, 160, Q_BF16);
+            const BlockOperand out(200, 160, q);
+            gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+            check_blocks(out, x);
+            CHECK(!std::isfinite(out.slot.read()[0].amax));
         }
 }
 
@@ -282,6 +368,80 @@ GPU_TEST_CASE("quantization errors are counted as in the reference") {
         CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));  // sums of 81600 doubles in another order
         CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
     }
+    // Of scales by blocks each way counts that has scales of its own; beyond a delayed scale numbers saturate.
+    std::vector<std::pair<Quant, bool>> others;
+    for (Quant q : BLOCK_OUTPUTS) others.push_back({q, false});
+    for (Quant q : FP8_OUTPUTS) others.push_back({q, true});
+    for (const std::pair<Quant, bool>& row : others) {
+        const Quant q = row.first;
+        const bool delayed = row.second;
+        CAPTURE(q.text());
+        const Floats x = heavy(rng, Format::BF16, 300 * 272);
+        const Tensor in(x, 300, 272, Q_BF16);
+        Buffer<QuantStats> stats(1);
+        stats.zero();
+        QuantStats expected;
+        if (delayed) {
+            Tensor out(300, 272, q);
+            const float scale = reference::scale_of(q, reference::amax(x.data(), 300 * 272) / 3);
+            succeeded(cudaMemcpy(&out.slot()->scale, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            Operand operand = out.operand();
+            operand.slot = out.slot(), operand.delayed = true;
+            gpu::quantize(gpu::stored(in.view()), operand, stats.get(), 0);
+            reference::quantize(x.data(), 300, 272, q, &expected, &scale);
+            CHECK(expected.saturated > 0);
+        } else {
+            const BlockOperand out(300, 272, q);
+            gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
+            reference::quantize(x.data(), 300, 272, q, &expected);
+            if (!q.granularity.same_both_ways()) reference::quantize(transposed(x, 300, 272).data(), 272, 300, q, &expected);
+        }
+        const QuantStats got = stats.read()[0];
+        CHECK(got.elements == expected.elements);
+        CHECK(got.saturated == expected.saturated);
+        CHECK(got.flushed == expected.flushed);
+        CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));
+        CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
+    }
+}
+
+GPU_TEST_CASE("delayed scales follow the amaxes of the steps before, as in the reference") {
+    FRESH_RANDOM(rng);
+    constexpr int64_t SLOTS = 5;
+    for (int length : {1, 3, 256, 257, 1024})
+        for (const auto& [format, margin] : {std::pair{Format::E4M3, 0}, std::pair{Format::E5M2, 2}}) {
+            CAPTURE(length);
+            std::vector<reference::DelayedScale> wanted(SLOTS);
+            std::vector<TensorScale> slots(SLOTS);
+            Floats histories;
+            for (int64_t i = 0; i < SLOTS; i++) {
+                wanted[i].history.assign(length, 0.0f);
+                for (float& amax : wanted[i].history) amax = rng.below(3) ? static_cast<float>(std::exp(3 * rng.normal())) : 0.0f;
+                if (i == 0) wanted[i].history.assign(length, 0.0f);  // no step yet
+                histories.insert(histories.end(), wanted[i].history.begin(), wanted[i].history.end());
+                slots[i].scale = wanted[i].scale = static_cast<float>(rng.uniform());
+            }
+            Buffer<float> device_histories(histories);
+            Buffer<TensorScale> device_slots(slots);
+            Buffer<gpu::GradientState> state(1);
+            for (const bool skipped : {false, true, false, false}) {
+                slots = device_slots.read();
+                for (int64_t i = 0; i < SLOTS; i++)  // of the first: nothing, and then a number whose power of two overflows
+                    slots[i].amax = wanted[i].amax = i == 0 ? 0.0f : i == 1 ? 3e38f : static_cast<float>(std::exp(3 * rng.normal()));
+                device_slots.write(slots);
+                state.write({gpu::GradientState{1, 1, 1, 0, skipped}});
+                gpu::end_delayed_step(device_slots.get(), SLOTS, device_histories.get(), length, margin, format, state.get(), 0);
+                const auto got = device_slots.read();
+                const Floats got_histories = device_histories.read();
+                for (int64_t i = 0; i < SLOTS; i++) {
+                    if (!skipped) wanted[i].end_step(format, margin);
+                    CHECK(got[i].scale == wanted[i].scale);
+                    CHECK(std::equal(wanted[i].history.begin(), wanted[i].history.end(), got_histories.begin() + i * length));
+                }
+            }
+            CHECK(device_histories.intact());
+            CHECK(device_slots.intact());
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -712,25 +872,37 @@ struct DeviceMoment {
     Buffer<uint8_t> codes;
     Buffer<float> max, k;
     Format format;
-    bool expand;
+    bool expand, whole;  // one scale a tensor: there is room for the next maximum
     DeviceMoment(const reference::Moment& m, int64_t padded)
-        : codes(padded * info(m.format).bytes), max(static_cast<int64_t>(m.max.size())), k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand) {
+        : codes(padded * info(m.format).bytes), max(static_cast<int64_t>(m.max.size()) * (m.granularity == PER_TENSOR ? 2 : 1)),
+          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand), whole(m.granularity == PER_TENSOR) {
         codes.zero();
         codes.write(m.codes);
         max.write(m.max);
         k.write(m.k);
     }
     gpu::MomentView view() const { return {codes.get(), max.get(), expand ? k.get() : nullptr, format}; }
+    Floats maxima() const {  // that decode what there is
+        Floats values = max.read();
+        if (whole && !values.empty()) values.resize(1);
+        return values;
+    }
+    int64_t group(int64_t n) const { return whole ? n : MOMENT_GROUP; }  // elements that share a scale
     bool intact() const { return codes.intact() && max.intact() && k.intact(); }
 };
 
+int code_at(Format f, const Bytes& codes, int64_t i) { return f == Format::F16 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i]; }
+int sign_of(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
+int encode_any(Format f, float x) { return f == Format::F16 ? reference::to_f16(x) : reference::encode(f, x); }
+double decode_any(Format f, int code) { return f == Format::F16 ? reference::from_f16(static_cast<uint16_t>(code)) : reference::decode(f, static_cast<uint8_t>(code)); }
+
 // The new state of one moment and what it should hold: `exact` +- `error` before it is rounded to its format.
-void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second) {
+void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second, bool keep_positive) {
     const int64_t n = static_cast<int64_t>(exact.size());
     const Bytes codes = d.codes.read();
     CHECK(d.intact());
     for (size_t i = n * info(d.format).bytes; i < codes.size(); i++) REQUIRE(codes[i] == 0);  // padding
-    if (!is_fp8(d.format)) {
+    if (!is_scaled(d.format)) {
         Floats got(n);
         Doubles bound = error;
         for (int64_t i = 0; i < n; i++) {
@@ -741,11 +913,12 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
         }
         return check_close(got, exact, bound);
     }
-    const Floats max = d.max.read(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
+    const Floats max = d.maxima(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
     const double fmax = info(d.format).max, range = std::log2(fmax / info(d.format).min);
+    const int sign = sign_of(d.format);
     int64_t bad_max = 0, bad_k = 0, bad_codes = 0, vanished = 0;
     for (int64_t g = 0; g < static_cast<int64_t>(max.size()); g++) {
-        const int64_t first = g * MOMENT_GROUP, last = std::min<int64_t>(n, first + MOMENT_GROUP);
+        const int64_t first = g * d.group(n), last = std::min<int64_t>(n, first + d.group(n));
         double top = 0, top_error = 0, low = INFINITY, low_error = 0;
         for (int64_t i = first; i < last; i++) {
             const double a = std::abs(exact[i]);
@@ -755,7 +928,7 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
         }
         bad_max += !(std::abs(max[g] - top) <= top_error);
         if (max[g] == 0) {
-            for (int64_t i = first; i < last; i++) bad_codes += codes[i] != 0;
+            for (int64_t i = first; i < last; i++) bad_codes += code_at(d.format, codes, i) != 0;
             bad_k += k[g] != 1;
             continue;
         }
@@ -772,13 +945,13 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
         const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
         for (int64_t i = first; i < last; i++) {
             auto encoded = [&](double a, double with) {
-                return reference::encode(d.format, static_cast<float>(std::min(fmax, fmax * std::pow(std::max(0.0, a) / max[g], double(k[g])) * with)));
+                return encode_any(d.format, static_cast<float>(std::min(fmax, fmax * std::pow(std::max(0.0, a) / max[g], double(k[g])) * with)));
             };
-            const int a = codes[i] & 0x7F, lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error), highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
-            const bool kept = second && exact[i] > 0 && a == 1 && lowest == 0;
+            const int code = code_at(d.format, codes, i), a = code & (sign - 1), lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error), highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
+            const bool kept = second && keep_positive && exact[i] > 0 && a == 1 && lowest == 0;
             bad_codes += !kept && (a < lowest || a > highest);
-            bad_codes += std::abs(exact[i]) > error[i] && a > 0 && (codes[i] & 0x80) != (exact[i] < 0 ? 0x80 : 0);
-            vanished += second && exact[i] - error[i] > 0 && a == 0;
+            bad_codes += std::abs(exact[i]) > error[i] && a > 0 && (code & sign) != (exact[i] < 0 ? sign : 0);
+            vanished += second && keep_positive && exact[i] - error[i] > 0 && a == 0;
         }
     }
     CHECK(bad_max == 0);
@@ -792,15 +965,15 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
 void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& error) {
     Floats held(n);
     x.resize(n), error.assign(n, 0.0);
-    if (!is_fp8(m.format)) {
+    if (!is_scaled(m.format)) {
         m.load(0, n, held.data());
         x = doubles(held);
         return;
     }
     const double fmax = info(m.format).max, range = std::log2(fmax / info(m.format).min);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t g = i / MOMENT_GROUP;
-        const double k = m.expand ? m.k[g] : 1, code = reference::decode(m.format, m.codes[i]);
+        const int64_t g = m.granularity == PER_TENSOR ? 0 : i / MOMENT_GROUP;
+        const double k = m.expand ? m.k[g] : 1, code = decode_any(m.format, code_at(m.format, m.codes, i));
         x[i] = code == 0 || m.max[g] == 0 ? 0.0 : std::copysign(m.max[g] * std::pow(std::abs(code) / fmax, 1 / k), code);
         error[i] = std::abs(x[i]) * (m.expand ? range / k * 0x1p-21 + 0x1p-20 : 8 * U) + (x[i] != 0 ? 0x1p-147 : 0);
     }
@@ -809,8 +982,12 @@ void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& 
 const OptimizerFormat OPTIMIZERS[] = {
     {"coat", Format::E4M3, Format::E4M3, true, ""},  {"fp8", Format::E4M3, Format::E4M3, false, ""}, {"m, e5m2", Format::E4M3, Format::E5M2, true, ""},
     {"e5m2, m", Format::E5M2, Format::E4M3, false, ""}, {"e5m2", Format::E5M2, Format::E5M2, true, ""}, {"bf16", Format::BF16, Format::BF16, false, ""},
+    {"fp8lm", Format::E4M3, Format::F16, false, "", PER_TENSOR, false}, {"whole e5m2, e4m3", Format::E5M2, Format::E4M3, false, "", PER_TENSOR, false},
+    {"whole fp16, fp32", Format::F16, Format::F32, false, "", PER_TENSOR, false}, {"whole bf16, fp16", Format::BF16, Format::F16, false, "", PER_TENSOR, false},
     {"fp32", Format::F32, Format::F32, false, ""},   {"fp32, e4m3", Format::F32, Format::E4M3, true, ""}, {"e4m3, bf16", Format::E4M3, Format::BF16, true, ""},
 };
+
+const OptimizerFormat& FP8LM = OPTIMIZERS[6];
 
 struct AdamRun {
     static constexpr uint64_t ROUNDING = 0x123456789ABCDEF;
@@ -826,8 +1003,8 @@ struct AdamRun {
         for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
             HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
             if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // a gain
-            p.m.init(p.m_format, o.expand, size);
-            p.v.init(p.v_format, o.expand, size);
+            p.m.init(p.m_format, o.expand, size, o.granularity);
+            p.v.init(p.v_format, o.expand, size, o.granularity);
             if (old_state) {
                 Floats m(size), v(size);
                 for (int64_t i = 0; i < size; i++) {
@@ -835,8 +1012,10 @@ struct AdamRun {
                     m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
                     if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;  // rows of tokens that never came
                 }
+                p.m.fit_tensor(size, m.data());
+                p.v.fit_tensor(size, v.data());
                 p.m.store(0, size, m.data(), false);
-                p.v.store(0, size, v.data(), true);
+                p.v.store(0, size, v.data(), o.keep_positive);
             }
             total += p.padded();
             params.push_back(std::move(p));
@@ -913,9 +1092,10 @@ void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, in
 
 GPU_TEST_CASE("AdamW in several launches has the bits of one") {
     FRESH_RANDOM(rng);
-    for (bool has_master : {true, false}) {
-        AdamRun run(rng, Format::BF16, OPTIMIZERS[0], distributions()[0], true);
+    for (const auto& [o, has_master] : {std::pair{OPTIMIZERS[0], true}, std::pair{OPTIMIZERS[0], false}, std::pair{FP8LM, true}, std::pair{FP8LM, false}}) {
+        AdamRun run(rng, Format::BF16, o, distributions()[0], true);
         run.has_master = has_master;
+        CAPTURE(run.optimizer.name);
         const AdamRun::Result whole = run.step({3, 1e-3f}, 0.25f, false);
         run.cuts = {2, 3, 8};
         const AdamRun::Result parts = run.step({3, 1e-3f}, 0.25f, false);
@@ -923,6 +1103,8 @@ GPU_TEST_CASE("AdamW in several launches has the bits of one") {
         for (size_t i = 0; i < run.params.size(); i++) {
             CHECK(same_bytes(whole.m[i]->codes.read(), parts.m[i]->codes.read()));
             CHECK(same_bytes(whole.v[i]->codes.read(), parts.v[i]->codes.read()));
+            CHECK(same_bytes(whole.m[i]->maxima(), parts.m[i]->maxima()));
+            CHECK(same_bytes(whole.v[i]->maxima(), parts.v[i]->maxima()));
             CHECK(whole.amax[i].amax == parts.amax[i].amax);
         }
     }
@@ -976,8 +1158,8 @@ GPU_TEST_CASE("AdamW in every format of moments: weights, moments, codes, amax")
                     else check_stochastic(got, w, ew, p.offset);
                     for (int64_t e = p.size; e < p.padded(); e++) REQUIRE(r.master[p.offset + e] == 0);
                     CHECK(r.amax[i].amax == top);
-                    check_moment(*r.m[i], m, em, false);
-                    check_moment(*r.v[i], v, ev, true);
+                    check_moment(*r.m[i], m, em, false, false);
+                    check_moment(*r.v[i], v, ev, true, o.keep_positive);
                     CHECK(same_bytes(r.m[i]->codes.read(), again.m[i]->codes.read()));
                     CHECK(same_bytes(r.v[i]->codes.read(), again.v[i]->codes.read()));
                 }
@@ -990,7 +1172,7 @@ GPU_TEST_CASE("AdamW in every format of moments: weights, moments, codes, amax")
 GPU_TEST_CASE("FP8 moments have the reference's codes") {
     FRESH_RANDOM(rng);
     for (const OptimizerFormat& o : OPTIMIZERS) {
-        if (!is_fp8(o.m) && !is_fp8(o.v)) continue;
+        if (!is_scaled(o.m) && !is_scaled(o.v)) continue;
         for (const Distribution& d : distributions()) {
             if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares are no numbers
             CAPTURE(o.name);
@@ -1006,12 +1188,13 @@ GPU_TEST_CASE("FP8 moments have the reference's codes") {
                 for (int64_t e = 0; e < p.size; e++) square[e] = g[e] * g[e];
                 for (bool second : {false, true}) {
                     const DeviceMoment& got = second ? *r.v[i] : *r.m[i];
-                    if (!is_fp8(got.format)) continue;
+                    if (!is_scaled(got.format)) continue;
                     reference::Moment expected;
-                    expected.init(got.format, o.expand, p.size);
-                    expected.store(0, p.size, second ? square.data() : g, second);
+                    expected.init(got.format, o.expand, p.size, o.granularity);
+                    expected.fit_tensor(p.size, second ? square.data() : g);
+                    expected.store(0, p.size, second ? square.data() : g, second && o.keep_positive);
                     const Bytes codes = got.codes.read();
-                    const Floats max = got.max.read(), k = o.expand ? got.k.read() : Floats(max.size(), 1.0f);
+                    const Floats max = got.maxima(), k = o.expand ? got.k.read() : Floats(max.size(), 1.0f);
                     CHECK(same_bytes(max, expected.max));
                     for (size_t group = 0; group < max.size(); group++) {
                         groups++;
@@ -1024,11 +1207,13 @@ GPU_TEST_CASE("FP8 moments have the reference's codes") {
                         // The reference subtracts two logarithms, each rounded to u of its size.
                         const double size = max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
                         const double error = o.expand ? k[group] * (4 * U * size + 0x1p-20) + 0x1p-18 : 0;
-                        for (int64_t e = group * MOMENT_GROUP; e < std::min<int64_t>(p.size, (group + 1) * MOMENT_GROUP); e++) {
+                        const int64_t shared = got.group(p.size), first = static_cast<int64_t>(group) * shared;
+                        for (int64_t e = first; e < std::min(p.size, first + shared); e++) {
+                            const int code = code_at(got.format, codes, e), wanted = code_at(got.format, expected.codes, e);
                             elements++;
                             allowed += 32 * error;
-                            differ += codes[e] != expected.codes[e];
-                            far += std::abs(codes[e] - expected.codes[e]) > 1;
+                            differ += code != wanted;
+                            far += std::abs(code - wanted) > 1;
                         }
                     }
                 }
@@ -1044,8 +1229,9 @@ GPU_TEST_CASE("FP8 moments have the reference's codes") {
 
 GPU_TEST_CASE("a skipped step changes nothing and still leaves the weights' amax") {
     FRESH_RANDOM(rng);
-    for (Format stream : {Format::BF16, Format::F32}) {
-        const AdamRun run(rng, stream, OPTIMIZERS[0], distributions()[0], true);
+    for (const auto& [stream, o] : {std::pair{Format::BF16, OPTIMIZERS[0]}, std::pair{Format::F32, OPTIMIZERS[0]}, std::pair{Format::BF16, FP8LM}}) {
+        const AdamRun run(rng, stream, o, distributions()[0], true);
+        CAPTURE(run.optimizer.name);
         const AdamRun::Result r = run.step({3, 1e-3f}, 1.0f, true);
         CHECK(same_bytes(r.master, run.master));
         for (size_t i = 0; i < run.params.size(); i++) {
@@ -1054,7 +1240,7 @@ GPU_TEST_CASE("a skipped step changes nothing and still leaves the weights' amax
             m.resize(p.m.codes.size()), v.resize(p.v.codes.size());
             CHECK(same_bytes(m, p.m.codes));
             CHECK(same_bytes(v, p.v.codes));
-            CHECK(same_bytes(r.m[i]->max.read(), p.m.max));
+            CHECK(same_bytes(r.m[i]->maxima(), p.m.max));
             float top = 0;
             for (int64_t e = 0; e < p.size; e++) {
                 uint16_t weight;
@@ -1069,7 +1255,8 @@ GPU_TEST_CASE("a skipped step changes nothing and still leaves the weights' amax
 
 GPU_TEST_CASE("what encoding the moments loses is measured as in the reference") {
     FRESH_RANDOM(rng);
-    for (const OptimizerFormat& o : {OPTIMIZERS[0], OPTIMIZERS[1]}) {
+    for (const OptimizerFormat& o : {OPTIMIZERS[0], OPTIMIZERS[1], FP8LM}) {
+        CAPTURE(o.name);
         const AdamRun run(rng, Format::BF16, o, distributions()[0], true);
         const HostParam& p = run.params.back();
         const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
@@ -1083,8 +1270,10 @@ GPU_TEST_CASE("what encoding the moments loses is measured as in the reference")
         p.v.load(0, p.size, hv.data());
         reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), p.size, &run.gradient[p.offset], unused.data(), hm.data(), hv.data());
         reference::Moment after_m = p.m, after_v = p.v;
+        after_m.fit_tensor(p.size, hm.data());
+        after_v.fit_tensor(p.size, hv.data());
         after_m.store(0, p.size, hm.data(), false, &expected[0]);
-        after_v.store(0, p.size, hv.data(), true, &expected[1]);
+        after_v.store(0, p.size, hv.data(), o.keep_positive, &expected[1]);
         const auto got = stats.read();
         for (int i : {0, 1}) {
             CHECK(got[i].elements == expected[i].elements);
@@ -1093,6 +1282,7 @@ GPU_TEST_CASE("what encoding the moments loses is measured as in the reference")
             // A code that differs adds or takes away a step's error: 50000 elements, at most a few in a thousand. A k that differs, 2% of a group.
             CHECK(got[i].noise == doctest::Approx(expected[i].noise).epsilon(0.02));
         }
-        CHECK(same_bytes(m.max.read(), p.m.max));
+        CHECK(same_bytes(m.maxima(), p.m.max));
+        CHECK(same_bytes(v.maxima(), p.v.max));
     }
 }

@@ -482,22 +482,28 @@ TEST_CASE("plan: the memory plan holds exactly the state that the vocabulary nam
 }
 
 TEST_CASE("plan: moments that no kernel holds are refused for the GPU, with the cure, and the others are not") {
-    for (const OptimizerFormat& optimizer : optimizers())
-        CHECK(why_not(optimizer).empty() == (std::string(optimizer.name) != "fp8lm"));
-    CHECK(why_not(find_row(optimizers(), "fp8lm", "")) ==
-          "--optimizer fp8lm is told by the CPU reference alone so far; use --device cpu, or another optimizer or format.");
+    for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_not(optimizer).empty());
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
-    CHECK(why_not(mixed).find("--v-format fp16 is told by the CPU reference alone so far; use --device cpu") == 0);
+    CHECK(why_not(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
+    OptimizerFormat whole = find_row(optimizers(), "fp8lm", "");
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
+        whole.m = whole.v = f;
+        CHECK(why_not(whole).empty());
+    }
+    whole.expand = true;
+    CHECK(why_not(whole).find("--optimizer fp8lm expands") == 0);
 }
 
-TEST_CASE("plan: a recipe that no kernel runs is refused for the GPU, with the cure, by its columns") {
+TEST_CASE("plan: scales that a GPU's products do not know are refused there, with the cure; Hopper's know all, and one without FP8 products wants none") {
     for (const Recipe& r : recipes()) {
         const std::string name = r.name;
-        CHECK(why_not(r).empty() == (name != "te" && name != "rowwise" && name != "deepseek"));
-        if (why_not(r).empty()) continue;
-        CHECK(why_not(r) == "--recipe " + name + " is told by the CPU reference alone so far; use --device cpu, or another recipe.");
+        CHECK(why_not(r).empty());
+        for (int capability : {89, 100, 120}) CHECK(why_not(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
+        CHECK(why_not(recipe_on_gpu(r, false), 80).empty());
     }
+    CHECK(why_not(find_row(recipes(), "rowwise", ""), 89) ==
+          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
 }
 
 TEST_CASE("plan: a recipe whose products Hopper cannot do is refused in one sentence with the cure") {

@@ -32,7 +32,7 @@ Json row(const Setup& s, const std::string& name, double unit) {
     std::map<std::string, double> columns;
     double total = 0;
     for (const SavedTensor& t : saved_per_layer(s)) {
-        const double share = static_cast<double>(t.quant.bytes(tokens, t.cols)) / unit;
+        const double share = static_cast<double>(t.bytes(tokens)) / unit;
         columns[column(t.which)] += share, total += share;
         tensors.push_back({{"name", t.name}, {"format", t.quant.text()}, {"U", share}});
     }
