@@ -3,7 +3,7 @@ import math
 
 from plot_bench import REST, bar, text
 from plot_loss import COLORS, spread, ticks
-from tables import GRANULARITIES, PAPER_FIGURE_4B, PAPER_TABLE_2
+from tables import GRANULARITIES, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, PAPER_TABLE_6, RECIPES
 
 DARK, LIGHT = "#1a202c", "#718096"
 
@@ -173,5 +173,95 @@ def timing(result):
     return picture(930, 550 + 76 * len(rows), parts)
 
 
+def bars(title, legend, rows, unit):
+    """Stacked bars: rows of (words, [values], whether they are ours), one color a value."""
+    left, top = 400, 70
+    most = max(sum(values) for _, values, _ in rows)
+    parts = [text(24, 30, title, 14, "start", DARK, "bold")]
+    for i, (name, color) in enumerate(legend):
+        parts += [bar(left + 170 * i, 44, 10, 10, color), text(left + 170 * i + 14, 53, name, 11.5)]
+    for row, (words, values, ours) in enumerate(rows):
+        x, y = left, top + 21 * row
+        parts.append(text(left - 8, y + 12, words, 11.5, "end", DARK if ours else LIGHT))
+        for (_, color), value in zip(legend, values):
+            parts.append(bar(x, y, 420 * value / most, 15, color if ours else REST))
+            x += 420 * value / most + 1
+        parts.append(text(x + 6, y + 12, f"{sum(values):,.{2 if most < 1000 else 0}f} {unit}", 11.5, "start", DARK if ours else LIGHT, "bold"))
+    return picture(980, top + 14 + 21 * len(rows), parts)
+
+
+def layer(result):
+    rows = []
+    for (hidden, seq), paper in PAPER_TABLE_6.items():
+        rows += [(f"paper: {recipe}, hidden size {hidden}, 4 x {seq}", list(values[:2]), False) for recipe, values in paper.items()]
+        found = sorted((r for r in result["rows"].values() if (r["hidden"], r["seq"]) == (hidden, seq)), key=lambda r: RECIPES.index(r["recipe"]))
+        rows += [(f"ours: {r['recipe']}, hidden size {hidden}, 4 x {seq}", [r["forward_ms"], r["backward_ms"]], True) for r in found]
+    return bars("One layer, ms", [("forward", COLORS[0]), ("backward", COLORS[1])], rows, "ms")
+
+
+def models(result):
+    rows = sorted(result["rows"].values(), key=lambda r: (r["model"], r["batch"], r["tokens_per_second"]))
+    return bars("Whole models on one card, microseconds a token", [("less is faster", COLORS[0])],
+                [(f"{r['model']}, {r['way']}, {r['batch']} x 2048", [1e6 / r["tokens_per_second"]], True) for r in rows], "us")
+
+
+def means(values, width):
+    """(middle, mean) of neighbours, `width` at a time; what was skipped is left out."""
+    for first in range(0, len(values) - width + 1, width):
+        some = [v for v in values[first:first + width] if v is not None]
+        if some:
+            yield first + width / 2, sum(some) / len(some)
+
+
+def convergence(result):
+    rows = result["rows"]
+    steps = max(len(row["train"]) for row in rows.values())
+    millions = 65536e-6  # tokens a step
+    shown = {name: row for name, row in rows.items() if "seed" not in name}
+    colors = dict(zip(shown, COLORS * len(shown)))
+    ends = [row["validation"][-1][1] for row in shown.values()]
+    late = [loss for row in shown.values() for step, loss in row["validation"] if step >= steps // 5]
+    low, high = min(late + ends) - 0.02, max(late + ends) + 0.02
+    last = steps * millions
+    left = Panel(66, 70, 400, 380, (last / 5, last), (low, high), "Validation loss, nats a token", "GPT-2 124M; from a fifth of the run on")
+    left.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 5, last, 5)], ticks(low, high, 7))
+    for name, row in shown.items():
+        left.line([(step * millions, loss) for step, loss in row["validation"] if step >= steps // 5], colors[name])
+    left.names([(row["validation"][-1][1], f"{name} {row['validation'][-1][1]:.3f}", colors[name]) for name, row in shown.items()])
+    parts, base = left.parts, rows.get("bf16")
+    width = max(1, steps // 60)
+    gaps = {}
+    for name, row in rows.items():
+        if base and name != "bf16" and "seed" not in name:
+            pairs = [None if None in pair else pair[0] - pair[1] for pair in zip(row["train"], base["train"])]
+            gaps[name] = [(step * millions, value) for step, value in means(pairs, width) if step >= steps / 10]
+    if gaps and all(gaps.values()):
+        values = [value for points in gaps.values() for _, value in points] + [0, PAPER_GAP["coat"]]
+        low, high = min(values) - 0.002, max(values) + 0.002
+        right = Panel(720, 70, 400, 380, (last / 10, last), (low, high), "Training loss less that of bf16, same seed and data",
+                      f"means of {width} steps; dashes: the paper's {PAPER_GAP['coat']:+.3f}")
+        right.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 10, last, 5)], ticks(low, high, 7))
+        right.line([(last / 10, PAPER_GAP["coat"]), (last, PAPER_GAP["coat"])], LIGHT, "5 4")
+        right.line([(last / 10, 0), (last, 0)], DARK, "1 0")
+        for name, points in gaps.items():
+            right.line(points, colors[name])
+        right.names([(points[-1][1], name, colors[name]) for name, points in gaps.items()])
+        parts = parts + right.parts
+    return picture(1330, 510, parts)
+
+
+def finetune(result):
+    rows = result["rows"]
+    points = [point for row in rows.values() for point in row["validation"]]
+    low, high, last = min(loss for _, loss in points) - 0.05, max(loss for _, loss in points) + 0.05, max(step for step, _ in points)
+    panel = Panel(66, 70, 520, 330, (0, last), (low, high), "Fine-tuning: validation loss, nats a token", "trained in one recipe, then in another")
+    panel.axes("step", [(x, f"{x:g}") for x in ticks(0, last, 5)], ticks(low, high, 6))
+    for (name, row), color in zip(rows.items(), COLORS):
+        panel.line(row["validation"], color)
+    panel.names([(row["validation"][-1][1], f"{name} {row['validation'][-1][1]:.4f}", color) for (name, row), color in zip(rows.items(), COLORS)])
+    return picture(820, 460, panel.parts)
+
+
 def figure(name, result):
-    return {"moments": moments, "activations": activations, "memory": memory, "timing": timing}[name.split("-")[0]](result)
+    return {"moments": moments, "activations": activations, "memory": memory, "timing": timing, "layer": layer, "models": models,
+            "convergence": convergence, "finetune": finetune}[name.split("-")[0]](result)

@@ -1,10 +1,18 @@
 """The tables of dev/RESULTS.md, from what dev/evidence/run.py measured: the paper's row beside ours. No tables are kept by hand."""
 import re
+import statistics
 
 WAYS = ["E4M3", "E4M3 + expansion", "E5M2", "E5M2 + expansion"]
 PAPER_TABLE_1 = [[20.10, 18.08, 25.65, 18.16], [15.13, 12.31, 21.96, 12.43], [37.02, 35.96, 40.30, 36.00], [17.79, 15.48, 23.84, 15.57]]
 PAPER_TABLE_2 = [("paper: BF16", 4, 8, 2, 3, 5.66, 22.66), ("paper: TE", 2, 8, 2, 3, 3.33, 18.33), ("paper: COAT", 1, 4, 2, 3, 3.33, 13.33)]
 PAPER_FIGURE_4B = {(11008, 16384): (1.37, 0.10), (11008, 8192): (0.89, 0.08), (4096, 16384): (0.55, 0.07), (4096, 8192): (0.32, 0.06)}
+PAPER_TABLE_6 = {  # hidden size and tokens: forward ms, backward ms, MB
+    (2048, 2048): {"bf16": (3.36, 8.47, 1457), "te": (2.96, 5.32, 1210), "coat": (2.88, 5.16, 883)},
+    (2048, 4096): {"bf16": (6.88, 17.24, 2914), "te": (5.94, 11.29, 2420), "coat": (5.89, 10.82, 1766)},
+    (4096, 2048): {"bf16": (7.77, 18.78, 2914), "te": (6.19, 11.79, 2420), "coat": (5.89, 10.96, 1766)},
+    (4096, 4096): {"bf16": (16.37, 38.43, 5828), "te": (12.66, 24.58, 4840), "coat": (12.16, 23.44, 3533)}}
+PAPER_GAP = {"coat": 0.013, "te": 0.006}  # nats of training loss above BF16, OLMo-1B after 22 billion tokens
+RECIPES = ["bf16", "te", "colossal", "rowwise", "deepseek", "coat"]
 GRANULARITIES = ["per tensor", "1x16", "1x128", "4x4"]
 
 
@@ -138,15 +146,153 @@ def products(results):
     return origin(result, "timing") + table(["TFLOP/s, all three sides", *sizes, "faster than bf16"], rows)
 
 
+def layer(results):
+    result = results.get("layer")
+    if not result:
+        return []
+    found = {(r["hidden"], r["seq"], r["recipe"]): r for r in result["rows"].values()}
+    rows = []
+    for (hidden, seq), paper in PAPER_TABLE_6.items():
+        base, theirs = found.get((hidden, seq, "bf16")), sum(paper["bf16"][:2])
+        for recipe in RECIPES:
+            cells = [f"{hidden}, {seq}", recipe]
+            if recipe in paper:
+                forward, backward, mb = paper[recipe]
+                cells += [f"{forward:.2f} + {backward:.2f} = {forward + backward:.2f} (x {theirs / (forward + backward):.2f})", mb]
+            else:
+                cells += ["", ""]
+            r = found.get((hidden, seq, recipe))
+            if not r:
+                rows.append([*cells, "not run yet", *[""] * 3])
+                continue
+            both = r["forward_ms"] + r["backward_ms"]
+            times = f" (x {(base['forward_ms'] + base['backward_ms']) / both:.2f})" if base else ""
+            less = f" (x {base['saved_bytes'] / r['saved_bytes']:.2f})" if base else ""
+            rows.append([*cells, f"{r['forward_ms']:.2f} + {r['backward_ms']:.2f} = {both:.2f}{times}", f"{r['once_a_step_ms']:.2f}",
+                         f"{r['saved_bytes'] / 1e6:,.0f}{less}", f"{r['saved_bytes_by_the_driver'] / 1e6:,.0f}"])
+    head = ["hidden size, tokens", "recipe", "paper: forward + backward, ms", "paper: MB", "ours: forward + backward, ms", "ours: once a step, ms",
+            "ours: MB by the plan", "by the driver"]
+    return origin(result, "layer") + table(head, rows)
+
+
+def models(results):
+    result = results.get("models")
+    if not result:
+        return []
+    found = list(result["rows"].values())
+    lines = origin(result, "models")
+    for model in sorted({r["model"] for r in found}, key=lambda name: next(r["batch"] for r in found if r["model"] == name), reverse=True):
+        ways = list(dict.fromkeys(r["way"] for r in found if r["model"] == model))
+        batches = {way: sorted(r["batch"] for r in found if r["model"] == model and r["way"] == way) for way in ways}
+        common = statistics.mode(batch for of_way in batches.values() for batch in of_way)
+        of = {(r["way"], r["batch"]): r for r in found if r["model"] == model}
+        slowest, longest = of.get(("bf16", common)), of.get(("bf16", max(batches.get("bf16", [0]))))
+        rows = []
+        for way in ways:
+            at, most = of.get((way, common)), of[way, batches[way][-1]]
+            cells = [way]
+            if at:
+                faster = f" (x {at['tokens_per_second'] / slowest['tokens_per_second']:.2f})" if slowest else ""
+                cells += [f"{at['tokens_per_second']:,.0f}{faster}", f"{at['mib']:,} ({at['mib'] * 2**20 / 1e9:.1f} GB)"]
+            else:
+                cells += ["not run yet", ""]
+            if most["batch"] != common:
+                faster = f" (x {most['tokens_per_second'] / longest['tokens_per_second']:.2f})" if longest else ""
+                cells += [most["batch"], f"{most['tokens_per_second']:,.0f}{faster}", f"{1e6 / most['tokens_per_second']:.2f}", f"{most['mib']:,}"]
+            else:
+                cells += ["not run yet", "", "", ""]
+            rows.append(cells)
+        if model == "llama-2-7b":
+            rows += [["paper, an H100 of 80 GB: BF16 and TE, 1 x 2048", "", "out of memory", "none", "", "", ""],
+                     ["paper, an H100 of 80 GB: COAT, 1 x 2048", "5,906", "79.3 GB", 1, "5,906", f"{1e6 / 5906:.0f}", ""]]
+        lines += table([f"{model}, {common} x 2048 tokens", "tokens/s", "most memory in use, MiB", "largest batch", "tokens/s there", "us a token",
+                        "memory, MiB"], rows)
+    return lines
+
+
+def losses(row):
+    return row["validation"][-1][1]
+
+
+def seeds_of_bf16(rows):
+    return [losses(row) for name, row in rows.items() if name.split(",")[0] == "bf16"]
+
+
+def gap(rows, name):
+    """Mean difference of training losses from BF16's of the same seed, over the last tenth of the steps, and its standard error."""
+    seed = ", seed" + name.split(", seed")[1] if ", seed" in name else ""
+    base = rows.get("bf16" + seed)
+    if not base or name.startswith("bf16"):
+        return None
+    last = len(base["train"]) // 10
+    pairs = zip(rows[name]["train"][-last:], base["train"][-last:])
+    differences = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+
+
+ABOVE = 0.03  # nats above the mean of BF16's last losses, which every recipe worth its name reaches before its last step
+
+
+def seconds_to(row, target):
+    """Until the validation loss, straight between two of its points, falls to the target; at the run's median step."""
+    for (step, loss), (later, lower) in zip(row["validation"], row["validation"][1:]):
+        if loss > target >= lower:
+            return (step + (later - step) * (loss - target) / (loss - lower)) * row["ms"] / 1000
+    return None
+
+
+def convergence(results):
+    result = results.get("convergence")
+    if not result:
+        return []
+    rows = result["rows"]
+    text = result["text"]
+    tokens = 65536 * max(len(row["train"]) for row in rows.values())
+    lines = origin(result, "convergence", f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} "
+                   f"million tokens of a BPE of 16,384 to train on, so that {tokens / 1e6:,.0f} million are {tokens / text['train_tokens']:.1f} passes, "
+                   f"and {text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says. ")
+    seeds = seeds_of_bf16(rows)
+    mean = statistics.mean(seeds) if seeds else None
+    if len(seeds) > 1:
+        lines += [f"`bf16` over {len(seeds)} seeds: {min(seeds):.4f} to {max(seeds):.4f}, mean {mean:.4f}, standard deviation "
+                  f"{statistics.stdev(seeds):.4f}.", ""]
+    target = mean + ABOVE if seeds else None
+    cells = []
+    for name, row in rows.items():
+        apart, reached = gap(rows, name), seconds_to(row, target) if target else None
+        published = PAPER_GAP.get(name)
+        cells.append([name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}" if mean else "",
+                      f"{apart[0]:+.4f} ({apart[1]:.4f})" if apart else "", f"{published:+.3f}" if published else "",
+                      f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib'] or 0:,}"])
+    head = ["run", "flags", "validation loss", "less the mean of `bf16`",
+            "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
+            f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
+    return lines + table(head, cells)
+
+
+def finetune(results):
+    result = results.get("finetune")
+    if not result:
+        return []
+    text = result["text"]
+    lines = origin(result, "finetune", f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million "
+                   f"tokens of the same vocabulary. `./train --model CHECKPOINT --recipe RECIPE {result['shared']}`. ")
+    rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}", f"{statistics.mean(row['train'][-40:]):.4f}"]
+            for name, row in result["rows"].items()]
+    return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)
+
+
 TABLES = {"ranges": (ranges, "moments"), "moment errors": (moment_errors, "moments"), "activations": (activations, "activations"),
-          "amax": (amax_times, "timing"), "memory": (memory, "memory"), "products": (products, "timing")}
+          "amax": (amax_times, "timing"), "memory": (memory, "memory"), "products": (products, "timing"), "layer": (layer, "layer"),
+          "models": (models, "models"), "convergence": (convergence, "convergence"), "finetune": (finetune, "finetune")}
+ON_A_GPU = {"timing", "layer", "models", "convergence", "finetune"}
 
 
 def fill(text, results):
     """The page with every <!-- NAME --> ... <!-- end --> renewed."""
     def one(match):
         make, part = TABLES[match.group(1)]
-        where = " on a machine with a GPU." if part == "timing" else "."
+        where = " on a machine with a GPU." if part in ON_A_GPU else "."
         lines = make(results) or [f"Not run yet: `python3 dev/evidence/run.py {part}`{where}", ""]
         return f"<!-- {match.group(1)} -->\n" + "\n".join(lines) + "<!-- end -->"
     return re.sub(r"<!-- (" + "|".join(TABLES) + r") -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)

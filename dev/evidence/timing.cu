@@ -137,10 +137,11 @@ double taken(const Setup& setup) {
 Json saved_memory() {
     constexpr int64_t B = 4, T = 2048;
     Json rows = Json::array();
-    for (const Recipe& recipe : recipes())
+    for (const char* name : {"bf16", "te", "coat"})  // the paper's three; the others' linear layers save what te's do
         for (const bool recompute : {false, true})
             for (const bool groups : {false, true}) {
-                if (recipe.stream == Format::F32 || !why_not(recipe).empty() || (groups && !recipe.nonlinear.fp8())) continue;
+                const Recipe& recipe = find_row(recipes(), name, "--recipe");
+                if (groups && !recipe.nonlinear.fp8()) continue;
                 Setup setup{find_row(models(), "llama-2-7b", "--model"), recipe, find_row(optimizers(), "coat", "--optimizer"), B, T, 2};
                 setup.recompute = recompute;
                 if (groups) setup.recipe.attention = Q_GROUP;
@@ -148,10 +149,14 @@ Json saved_memory() {
                     setup.config.L = layers, setup.B = sequences;
                     return taken(setup);
                 };
-                f(1, B);  // the first model of all also pays for loading kernels
-                const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B), unit = 2.0 * static_cast<double>(B * T * setup.config.C);
-                rows.push_back({{"name", std::string(recipe.name) + (groups ? ", q, k, v and output in groups" : "")}, {"recompute", recompute},
-                                {"bytes", bytes}, {"total", bytes / unit}});
+                try {
+                    f(1, B), f(1, 2 * B);  // the first model with a shape also pays for loading kernels
+                    const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B), unit = 2.0 * static_cast<double>(B * T * setup.config.C);
+                    rows.push_back({{"name", std::string(name) + (groups ? ", q, k, v and output in groups" : "")}, {"recompute", recompute},
+                                    {"bytes", bytes}, {"total", bytes / unit}});
+                } catch (const Error& refusal) {  // a recipe that this GPU has no kernels for: its place in the table says that it was not run
+                    std::cerr << name << ": " << refusal.what() << "\n";
+                }
             }
     return rows;
 }

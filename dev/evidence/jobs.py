@@ -1,0 +1,171 @@
+"""What the evidence of whole training runs stands on: a queue of jobs over GPUs that keeps every result as it comes, and a run of ./train."""
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+
+import runs
+
+ROOT, RESULTS = runs.ROOT, runs.RESULTS
+BUILD = os.path.join(ROOT, "build", "evidence")
+STARTED = time.monotonic()
+HOST = "host"  # the place of a job that needs no GPU
+_files = threading.Lock()
+
+
+def passed():
+    return time.monotonic() - STARTED
+
+
+def say(words):
+    print(f"[{passed():4.0f} s] {words}", flush=True)
+
+
+class Job:
+    """Work for one place. `seconds` is what it is thought to take: it is not begun where less is left, and its runs end when the time does.
+    act(gpu, left) says in a few words what came of it, or raises Failed; left() are the seconds that there are still."""
+
+    def __init__(self, name, seconds, act, needs=(), place=None):
+        self.name, self.seconds, self.act, self.needs, self.place = name, seconds, act, set(needs), place
+
+
+class Failed(Exception):
+    """A run that gave no result: its own sentence, or why it was ended."""
+
+
+def work_off(jobs, gpus, seconds):
+    """Every GPU, and the host, takes the first job that fits into the time left and whose needs are met. True if none failed or was left."""
+    waiting, done, failed, running = list(jobs), set(), set(), set()
+    changed = threading.Condition()
+    end = time.monotonic() + seconds
+
+    def left():
+        return end - time.monotonic()
+
+    def choose(place):
+        """A job, or None: whether there may be one later is asked again when another has ended."""
+        for job in waiting:
+            if (job.place == HOST) == (place == HOST) and job.seconds <= left() and job.needs <= done:
+                waiting.remove(job)
+                running.add(job.name)
+                return job
+        return None
+
+    def promised(place):  # a job for this place may still become possible
+        return any((job.place == HOST) == (place == HOST) and job.seconds <= left() and job.needs <= done | running | {j.name for j in waiting}
+                   for job in waiting) and bool(running)
+
+    def serve(place):
+        while True:
+            with changed:
+                job = choose(place)
+                while job is None and promised(place):
+                    changed.wait(1)
+                    job = choose(place)
+            if job is None:
+                return
+            begun = time.monotonic()
+            try:
+                said, into = job.act(None if place == HOST else place, left), done
+            except Failed as failure:
+                said, into = f"FAILED: {failure}", failed
+            with changed:
+                running.discard(job.name)
+                into.add(job.name)
+                changed.notify_all()
+            say(f"{place if place == HOST else 'GPU ' + place}, {time.monotonic() - begun:.0f} s: {job.name}: {said}")
+
+    threads = [threading.Thread(target=serve, args=(place,)) for place in [*gpus, HOST]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if waiting:
+        say("left for another time: " + ", ".join(job.name for job in waiting))
+    return not waiting and not failed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results: dev/results/evidence-PART.json with a row for each name. Another call adds to it, and finds there what need not run again.
+
+
+def load(part):
+    try:
+        with open(os.path.join(RESULTS, f"evidence-{part}.json"), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {"commands": [f"python3 dev/evidence/run.py {part}"], "trained_at": None, "rows": {}}
+
+
+def keep(part, name, row, **also):
+    """Adds a row and writes the file whole."""
+    with _files:
+        report = load(part)
+        report["rows"][name] = dict(row, commit=runs.commit())
+        report.update(also, where=card(), commit=", ".join(sorted({r["commit"] for r in report["rows"].values()})))
+        write(part, report)
+
+
+def write(name, report):
+    for folder in filter(None, (RESULTS, os.environ.get("OUT"))):  # OUT: where what is left of this machine is gathered
+        path = os.path.join(folder, f"evidence-{name}.json")
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
+            json.dump(report, file)
+            file.write("\n")
+        os.replace(path + ".tmp", path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs on one GPU
+
+
+@functools.lru_cache
+def card():
+    if not shutil.which("nvidia-smi"):
+        return "the CPU"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+
+
+def on_gpu(command, gpu, seconds, **more):
+    """Its standard output. `gpu` None: whatever the program chooses."""
+    environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID", **more)
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    try:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=max(1, seconds))
+    except subprocess.TimeoutExpired:
+        raise Failed(f"ended after {seconds:.0f} s, when the time was over") from None
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"exit {ended.returncode}"]
+        raise Failed(lines[-1])
+    return ended.stdout
+
+
+def train(name, flags, gpu, seconds):
+    """./train to its end: what its log and the driver say of the run."""
+    log = os.path.join(BUILD, name.replace(", ", "-").replace(" ", "-").replace("/", "-") + ".jsonl")
+    os.makedirs(BUILD, exist_ok=True)
+    watch = None
+    if gpu is not None:
+        watch = runs.MemoryWatch(gpu)
+        watch.start()
+    out = [] if "--out" in flags.split() else ["--out", ""]
+    try:
+        on_gpu(["./train", *flags.split(), *out, "--log", log], gpu, seconds)
+    finally:
+        if watch:
+            watch.done = True
+            watch.join()
+    with open(log, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    steps = [line for line in lines if line["kind"] == "step"]
+    timed = steps[1:] or steps  # the first warms caches
+    return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed), "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed),
+            "mib": watch.most if watch else None, "skipped": sum(s["skipped"] for s in steps),
+            "train": [None if s["loss"] is None else round(s["loss"], 4) for s in steps],
+            "validation": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "validation"]}

@@ -1,0 +1,167 @@
+"""The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, and fine-tuning. Each is a list of jobs."""
+import array
+import glob
+import json
+import os
+import re
+
+import corpus
+import jobs
+import runs
+
+TEXT = "build/evidence/text"
+CARRIED = os.path.join(jobs.ROOT, "build", "evidence-text")  # where a packed text is looked for before one is made
+
+
+def text():
+    """The token files, and what about.json says of them."""
+    folder = os.path.join(jobs.ROOT, TEXT)
+    if not os.path.isfile(os.path.join(folder, "about.json")):
+        packed = os.environ.get("COAT_TEXT", CARRIED)
+        jobs.say("unpacking the text" if os.path.isdir(packed) else "making the text; this takes minutes")
+        if os.path.isdir(packed):
+            corpus.unpack(packed, folder)
+        else:
+            corpus.make(folder)
+    with open(os.path.join(folder, "about.json"), encoding="utf-8") as file:
+        return json.load(file)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convergence: 0.2 billion tokens in steps of 64 x 1024. The data's order is the seed's alone, so that runs of one seed can be compared step by step.
+
+STEPS = 3052
+CONVERGENCE = (f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
+               f"--eval-every {STEPS // 20} --sample-every 0")
+RUNS = [  # most wanted first
+    ("bf16", "--recipe bf16"), ("coat", "--recipe coat"), ("te", "--recipe te"), ("rowwise", "--recipe rowwise"),
+    ("deepseek", "--recipe deepseek"), ("colossal", "--recipe colossal"), ("bf16, seed 2", "--recipe bf16 --seed 2"),
+    ("bf16, seed 3", "--recipe bf16 --seed 3"), ("optimizer only", "--recipe bf16 --optimizer coat"),
+    ("activations only", "--recipe coat --optimizer fp32"), ("without expansion", "--recipe coat --optimizer fp8"),
+    ("coat, seed 2", "--recipe coat --seed 2"), ("coat, seed 3", "--recipe coat --seed 3"),
+    ("optimizer only, E4M3 and E5M2", "--recipe bf16 --optimizer coat --v-format e5m2"), ("optimizer only, fp8lm", "--recipe bf16 --optimizer fp8lm"),
+]
+SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
+RUN_SECONDS = 400  # of the slowest; bf16 wants about 375 on an H200
+
+
+def has_ended(name):
+    """A run in the results need not run again, unless its checkpoint is wanted and is not here."""
+    return name in jobs.load("convergence")["rows"]
+
+
+def checkpoint(folder):
+    """The newest checkpoint in a folder, or None."""
+    return max(glob.glob(os.path.join(folder, "step-*")), default=None)
+
+
+def converge(name, flags):
+    def act(gpu, left):
+        flags_here = f"{CONVERGENCE} {flags}" + (f" --out {SAVED[name]}" if name in SAVED else "")
+        row = jobs.train(f"convergence {name}", flags_here, gpu, left())
+        jobs.keep("convergence", name, dict(row, flags=flags), text=text()["python"], shared=CONVERGENCE)
+        return f"validation {row['validation'][-1][1]:.4f}, {row['tokens_per_second']:,.0f} tok/s"
+    return act
+
+
+def convergence(only, wanted_checkpoints):
+    wanted = []
+    for name, flags in RUNS:
+        saved = name in SAVED and checkpoint(os.path.join(jobs.ROOT, SAVED[name]))
+        if (not only or name in only) and (not has_ended(name) or (name in wanted_checkpoints and not saved)):
+            wanted.append(jobs.Job(name, RUN_SECONDS, converge(name, flags)))
+    return wanted
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fine-tuning: from the weights that two of those runs ended with, on another text, in both recipes
+
+FINETUNE = (f"--data {TEXT}/headers/train.bin,{TEXT}/headers/val.bin --batch 32 --seq 1024 --steps 400 --lr 1e-4 --warmup 40 --eval-every 100 "
+            "--sample-every 0")
+FINETUNE_SECONDS = 60
+
+
+def finetune_one(start, recipe):
+    def act(gpu, left):
+        weights = checkpoint(os.path.join(jobs.ROOT, SAVED[start]))
+        if not weights:
+            raise jobs.Failed(f"there is no checkpoint in {SAVED[start]}")
+        row = jobs.train(f"finetune {start} {recipe}", f"--model {os.path.relpath(weights, jobs.ROOT)} --recipe {recipe} {FINETUNE}", gpu, left())
+        jobs.keep("finetune", f"{start}, then {recipe}", row, text=text()["headers"], shared=FINETUNE)
+        return f"validation {row['validation'][0][1]:.4f} -> {row['validation'][-1][1]:.4f}"
+    return act
+
+
+def finetune(running):
+    """`running`: names of runs that this call makes first."""
+    return [jobs.Job(f"fine-tuning of {start} in {recipe}", FINETUNE_SECONDS, finetune_one(start, recipe), {start} & running)
+            for start in SAVED for recipe in ("coat", "bf16") if f"{start}, then {recipe}" not in jobs.load("finetune")["rows"]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole models: every recipe at a batch that all can hold, and at the largest that each can. A model's runs stay on one card, in turn.
+
+MODELS = {"tinyllama-1.1b": (16, 200), "llama-2-7b": (8, 330)}  # the common batch, and the seconds that all of a model's runs want
+SEQUENCE = 2048
+WAYS = [("bf16", "--recipe bf16"), ("te", "--recipe te"), ("colossal", "--recipe colossal"), ("rowwise", "--recipe rowwise"),
+        ("deepseek", "--recipe deepseek"), ("coat", "--recipe coat"), ("bf16, moments too", "--recipe bf16 --optimizer bf16"),
+        ("coat, leanest", f"--recipe coat {runs.LEAN}")]
+SHORT = f"--seq {SEQUENCE} --steps 12 --warmup 12 --lr 1e-4 --eval-every 0 --sample-every 0"
+
+
+def few_held_out(batch):
+    """A file with one batch of held-out tokens, since validation is not what is measured."""
+    path = os.path.join(jobs.ROOT, TEXT, f"val-{batch}.bin")
+    with open(os.path.join(jobs.ROOT, TEXT, "val.bin"), "rb") as file:
+        header = array.array("i", file.read(corpus.HEADER))
+        count = min(header[2], batch * SEQUENCE + 1)
+        header[2] = count
+        tokens = file.read(2 * count)
+    with open(path, "wb") as file:
+        file.write(header.tobytes() + tokens)
+    return os.path.relpath(path, jobs.ROOT)
+
+
+def short_run(model, way, flags, batch, gpu, left):
+    name = f"{model}, {way}, {batch}"
+    known = jobs.load("models")["rows"]
+    if name in known:
+        return known[name]
+    data = f"{TEXT}/train.bin,{few_held_out(batch)}"
+    row = jobs.train(f"models {name}", f"--model {model} {flags} --batch {batch} --data {data} {SHORT}", gpu, left())
+    row = {"model": model, "way": way, "batch": batch, **{key: row[key] for key in ("flags", "ms", "tokens_per_second", "mib", "train")}}
+    jobs.keep("models", name, row)
+    jobs.say(f"  {name}: {row['tokens_per_second']:,.0f} tok/s, {row['mib']} MiB")
+    return row
+
+
+def largest_batch(model, flags, gpu, left):
+    """./train refuses a batch that is too large and says which is not; it does so before it allocates anything."""
+    data = f"{TEXT}/train.bin,{few_held_out(1)}"
+    try:
+        jobs.on_gpu(["./train", *f"--model {model} {flags} --batch 4096 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
+    except jobs.Failed as refusal:
+        found = re.search(r"the largest --batch that fits is (\d+)", str(refusal))
+        if found:
+            return int(found.group(1))
+        raise
+    raise jobs.Failed("a batch of 4096 fits, so that the largest is not known")
+
+
+def model_runs(model, common):
+    def act(gpu, left):
+        refused = []
+        for batch_of in (lambda *_: common, largest_batch):
+            for way, flags in WAYS:
+                try:
+                    short_run(model, way, flags, batch_of(model, flags, gpu, left), gpu, left)
+                except jobs.Failed as failure:
+                    refused.append(f"{way}: {failure}")
+        if refused:
+            raise jobs.Failed("; ".join(dict.fromkeys(refused)))
+        return "all runs"
+    return act
+
+
+def models():
+    return [jobs.Job(model, seconds, model_runs(model, common)) for model, (common, seconds) in MODELS.items()]
