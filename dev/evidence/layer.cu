@@ -1,6 +1,6 @@
 // layer.cu - forward pass, backward pass and memory of one layer (paper table 6), in every recipe that runs here.
 //
-//   build/evidence_layer [HIDDENxSEQ ...] > layer.json      default: 2048x2048 2048x4096 4096x2048 4096x4096; 4 sequences each
+//   build/evidence_layer [HIDDENxSEQ[xBATCH] ...] > layer.json      default: 2048x2048 2048x4096 4096x2048 4096x4096; 4 sequences each
 //
 // A layer is a fourth of what a model of 5 layers takes beyond one of 1: embedding, head, loss and the host's part cancel. The layers are
 // Llama-2-7B's, narrower where the hidden size is smaller. Times are medians by the host's clock, of calls that end when the GPU is done, on random
@@ -11,6 +11,8 @@
 // Memory is what is saved for backward: by the plan, and by what the driver gives away for a layer less what the plan says the rest of it takes.
 #include <algorithm>
 #include <chrono>
+#include <cinttypes>
+#include <cstdio>
 #include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -24,11 +26,11 @@ namespace {
 using namespace coat;
 using Json = nlohmann::ordered_json;
 
-constexpr int64_t BATCH = 4, SHALLOW = 1, DEEP = 5;
+constexpr int64_t SHALLOW = 1, DEEP = 5;
 constexpr int REPEATS = 11;
 
 struct Shape {
-    int64_t hidden, seq;
+    int64_t hidden, seq, batch = 4;
 };
 
 Setup setup_of(const Shape& shape, const Recipe& recipe, int64_t layers, int64_t micro_batches) {
@@ -36,7 +38,7 @@ Setup setup_of(const Shape& shape, const Recipe& recipe, int64_t layers, int64_t
     const int64_t head_size = c.HS();
     c.F = c.F * shape.hidden / c.C;
     c.C = shape.hidden, c.L = layers, c.NH = c.NKV = shape.hidden / head_size, c.max_T = std::max(c.max_T, shape.seq);
-    return {c, recipe, find_row(optimizers(), recipe.optimizer, "--optimizer"), BATCH, shape.seq, micro_batches};
+    return {c, recipe, find_row(optimizers(), recipe.optimizer, "--optimizer"), shape.batch, shape.seq, micro_batches};
 }
 
 double median_ms(const std::function<void()>& call) {
@@ -96,18 +98,17 @@ Json row(const Shape& shape, const Recipe& recipe) {
     const double micro_batch = three.step - two.step;
     const Setup s = setup_of(shape, recipe, DEEP, 3);
     const double saved = saved_bytes_per_token_and_layer(s) * static_cast<double>(s.B * s.T);
-    return {{"hidden", shape.hidden}, {"seq", shape.seq}, {"batch", BATCH}, {"recipe", recipe.name}, {"forward_ms", two.forward},
+    return {{"hidden", shape.hidden}, {"seq", shape.seq}, {"batch", shape.batch}, {"recipe", recipe.name}, {"forward_ms", two.forward},
             {"backward_ms", micro_batch - two.forward}, {"once_a_step_ms", two.step - 2 * micro_batch}, {"saved_bytes", saved},
             {"saved_bytes_by_the_driver", saved + three.bytes - planned_bytes(shape, recipe, 3)}};
 }
 
 Shape shape_named(const std::string& text) {
-    const size_t x = text.find('x');
-    try {
-        if (x != std::string::npos) return {std::stoll(text.substr(0, x)), std::stoll(text.substr(x + 1))};
-    } catch (const std::exception&) {
-    }
-    throw Error(text + " is no shape; write HIDDENxSEQ, as in 4096x2048.");
+    Shape shape{0, 0};
+    char rest = 0;
+    const int found = std::sscanf(text.c_str(), "%" SCNd64 "x%" SCNd64 "x%" SCNd64 "%c", &shape.hidden, &shape.seq, &shape.batch, &rest);
+    if (found == 2 || found == 3) return shape;
+    throw Error(text + " is no shape; write HIDDENxSEQ or HIDDENxSEQxBATCH, as in 4096x2048.");
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ HELD_OUT = {"llama-tiny": 64, "gpt2": 2}  # sequences that `activations` takes
 PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"], "memory": ["build/evidence_memory"],
             "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"], "convergence": ["train"],
             "finetune": ["train"], "page": []}
-SHAPES = ["4096x4096", "4096x2048", "2048x4096", "2048x2048"]  # hidden size and tokens of a sequence; the longest first
+SHAPES = ["4096x2048x8", "4096x4096", "4096x2048", "2048x4096", "2048x2048"]  # hidden size, tokens of a sequence, sequences if not four
 
 
 def train_tiny():

@@ -150,18 +150,18 @@ def layer(results):
     result = results.get("layer")
     if not result:
         return []
-    found = {(r["hidden"], r["seq"], r["recipe"]): r for r in result["rows"].values()}
+    found = {(r["hidden"], r["seq"], r["batch"], r["recipe"]): r for r in result["rows"].values()}
     rows = []
-    for (hidden, seq), paper in PAPER_TABLE_6.items():
-        base, theirs = found.get((hidden, seq, "bf16")), sum(paper["bf16"][:2])
+    for (hidden, seq, batch), paper in [((*shape, 4), paper) for shape, paper in PAPER_TABLE_6.items()] + [((4096, 2048, 8), {})]:
+        base, theirs = found.get((hidden, seq, batch, "bf16")), sum(paper["bf16"][:2]) if paper else 0
         for recipe in RECIPES:
-            cells = [f"{hidden}, {seq}", recipe]
+            cells = [f"{hidden}, {batch} x {seq}", recipe]
             if recipe in paper:
                 forward, backward, mb = paper[recipe]
                 cells += [f"{forward:.2f} + {backward:.2f} = {forward + backward:.2f} (x {theirs / (forward + backward):.2f})", mb]
             else:
                 cells += ["", ""]
-            r = found.get((hidden, seq, recipe))
+            r = found.get((hidden, seq, batch, recipe))
             if not r:
                 rows.append([*cells, "not run yet", *[""] * 3])
                 continue
@@ -170,7 +170,7 @@ def layer(results):
             less = f" (x {base['saved_bytes'] / r['saved_bytes']:.2f})" if base else ""
             rows.append([*cells, f"{r['forward_ms']:.2f} + {r['backward_ms']:.2f} = {both:.2f}{times}", f"{r['once_a_step_ms']:.2f}",
                          f"{r['saved_bytes'] / 1e6:,.0f}{less}", f"{r['saved_bytes_by_the_driver'] / 1e6:,.0f}"])
-    head = ["hidden size, tokens", "recipe", "paper: forward + backward, ms", "paper: MB", "ours: forward + backward, ms", "ours: once a step, ms",
+    head = ["hidden size, sequences", "recipe", "paper: forward + backward, ms", "paper: MB", "ours: forward + backward, ms", "ours: once a step, ms",
             "ours: MB by the plan", "by the driver"]
     return origin(result, "layer") + table(head, rows)
 
