@@ -806,8 +806,7 @@ __device__ void raise_by_half_warp(float* slot, uint32_t top, bool live) {
     if (live) raise(slot, top);
 }
 
-// Pass one where scales are of blocks: their amaxes, in the places of their scales. For the transpose a thread has 8 rows of 8 columns, and a tile all
-// rows of its columns' blocks.
+// Pass one where scales are of blocks: their amaxes, in the places of their scales. For the transpose a tile has 128 rows of its columns, a thread 8.
 template <class Source>
 __global__ void __launch_bounds__(TILE_THREADS, 2) block_amaxes_kernel(Source x, int64_t rows, ScaleGrid lying, ScaleGrid turned) {
     constexpr int PLANES = Source::PLANES;
@@ -1142,7 +1141,8 @@ ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t c
     float* const p = static_cast<float*>(scales);
     const int64_t wide = transposed ? cols : rows, deep = transposed ? rows : cols;
     const int deep_shift = g == PER_ROW ? ALL : SQUARE, wide_shift = g == PER_BLOCK ? SQUARE : 0;
-    const int64_t along_deep = g == PER_ROW ? 0 : g == PER_VECTOR ? wide : 1, along_wide = g == PER_BLOCK ? round_up(ceil_div(deep, 1 << SQUARE), 4) : 1;
+    const int64_t along_deep = g == PER_ROW ? 0 : g == PER_VECTOR ? wide : 1;
+    const int64_t along_wide = g == PER_BLOCK ? round_up(ceil_div(deep, 1 << SQUARE), 4) : 1;
     if (transposed) return {p, deep_shift, wide_shift, along_deep, along_wide};
     return {p, wide_shift, deep_shift, along_wide, along_deep};
 }
@@ -1284,8 +1284,8 @@ namespace {
 
 // A block has one operand's history. It moves up by one from the end on, so that what is read has not been written yet.
 constexpr int HISTORY_THREADS = 256;
-__global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(TensorScale* slots, float* histories, int length, int margin, float fp8_max,
-                                                                           const GradientState* state) {
+__global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(TensorScale* slots, float* histories, int length, int margin,
+                                                                           float fp8_max, const GradientState* state) {
     __shared__ uint32_t most;
     if (state->skipped) return;
     TensorScale& slot = slots[blockIdx.x];
@@ -1309,7 +1309,8 @@ __global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(Tenso
 
 }  // namespace
 
-void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state, cudaStream_t s) {
+void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state,
+                      cudaStream_t s) {
     if (n == 0) return;
     end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(slots, histories, length, margin, info(fp8).max, state);
     CHECK_LAUNCH("end_delayed_step");
@@ -2483,8 +2484,8 @@ void launch_adamw(const AdamArguments& a, cudaStream_t s) {
     CHECK_LAUNCH("adamw");
 }
 
-// One scale a tensor (FP8-LM): all new moments have to be known before the first is encoded. So they are computed twice: once for their maxima, which go
-// to max[1] while max[0] still decodes, and again to be encoded. Formats are told apart as the kernel runs.
+// One scale a tensor (FP8-LM): all new moments have to be known before the first is encoded. So they are computed twice: once for their maxima,
+// which go to max[1] while max[0] still decodes, and again to be encoded. Formats are told apart as the kernel runs.
 __device__ bool has_scale(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
 __device__ float whole_scale(const MomentView& m, const MomentFormat& f, int which) { return has_scale(m) ? scale_of(f.max, m.max[which]) : 1.0f; }
 
@@ -2597,8 +2598,8 @@ void launch_adamw_whole(const AdamArguments& a, cudaStream_t s) {
 
 // As measure_moment_kernel, in two passes: the maximum, and what is lost.
 template <class T, bool SECOND, bool COUNT>
-__global__ void __launch_bounds__(WHOLE_THREADS) measure_whole_kernel(MomentFormat f, Factors factors, MomentView moment, Plain<T> gradients, int64_t size,
-                                                                      QuantStats* stats) {
+__global__ void __launch_bounds__(WHOLE_THREADS) measure_whole_kernel(MomentFormat f, Factors factors, MomentView moment, Plain<T> gradients,
+                                                                      int64_t size, QuantStats* stats) {
     const float old_scale = whole_scale(moment, f, 0), new_scale = whole_scale(moment, f, 1), inverse = __frcp_rn(new_scale);
     uint32_t top = 0;
     Counts counts;

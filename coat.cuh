@@ -34,15 +34,15 @@ struct GradientState;  // below, with the optimizer
 
 // A tensor as a GEMM wants it: codes (rows, cols) and, for Hopper's FP8 GEMM, which contracts contiguous dimensions
 // only, the same transposed (cols, rows). Either may be null; transposed is for FP8 only.
-// With one scale a tensor the codes are the same both ways, and view.scales is its TensorScale. Rows, vectors and squares (coat.h, Recipe) have
-// scales for each way, Quant::operand_scales() of them, where cuBLAS looks for them: those of rows one after the other; vectors' (cols / 128, rows);
-// squares' (rows / 128, cols / 128), each row of these padded to a multiple of four.
+// With one scale a tensor the codes are the same both ways, and view.scales is its TensorScale. Rows, vectors and squares (coat.h, Recipe)
+// have scales for each way, Quant::operand_scales() of them, where cuBLAS looks for them: those of rows one after the other; vectors'
+// (cols / 128, rows); squares' (rows / 128, cols / 128), each row of these padded to a multiple of four.
 struct Operand {
     View view;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    TensorScale* slot = nullptr;    // raised to the tensor's amax where quantize() finds it: if scales are not one a tensor, or are delayed; may be null
-    bool delayed = false;           // the scale in view.scales is taken as it is, and slot == view.scales
+    TensorScale* slot = nullptr;  // raised to the amax where quantize() finds it: if scales are not one a tensor, or are delayed; may be null
+    bool delayed = false;         // the scale in view.scales is taken as it is, and slot == view.scales
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ Computed rope_backward(const Rope& r, const View& dqkv);                   // dq
 
 // Raises slot->amax to the largest |x|.
 void amax(const Computed& x, TensorScale* slot, cudaStream_t s);
-// Writes x: per-tensor FP8 with the amax in tensor_scale(out.view), or with the scale there; FP8 in rows, vectors or squares, with their scales, just in
-// time; 1x16 groups; or rounded to the stream format. stats: device memory, added to if not null.
+// Writes x: per-tensor FP8 with the amax in tensor_scale(out.view), or with the scale there; FP8 in rows, vectors or squares, with their scales,
+// just in time; 1x16 groups; or rounded to the stream format. stats: device memory, added to if not null.
 void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 // x (BF16) becomes what `groups` hold of it.
 void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
@@ -97,9 +97,10 @@ void column_sums(const Computed& x, Format rounding, const View& gradient, float
 void transpose_fp8(const View& x, void* transposed, cudaStream_t s);      // codes (rows, cols) -> (cols, rows)
 void dequantize(const View& x, const View& out, cudaStream_t s);          // any view -> F32 or BF16 of the same shape
 
-// Delayed scaling: the amaxes of a step enter the histories, the newest first, and make the next step's scales, max(history) 2^margin / FMAX; one stays
-// as it was where that maximum is 0 or not finite. Nothing happens if a part of the step was skipped. slots: n of them; histories (n, length).
-void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state, cudaStream_t s);
+// Delayed scaling: the amaxes of a step enter the histories, the newest first, and make the next step's scales, max(history) 2^margin / FMAX; one
+// stays as it was where that maximum is 0 or not finite. Nothing happens if a part of the step was skipped. slots: n; histories (n, length).
+void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state,
+                      cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The residual pair (paper figure 3): the stream x goes on in stream format while `next.in` is what the next norm reads and what

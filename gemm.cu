@@ -1,6 +1,6 @@
 // gemm.cu - gemm.cuh on cuBLASLt. The rules of its FP8 product are in the cuBLAS manual under cublasLtMatmul(): both operands contiguous
-// along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2. Where scales lie that
-// are not one a tensor is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh, Operand).
+// along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2. Where other
+// scales than one a tensor lie is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh, Operand).
 //
 // cuBLAS is column-major, and a row-major matrix is its transpose there: out^T = b^T a^T. Hence cuBLAS's first operand is our b.
 #include "gemm.cuh"
@@ -254,7 +254,8 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     const int64_t depth_a = call.a.transpose ? call.a.rows : call.a.cols, width = call.a.transpose ? call.a.cols : call.a.rows;
     const int64_t depth_b = call.b.transpose ? call.b.cols : call.b.rows, height = call.b.transpose ? call.b.rows : call.b.cols;
     need(depth_a == depth_b && width == out.cols && height == out.rows, "the shapes of its matrices do not fit");
-    const Key key{kind, call.a.format, call.b.format, out.quant.format, call.a.scale_mode, call.b.scale_mode, out.rows, out.cols, depth_a, bias != nullptr};
+    const Key key{kind, call.a.format, call.b.format, out.quant.format, call.a.scale_mode, call.b.scale_mode,
+                  out.rows, out.cols, depth_a, bias != nullptr};
     const Problem& p = problem(key, call);
     succeed(launch(p, p.algorithm, call), "A matrix product failed");
 }

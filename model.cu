@@ -182,7 +182,8 @@ public:
 
     // A step's amaxes: none so far; and what they make of the next step's scales.
     void forget_amaxes() {
-        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_), "Clearing amaxes failed");
+        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_),
+              "Clearing amaxes failed");
     }
     void end_delayed_step(const Results* results) {
         for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})

@@ -293,7 +293,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
     const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
-    const bool fp8 = q.x.fp8(), per_tensor = q.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
+    const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const bool made_from_o = r.x.fp8() || attention_groups;  // else attention's output is the operand as it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
@@ -303,7 +303,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
                                   (du_in_place ? 0 : UP_BACKWARD);
     // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
     const int64_t fallen_back = gpu_positions(s) % 16 ? gpu_positions(s) : 0;
-    auto either_way = [](const Quant& held, int64_t rows, int64_t cols) { return std::max(held.operand_bytes(rows, cols), held.operand_bytes(cols, rows)); };
+    auto either_way = [](const Quant& held, int64_t rows, int64_t cols) {
+        return std::max(held.operand_bytes(rows, cols), held.operand_bytes(cols, rows));
+    };
     auto operand = [&](int64_t cols) { return std::max(either_way(q.x, N, cols), fallen_back * cols * stream); };
     auto gradient = [&](int64_t cols) { return either_way(q.g, N, cols); };
     // For prompts even where the batch falls back; a weight in stream format is used where it lies.
@@ -426,7 +428,8 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
         for (const Param& p : params) places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
     layout.moments = {first, memory.end() - first};
-    const int64_t copies = s.optimizer.granularity == PER_TENSOR ? 2 : 1;  // of a whole tensor's maximum: until all is encoded with the new one, the old one decodes
+    // Of a whole tensor's maximum there are two: until all is encoded with the new one, the old one decodes.
+    const int64_t copies = s.optimizer.granularity == PER_TENSOR ? 2 : 1;
     for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
@@ -468,9 +471,11 @@ std::string why_not(const OptimizerFormat& o) {
     const bool whole = o.granularity == PER_TENSOR;
     for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
         if (format == Format::F16 && !whole)
-            return std::string(flag) + info(format).name + " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
+            return std::string(flag) + info(format).name +
+                   " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
         if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
-            return "--optimizer " + std::string(o.name) + " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
+            return "--optimizer " + std::string(o.name) +
+                   " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
     }
     return "";
 }
@@ -478,8 +483,8 @@ std::string why_not(const OptimizerFormat& o) {
 std::string why_not(const Recipe& r, int capability) {
     for (const Quant& q : {r.x, r.w, r.g})
         if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
-            return "--recipe " + std::string(r.name) + " multiplies " + q.text() + ", which GPUs of compute capability 9.0 alone do, and this one has " +
-                   version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+            return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
+                   ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
     return "";
 }
 

@@ -83,10 +83,13 @@ public:
         return v;
     }
     // Room for a tensor in any format, in the orientations that are asked for.
-    Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
-        const int64_t bytes = q.code_bytes(rows, cols), scales = q.scales(rows, cols) * info(q.scale).bytes;
+    Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed, bool delayed = false) {
+        const int64_t bytes = q.code_bytes(rows, cols), scales = std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale).bytes;
         void* codes = plain ? take(bytes) : nullptr;
-        return {{codes, take(std::max<int64_t>(scales, sizeof(TensorScale))), rows, cols, q}, transposed ? take(bytes) : nullptr};
+        TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
+        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr, nullptr, slot, delayed};
+        const int64_t turned = std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
+        return {{codes, take(scales), rows, cols, q}, transposed ? take(bytes) : nullptr, transposed ? take(turned) : nullptr, slot};
     }
     void release() {
         for (void* p : taken_) cudaFree(p);
@@ -187,7 +190,7 @@ using Ceilings = std::map<Ceiling, double>;  // bytes or FLOPs a second; only wh
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& q, Format stream) {
     const View x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
-    const Operand out = memory.place(rows, cols, q, true, q.granularity == PER_TENSOR);
+    const Operand out = memory.place(rows, cols, q, true, !(q.granularity == PER_GROUP));
     if (q.granularity == PER_TENSOR) amax(stored(x), tensor_scale(out.view), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
@@ -247,7 +250,8 @@ public:
     Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
         : only_(only), setup_(s), c_(s.config), r_(r), clock_(clock), ceilings_(ceilings), stream_(r.stream), fp8_(r.x.fp8()),
           groups_(r.nonlinear.fp8()), N_(s.B * s.T), layers_(static_cast<double>(c_.L * s.accumulate)),
-          batches_(static_cast<double>(s.accumulate)), slot_(fp8_ ? clock.slot() : nullptr),
+          batches_(static_cast<double>(s.accumulate)),
+          slot_(fp8_ && r.x.granularity == PER_TENSOR && r.scaling == Scaling::JustInTime ? clock.slot() : nullptr),
           gemms_(scratch_.take(Gemms::SCRATCH), r.fast_accumulation) {
         gemms_.tune(true);
         for (auto part : {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands, &Step::feed_forward,
@@ -269,7 +273,7 @@ private:
     const bool fp8_, groups_;
     const int64_t N_;
     const double layers_, batches_;  // passes through a layer and micro-batches, a step
-    TensorScale* const slot_;        // where the recipe has amaxes
+    TensorScale* const slot_;        // where the recipe wants amaxes before it quantizes
     Memory scratch_, memory_;
     Gemms gemms_;
 
@@ -297,7 +301,7 @@ private:
 
     // --- The three verbs of coat.cuh ------------------------------------------------------------------------------------
     void amax_pass(const std::string& name, double count, const Computed& x) {
-        if (fp8_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
+        if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
     // amax: what products of FP8 want of x has not been found out by a kernel before
     void bias_pass(const std::string& name, double count, const Computed& x, bool amax) {
@@ -305,16 +309,23 @@ private:
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         const Format rounding = fp8_ ? Format::F32 : stream_;
-        TensorScale* slot = amax && fp8_ ? slot_ : nullptr;
+        TensorScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
     }
+    // Before what is timed: the amax that it takes for granted, or the delayed scale.
+    static void find_scale(const Computed& x, Operand out) {
+        if (!out.view.quant.fp8() || !(out.view.quant.granularity == PER_TENSOR)) return;
+        amax(x, tensor_scale(out.view), nullptr);
+        out.delayed = false;
+        quantize(x, out, nullptr, nullptr);
+    }
     void quantize_pass(const std::string& name, double count, const Computed& x, const Quant& q, Use use) {
         if (x.rule == Rule::Stored && !q.fp8()) return;  // used where it lies
-        const bool whole = q.fp8() && q.granularity == PER_TENSOR, transposed = whole && use != Use::Fprop;
+        const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
-        const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
-        if (whole) amax(x, tensor_scale(out.view), nullptr);
+        const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed, r_.scaling == Scaling::Delayed);
+        find_scale(x, out);
         const double bytes = reads(x) + (plain + transposed) * static_cast<double>(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
         pass(BETWEEN, name + ": to " + q.text() + what, count, bytes, [&] { quantize(x, out, nullptr, nullptr); });
@@ -429,8 +440,8 @@ private:
             std::vector<Operand> to;
             double bytes = 0;
             for (const View& v : w) {
-                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
-                amax(stored(v), tensor_scale(to.back().view), nullptr);
+                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed, r_.scaling == Scaling::Delayed));
+                find_scale(stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.codes, nullptr, v.rows, v.cols, r_.w});
             }
             const char* what = kept ? ", and transposed" : transposed ? ", transposed" : "";
@@ -492,7 +503,7 @@ private:
         const std::vector<float> ones(static_cast<size_t>(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes, is_fp8(f) ? floats(groups) : nullptr, is_fp8(f) && o.expand ? upload(ones) : nullptr, f};
+            return {codes, is_scaled(f) ? floats(std::max<int64_t>(groups, 2)) : nullptr, o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;
         const Weights w{random(1, n).codes, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
@@ -502,7 +513,7 @@ private:
         double* partials = memory_.take<double>(GRADIENT_PARTIALS * 8);
 
         const double count = static_cast<double>(total) / static_cast<double>(n);
-        auto held = [&](Format f) { return info(f).bytes + (is_fp8(f) ? (o.expand ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
+        auto held = [&](Format f) { return info(f).bytes + (is_scaled(f) && o.granularity == PER_MOMENT_GROUP ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0), each = 2 * (weight + held(o.m) + held(o.v)) + info(stream_).bytes;
         auto norm = [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); };
         norm();  // the update below reads its result

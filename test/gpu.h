@@ -64,9 +64,8 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-// The scales of rows, vectors and squares as cuBLASLt reads them (its manual, "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling"):
-// vectors' with the rows next to each other, and a row of squares' padded to a multiple of four. The reference's padding scales nothing; the
-// kernels leave 1 there.
+// The scales of rows, vectors and squares as cuBLASLt reads them (its manual, "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block
+// Scaling"): vectors' with the rows next to each other, and a row of squares' padded to a multiple of four, with 1, as the kernels leave it.
 inline std::vector<float> scales_for_products(const reference::Quantized& q) {
     const float* from = reinterpret_cast<const float*>(q.scales.data());
     const int64_t down = q.quant.scale_rows(q.rows), across = q.quant.scale_cols(q.cols);
