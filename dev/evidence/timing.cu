@@ -140,7 +140,7 @@ Json saved_memory() {
     for (const char* name : {"bf16", "te", "coat"})  // the paper's three; the others' linear layers save what te's do
         for (const bool recompute : {false, true})
             for (const bool groups : {false, true}) {
-                const Recipe& recipe = find_row(recipes(), name, "--recipe");
+                const Recipe recipe = find_row(recipes(), name, "--recipe");
                 if (groups && !recipe.nonlinear.fp8()) continue;
                 Setup setup{find_row(models(), "llama-2-7b", "--model"), recipe, find_row(optimizers(), "coat", "--optimizer"), B, T, 2};
                 setup.recompute = recompute;
