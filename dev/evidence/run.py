@@ -38,7 +38,7 @@ import trainings
 import runs
 
 TINY = "--device cpu --recipe bf16 --optimizer fp32 --sample-every 0"  # moments are kept in FP32, and nothing but BF16 rounds what becomes of them
-HELD_OUT = {"llama-tiny": 64, "gpt2": 2}  # sequences that `activations` takes
+HELD_OUT = {"llama-tiny": 64, "gpt2": 1}  # sequences that `activations` takes
 PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"], "memory": ["build/evidence_memory"],
             "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"], "convergence": ["train"],
             "finetune": ["train"], "page": []}
