@@ -194,7 +194,8 @@ def layer(result):
     rows = []
     for (hidden, seq), paper in PAPER_TABLE_6.items():
         rows += [(f"paper: {recipe}, hidden size {hidden}, 4 x {seq}", list(values[:2]), False) for recipe, values in paper.items()]
-        found = sorted((r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, 4)), key=lambda r: RECIPES.index(r["recipe"]))
+        found = [r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, 4)]
+        found.sort(key=lambda r: RECIPES.index(r["recipe"]))
         rows += [(f"ours: {r['recipe']}, hidden size {hidden}, 4 x {seq}", [r["forward_ms"], r["backward_ms"]], True) for r in found]
     return bars("One layer, ms", [("forward", COLORS[0]), ("backward", COLORS[1])], rows, "ms")
 

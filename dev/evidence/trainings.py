@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import shutil
 
 import corpus
 import jobs
@@ -58,6 +59,7 @@ def checkpoint(folder):
 def converge(name, flags):
     def act(gpu, left):
         flags_here = f"{CONVERGENCE} {flags}" + (f" --out {SAVED[name]}" if name in SAVED else "")
+        shutil.rmtree(os.path.join(jobs.ROOT, SAVED.get(name, "build/evidence/none")), ignore_errors=True)  # ./train takes no other run's folder
         row = jobs.train(f"convergence {name}", flags_here, gpu, left())
         jobs.keep("convergence", name, dict(row, flags=flags), text=text()["python"], shared=CONVERGENCE)
         return f"validation {row['validation'][-1][1]:.4f}, {row['tokens_per_second']:,.0f} tok/s"
