@@ -144,6 +144,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e6, help="for all of it, building included")
     parser.add_argument("--only", default="", help="names of convergence runs, by commas")
     options = parser.parse_args()
+    unknown = set(filter(None, options.only.split(","))) - {name for name, _ in trainings.RUNS}
+    if unknown:
+        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(name for name, _ in trainings.RUNS))
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))

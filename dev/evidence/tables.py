@@ -215,13 +215,13 @@ def losses(row):
 
 
 def seeds_of_bf16(rows):
-    return [losses(row) for name, row in rows.items() if name.split(",")[0] == "bf16"]
+    return [losses(row) for name, row in rows.items() if name.split()[0] == "bf16"]
 
 
 def gap(rows, name):
     """Mean difference of training losses from BF16's of the same seed, over the last tenth of the steps, and its standard error."""
-    seed = ", seed" + name.split(", seed")[1] if ", seed" in name else ""
-    base = rows.get("bf16" + seed)
+    _, seed, number = name.partition(" seed ")
+    base = rows.get("bf16" + seed + number)
     if not base or name.startswith("bf16"):
         return None
     last = len(base["train"]) // 10
