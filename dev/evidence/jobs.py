@@ -165,7 +165,8 @@ def train(name, flags, gpu, seconds):
         lines = [json.loads(line) for line in file]
     steps = [line for line in lines if line["kind"] == "step"]
     timed = steps[1:] or steps  # the first warms caches
-    return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed), "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed),
-            "mib": watch.most if watch else None, "skipped": sum(s["skipped"] for s in steps),
+    return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed),
+            "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed), "mib": watch.most if watch else None,
+            "skipped": sum(s["skipped"] for s in steps),
             "train": [None if s["loss"] is None else round(s["loss"], 4) for s in steps],
             "validation": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "validation"]}

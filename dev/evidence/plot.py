@@ -194,7 +194,8 @@ def layer(result):
     rows = []
     for (hidden, seq), paper in PAPER_TABLE_6.items():
         rows += [(f"paper: {recipe}, hidden size {hidden}, 4 x {seq}", list(values[:2]), False) for recipe, values in paper.items()]
-        found = sorted((r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, 4)), key=lambda r: RECIPES.index(r["recipe"]))
+        found = [r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, 4)]
+        found.sort(key=lambda r: RECIPES.index(r["recipe"]))
         rows += [(f"ours: {r['recipe']}, hidden size {hidden}, 4 x {seq}", [r["forward_ms"], r["backward_ms"]], True) for r in found]
     return bars("One layer, ms", [("forward", COLORS[0]), ("backward", COLORS[1])], rows, "ms")
 
@@ -217,7 +218,7 @@ def convergence(result):
     rows = result["rows"]
     steps = max(len(row["train"]) for row in rows.values())
     millions = 65536e-6  # tokens a step
-    shown = {name: row for name, row in rows.items() if "seed" not in name}
+    shown = {name: row for name, row in rows.items() if name in RECIPES} or rows  # seeds and ablations are in the table
     colors = dict(zip(shown, COLORS * len(shown)))
     ends = [row["validation"][-1][1] for row in shown.values()]
     late = [loss for row in shown.values() for step, loss in row["validation"] if step >= steps // 5]
@@ -231,8 +232,8 @@ def convergence(result):
     parts, base = left.parts, rows.get("bf16")
     width = max(1, steps // 60)
     gaps = {}
-    for name, row in rows.items():
-        if base and name != "bf16" and "seed" not in name:
+    for name, row in shown.items():
+        if base and name != "bf16":
             pairs = [None if None in pair else pair[0] - pair[1] for pair in zip(row["train"], base["train"])]
             gaps[name] = [(step * millions, value) for step, value in means(pairs, width) if step >= steps / 10]
     if gaps and all(gaps.values()):

@@ -17,9 +17,10 @@ command does next. With --only, parts of `convergence`:
 
     python3 dev/evidence/run.py convergence finetune layer --gpus 0,1,2,3 --seconds 560 --only bf16,coat,te,rowwise
 
-dev/results gets evidence-PART[-TRAINING].json, in which the commands and the commit stand, and a figure of that name; so does the folder $OUT, as soon
-as there is something new. A training run whose checkpoint lies in build/evidence is not run again, nor is one whose row is in the results. Only
-Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless COAT_TEXT names a folder where it lies packed).
+dev/results gets evidence-PART[-TRAINING].json, in which the commands and the commit stand, and a figure of that name; the folder $OUT gets the former
+too, as soon as there is something new. A training run whose checkpoint lies in build/evidence is not run again, nor is one whose row is in the
+results. Only Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless COAT_TEXT names a folder where it lies
+packed).
 """
 import argparse
 import json
@@ -38,10 +39,10 @@ import trainings
 import runs
 
 TINY = "--device cpu --recipe bf16 --optimizer fp32 --sample-every 0"  # moments are kept in FP32, and nothing but BF16 rounds what becomes of them
-HELD_OUT = {"llama-tiny": 64, "gpt2": 2}  # sequences that `activations` takes
-PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"], "memory": ["build/evidence_memory"],
-            "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"], "convergence": ["train"],
-            "finetune": ["train"], "page": []}
+HELD_OUT = {"llama-tiny": 64, "gpt2": 1}  # sequences that `activations` takes
+PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"],
+            "memory": ["build/evidence_memory"], "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"],
+            "convergence": ["train"], "finetune": ["train"], "page": []}
 SHAPES = ["4096x2048x8", "4096x4096", "4096x2048", "2048x4096", "2048x2048"]  # hidden size, tokens of a sequence, sequences if not four
 
 
@@ -143,6 +144,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e6, help="for all of it, building included")
     parser.add_argument("--only", default="", help="names of convergence runs, by commas")
     options = parser.parse_args()
+    unknown = set(filter(None, options.only.split(","))) - {name for name, _ in trainings.RUNS}
+    if unknown:
+        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(name for name, _ in trainings.RUNS))
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))

@@ -215,13 +215,13 @@ def losses(row):
 
 
 def seeds_of_bf16(rows):
-    return [losses(row) for name, row in rows.items() if name.split(",")[0] == "bf16"]
+    return [losses(row) for name, row in rows.items() if name.split()[0] == "bf16"]
 
 
 def gap(rows, name):
     """Mean difference of training losses from BF16's of the same seed, over the last tenth of the steps, and its standard error."""
-    seed = ", seed" + name.split(", seed")[1] if ", seed" in name else ""
-    base = rows.get("bf16" + seed)
+    _, seed, number = name.partition(" seed ")
+    base = rows.get("bf16" + seed + number)
     if not base or name.startswith("bf16"):
         return None
     last = len(base["train"]) // 10
@@ -248,9 +248,10 @@ def convergence(results):
     rows = result["rows"]
     text = result["text"]
     tokens = 65536 * max(len(row["train"]) for row in rows.values())
-    lines = origin(result, "convergence", f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} "
-                   f"million tokens of a BPE of 16,384 to train on, so that {tokens / 1e6:,.0f} million are {tokens / text['train_tokens']:.1f} passes, "
-                   f"and {text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says. ")
+    lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of a BPE of "
+             f"16,384 to train on, so that {tokens / 1e6:,.0f} million are {tokens / text['train_tokens']:.1f} passes, and "
+             f"{text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says.", ""]
+    lines += origin(result, "convergence")
     seeds = seeds_of_bf16(rows)
     mean = statistics.mean(seeds) if seeds else None
     if len(seeds) > 1:
@@ -275,8 +276,9 @@ def finetune(results):
     if not result:
         return []
     text = result["text"]
-    lines = origin(result, "finetune", f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million "
-                   f"tokens of the same vocabulary. `./train --model CHECKPOINT --recipe RECIPE {result['shared']}`. ")
+    lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of the same "
+             f"vocabulary. `./train --model CHECKPOINT --recipe RECIPE {result['shared']}`.", ""]
+    lines += origin(result, "finetune")
     rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}", f"{statistics.mean(row['train'][-40:]):.4f}"]
             for name, row in result["rows"].items()]
     return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)

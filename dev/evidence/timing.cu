@@ -29,7 +29,8 @@ struct Tensor {  // BF16 ones hold random numbers
     Buffer<uint8_t> codes, scales;
     Operand operand;
     Tensor(int64_t rows, int64_t cols, const Quant& q)
-        : codes(q.code_bytes(rows, cols)), scales(std::max<size_t>(sizeof(TensorScale), q.scales(rows, cols) * info(q.scale).bytes)),
+        : codes(q.code_bytes(rows, cols)),
+          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale).bytes), size_t(q.operand_scales(rows, cols) * 4)})),
           operand{{codes.get(), scales.get(), rows, cols, q}} {
         static uint64_t made = 0;
         const Param all{"", LINEAR, rows, cols, 1.0f, 0, 0};
@@ -88,6 +89,8 @@ const Scaling SCALINGS[] = {
     {"bf16", Q_BF16, Q_BF16, false},
     {"fp8 per tensor, fast accumulation", Q_E4M3, Q_E4M3, true},
     {"fp8 per tensor, exact accumulation", Q_E4M3, Q_E4M3, false},
+    {"fp8 per row, fast accumulation", Q_ROW, Q_ROW, true},
+    {"fp8 1x128 and 128x128", Q_VECTOR, Q_BLOCK, false},
 };
 constexpr int64_t SIDES[] = {512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384};
 

@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import shutil
 
 import corpus
 import jobs
@@ -35,11 +36,11 @@ CONVERGENCE = (f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 
                f"--eval-every {STEPS // 20} --sample-every 0")
 RUNS = [  # most wanted first
     ("bf16", "--recipe bf16"), ("coat", "--recipe coat"), ("te", "--recipe te"), ("rowwise", "--recipe rowwise"),
-    ("deepseek", "--recipe deepseek"), ("colossal", "--recipe colossal"), ("bf16, seed 2", "--recipe bf16 --seed 2"),
-    ("bf16, seed 3", "--recipe bf16 --seed 3"), ("optimizer only", "--recipe bf16 --optimizer coat"),
+    ("deepseek", "--recipe deepseek"), ("colossal", "--recipe colossal"), ("bf16 seed 2", "--recipe bf16 --seed 2"),
+    ("bf16 seed 3", "--recipe bf16 --seed 3"), ("optimizer only", "--recipe bf16 --optimizer coat"),
     ("activations only", "--recipe coat --optimizer fp32"), ("without expansion", "--recipe coat --optimizer fp8"),
-    ("coat, seed 2", "--recipe coat --seed 2"), ("coat, seed 3", "--recipe coat --seed 3"),
-    ("optimizer only, E4M3 and E5M2", "--recipe bf16 --optimizer coat --v-format e5m2"), ("optimizer only, fp8lm", "--recipe bf16 --optimizer fp8lm"),
+    ("coat seed 2", "--recipe coat --seed 2"), ("coat seed 3", "--recipe coat --seed 3"),
+    ("optimizer only e5m2", "--recipe bf16 --optimizer coat --v-format e5m2"), ("optimizer only fp8lm", "--recipe bf16 --optimizer fp8lm"),
 ]
 SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
 RUN_SECONDS = 400  # of the slowest; bf16 wants about 375 on an H200
@@ -58,6 +59,7 @@ def checkpoint(folder):
 def converge(name, flags):
     def act(gpu, left):
         flags_here = f"{CONVERGENCE} {flags}" + (f" --out {SAVED[name]}" if name in SAVED else "")
+        shutil.rmtree(os.path.join(jobs.ROOT, SAVED.get(name, "build/evidence/none")), ignore_errors=True)  # ./train takes no other run's folder
         row = jobs.train(f"convergence {name}", flags_here, gpu, left())
         jobs.keep("convergence", name, dict(row, flags=flags), text=text()["python"], shared=CONVERGENCE)
         return f"validation {row['validation'][-1][1]:.4f}, {row['tokens_per_second']:,.0f} tok/s"
