@@ -37,7 +37,7 @@ ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 # FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper and says so when it runs.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
-NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) --split-compile=0 -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    += $(sort $(wildcard *.cu))
 TESTS      += $(sort $(wildcard test/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64

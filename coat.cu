@@ -759,13 +759,22 @@ static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57
 
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies. With a delayed scale it is the only pass, and
 // leaves the amax.
-template <class Source, bool E5M2, bool TRANSPOSED, bool DELAYED>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes,
+template <bool E5M2>
+struct JustInTime {
+    static constexpr bool DELAYED = false, e5m2 = E5M2;
+};
+struct Delayed {
+    static constexpr bool DELAYED = true;
+    bool e5m2;
+};
+template <class Source, class Way, bool TRANSPOSED>
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, Way way, TensorScale* slot, uint8_t* codes,
                                                                              uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
+    constexpr bool DELAYED = Way::DELAYED;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
+    const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (way.e5m2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
     const float scale = DELAYED ? slot->scale : due, inverse = __frcp_rn(scale);
     float top = 0;
     uint8_t* to[PLANES];
@@ -777,7 +786,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
         for (int p = 0; p < PLANES; p++) {
             if (DELAYED)
                 for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
-            kept[p][i % 4] = encode(E5M2, v[p], inverse);
+            kept[p][i % 4] = encode(way.e5m2, v[p], inverse);
             if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), kept[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
         }
@@ -944,34 +953,31 @@ struct Counts {
     }
 };
 
-// What a scale is to be, in the three ways that there are.
-struct OfGroups {
-    __device__ float scale(const Values& v, const Fp8&, int64_t, int64_t) const { return Grouped::group_scale(v); }
-};
-struct OfTensor {
+// What scales are to be: a tensor's, just in time or from before; those of blocks; or, where neither is given, each group's own.
+struct Scales {
     const TensorScale* slot;
     bool delayed;
-    __device__ float scale(const Values&, const Fp8& format, int64_t, int64_t) const {
+    ScaleGrid blocks;
+
+    __device__ bool of_groups() const { return !slot && !blocks.scales; }
+    __device__ float at(const Fp8& format, int64_t row, int64_t col) const {
+        if (blocks.scales) return *blocks.at(row, col);
         return delayed ? slot->scale : scale_of(format.max, slot->amax);
     }
 };
-struct OfBlocks {  // one element's
-    ScaleGrid grid;
-    __device__ float scale(const Values&, const Fp8&, int64_t row, int64_t col) const { return *grid.at(row, col); }
-};
+constexpr Scales OF_GROUPS{};
 
 // What quantizing does to a tensor: a kernel of its own, so that training pays nothing for the report.
-template <class Source, class Scaled>
-__global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, Scaled scaled, Fp8 format, QuantStats* stats) {
-    constexpr bool EACH = std::is_same_v<Scaled, OfBlocks>;
+template <class Source>
+__global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t rows, Scales scales, Fp8 format, QuantStats* stats) {
     const TilePlace at;
     Counts counts;
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[Source::PLANES], bool live) {
         for (int p = 0; p < Source::PLANES; p++) {
             const int64_t col = place(x, p, at.col);
-            float scale = EACH ? 1.0f : scaled.scale(v[p], format, 0, 0);
+            const float group = scales.of_groups() ? Grouped::group_scale(v[p]) : 0.0f;  // here, where both of its lanes are
             for (int j = 0; live && j < CHUNK; j++) {
-                if (EACH) scale = scaled.scale(v[p], format, at.row + i, col + j);
+                const float scale = scales.of_groups() ? group : scales.at(format, at.row + i, col + j);
                 const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // half a step beyond still rounds to max
                 const float back = decode2(format.e5m2, encode2(format.e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
@@ -983,10 +989,10 @@ __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t
     counts.add_to(stats);
 }
 
-template <class Source, class Scaled>
-void measure(const Source& x, int64_t rows, const Scaled& scaled, Format format, QuantStats* stats, cudaStream_t s) {
+template <class Source>
+void measure(const Source& x, int64_t rows, const Scales& scales, Format format, QuantStats* stats, cudaStream_t s) {
     if (!stats || !is_fp8(format) || rows == 0) return;
-    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scaled, fp8(format), stats);
+    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scales, fp8(format), stats);
     CHECK_LAUNCH("measure");
 }
 
@@ -1118,19 +1124,17 @@ template <class Source>
 void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
     need(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     need(!out.delayed || out.slot == out.view.scales, "a delayed scale and its amax are one slot");
-    measure(x, rows, OfTensor{tensor_scale(out.view), out.delayed}, out.view.quant.format, stats, s);
-    auto launch = [&](auto kernel) {
-        kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
-                                                                                static_cast<uint8_t*>(out.transposed));
+    measure(x, rows, {tensor_scale(out.view), out.delayed, {}}, out.view.quant.format, stats, s);
+    auto launch = [&](auto way) {
+        using Way = decltype(way);
+        const auto kernel = out.transposed ? quantize_kernel<Source, Way, true> : quantize_kernel<Source, Way, false>;
+        kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, way, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
+                                                                 static_cast<uint8_t*>(out.transposed));
     };
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    auto choose = [&](auto delayed) {
-        constexpr bool DELAYED = decltype(delayed)::value;
-        if (out.transposed) launch(e5m2 ? quantize_kernel<Source, true, true, DELAYED> : quantize_kernel<Source, false, true, DELAYED>);
-        else launch(e5m2 ? quantize_kernel<Source, true, false, DELAYED> : quantize_kernel<Source, false, false, DELAYED>);
-    };
-    if (out.delayed) choose(std::true_type());
-    else choose(std::false_type());
+    if (out.delayed) launch(Delayed{e5m2});
+    else if (e5m2) launch(JustInTime<true>());
+    else launch(JustInTime<false>());
     CHECK_LAUNCH("quantize");
 }
 
@@ -1168,7 +1172,7 @@ void quantize_blocks(const Source& x, const Operand& out, QuantStats* stats, cud
         block_scales_kernel<<<blocks(counts[way], 256), 256, 0, s>>>(ways[way]->scales, counts[way], info(q.format).max, out.slot);
         CHECK_LAUNCH("block_scales");
         const bool again = way == 1 && lying.scales && q.granularity.same_both_ways();
-        if (!again) measure(x, rows, OfBlocks{*ways[way]}, q.format, stats, s);
+        if (!again) measure(x, rows, {nullptr, false, *ways[way]}, q.format, stats, s);
     }
     quantize_blocks_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, q.format == Format::E5M2, lying, turned, static_cast<uint8_t*>(out.view.codes),
                                                          static_cast<uint8_t*>(out.transposed));
@@ -1215,7 +1219,7 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
     const Quant& q = out.view.quant;
     with_source(x, [&](auto source) {
         if (in_groups(q)) {
-            measure(source, x.rows, OfGroups(), q.format, stats, s);
+            measure(source, x.rows, OF_GROUPS, q.format, stats, s);
             write(source, x.rows, grouped(out.view), s);
         } else if (q.fp8() && q.granularity == PER_TENSOR) {
             quantize_per_tensor(source, x.rows, out, stats, s);
@@ -1232,7 +1236,7 @@ void quantize_through(const View& x, const View& groups, QuantStats* stats, cuda
     need(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const StoredSource<Plain<bf16>> source{plain<bf16>(x.codes), x.cols};
-    measure(source, x.rows, OfGroups(), groups.quant.format, stats, s);
+    measure(source, x.rows, OF_GROUPS, groups.quant.format, stats, s);
     write(source, x.rows, Through{grouped(groups), plain<bf16>(x.codes)}, s);
 }
 
@@ -1242,7 +1246,7 @@ void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot,
     if (u.rows == 0) return;
     if (!h_slot) return quantize(stored(u), {up}, stats, s);
     auto launch = [&](auto source) {
-        measure(source, u.rows, OfGroups(), up.quant.format, stats, s);
+        measure(source, u.rows, OF_GROUPS, up.quant.format, stats, s);
         quantize_up_kernel<<<tile_grid(u.rows, source.width), TILE_THREADS, 0, s>>>(source, u.rows, grouped(up), h_slot);
         CHECK_LAUNCH("quantize_up");
     };
@@ -1421,7 +1425,7 @@ template <bool WRITE, class Source, class Held>
 void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorScale* slot, QuantStats* stats, cudaStream_t s) {
     using T = typename Held::Stream;
     if (n.in.rows == 0) return;
-    if (WRITE) measure(sum, n.in.rows, OfGroups(), n.in.quant.format, stats, s);
+    if (WRITE) measure(sum, n.in.rows, OF_GROUPS, n.in.quant.format, stats, s);
     const dim3 block = row_block(n.in.cols);
     row_kernel<Source, Held, WRITE><<<blocks(n.in.rows, block.y), block, 0, s>>>(sum, n.in.rows, plain<T>(x_out.codes), in,
                                                                                 {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.rms, n.eps, slot);
@@ -2079,14 +2083,14 @@ struct WholeMoment {  // of formats that hold the numbers themselves
     static constexpr int BYTES = sizeof(T);
     using Raw = typename Plain<T>::Raw;
     static __device__ Plain<T> held(const MomentView& m) { return {static_cast<T*>(m.codes)}; }
-    static __device__ Raw load(const MomentView& m, int64_t i, int64_t, bool) { return held(m).load(i); }
+    static __device__ Raw load(const MomentView& m, int64_t i) { return held(m).load(i); }
     template <bool SECOND>
-    static __device__ float decode(const Raw& r, const MomentFormat&, const float*, Values& x) {
+    static __device__ float decode(const Raw& r, const GroupScale&, const MomentFormat&, const float*, Values& x) {
         Plain<T>().values(r, x);
         return 1.0f;
     }
     template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t, const MomentFormat&, const GroupScale&, Values& x, bool live) {
+    static __device__ void store(const MomentView& m, int64_t i, const MomentFormat&, const GroupScale&, Values& x, bool live) {
         held(m).store(i, x, live);
     }
 };
@@ -2108,28 +2112,25 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
     static constexpr int BYTES = 1;
     struct Raw {
         uint2 codes;
-        float max, k;
         __device__ uint32_t byte(int j) const { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4); }
     };
-    static __device__ Raw load(const MomentView& m, int64_t i, int64_t group, bool expand) {
-        return {get<uint2>(static_cast<uint8_t*>(m.codes) + i), get<float>(m.max + group), expand ? get<float>(m.k + group) : 1.0f};
-    }
+    static __device__ Raw load(const MomentView& m, int64_t i) { return {get<uint2>(static_cast<uint8_t*>(m.codes) + i)}; }
     // value = sign max (|code| / FMAX)^(1/k); the table has log2(|code| / FMAX), or without expansion |code|.
     template <bool SECOND>
-    static __device__ float decode(const Raw& r, const MomentFormat& f, const float* table, Values& x) {
-        const float inverse_k = fast_reciprocal(r.k);
-        float scale = r.max;
+    static __device__ float decode(const Raw& r, const GroupScale& g, const MomentFormat& f, const float* table, Values& x) {
+        const float inverse_k = fast_reciprocal(g.k);
+        float scale = g.max;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = table[r.byte(j) & 0x7Fu];
         if (!f.expand) {
-            scale = scale_of(f.max, r.max);
-        } else if (!wide(f, r.k)) {
+            scale = scale_of(f.max, g.max);
+        } else if (!wide(f, g.k)) {
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(x[j] * inverse_k);
         } else {  // the power alone may underflow
 #pragma unroll 1
             for (int j = 0; j < CHUNK; j++) {
-                const float root = exp2f(0.5f * (table[r.byte(j) & 0x7Fu] * inverse_k)), value = root * r.max * root;
+                const float root = exp2f(0.5f * (table[r.byte(j) & 0x7Fu] * inverse_k)), value = root * g.max * root;
 #pragma unroll
                 for (int to = 0; to < CHUNK; to++) x[to] = to == j ? value : x[to];
             }
@@ -2175,14 +2176,9 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
         return codes;
     }
     template <bool SECOND>
-    static __device__ void store(const MomentView& m, int64_t i, int64_t group, const MomentFormat& f, const GroupScale& g, const Values& x,
-                                 bool live) {
+    static __device__ void store(const MomentView& m, int64_t i, const MomentFormat& f, const GroupScale& g, const Values& x, bool live) {
         const uint2 codes = encode<SECOND>(f, g, x);
-        if (!live) return;
-        put(static_cast<uint8_t*>(m.codes) + i, codes);
-        if (threadIdx.x % TEAM != 0) return;
-        put(m.max + group, g.max);
-        if (f.expand) put(m.k + group, g.k);
+        if (live) put(static_cast<uint8_t*>(m.codes) + i, codes);
     }
 };
 
@@ -2340,15 +2336,50 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-// A warp's groups of one segment: first and first + 1, then ADAM_GROUPS later and so on below last (counted in the segment). The pointers are moved
-// to the segment and lane beforehand: then an address is one multiplication. Half a warp without a group works through the last one again, and
-// stores nothing.
+// The scales of ADAM_RUN consecutive groups as a warp holds them: lane 8 a + g has number a (m's max and k, v's max and k) of group g. So they are
+// read and written in whole sectors of memory; four bytes at a time they cost more than the codes.
+constexpr int ADAM_RUN = 8, SCALE_NUMBERS = 4;
+static_assert(ADAM_RUN * SCALE_NUMBERS == 32, "a number of every group for each lane");
+
+struct RunOfScales {
+    float* mine;  // this lane's number of the segment's group g, at [g]; null where there is none
+    int lane;
+
+    __device__ explicit RunOfScales(const Segment& s) : lane(threadIdx.x % 32) {
+        const bool second = lane / ADAM_RUN >= 2, is_k = lane / ADAM_RUN % 2;
+        const Format format = second ? s.v.format : s.m.format;
+        float* const number = second ? (is_k ? s.v.k : s.v.max) : (is_k ? s.m.k : s.m.max);
+        mine = format == Format::E4M3 || format == Format::E5M2 ? number : nullptr;
+        if (mine) mine += lane % ADAM_RUN;
+    }
+    __device__ float load(int first, int groups) const { return mine && first + lane % ADAM_RUN < groups ? get<float>(mine + first) : 1.0f; }
+    __device__ void store(int first, int groups, float number) const {
+        if (mine && first + lane % ADAM_RUN < groups) put(mine + first, number);
+    }
+    // The scale that this lane's half of the warp wants of its moment, of groups `pair` and pair + 1 of the run.
+    static __device__ GroupScale pick(float numbers, bool second, int pair) {
+        const int group = pair + threadIdx.x / TEAM % 2, first = second ? 2 * ADAM_RUN : 0;
+        return {__shfl_sync(0xFFFFFFFFu, numbers, first + group), __shfl_sync(0xFFFFFFFFu, numbers, first + ADAM_RUN + group), 0};
+    }
+    // `numbers` with those of the two groups that the halves of the warp have just made.
+    __device__ float put_in(float numbers, const GroupScale& m, const GroupScale& v, int pair) const {
+        const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
+        const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % 2) + lane / ADAM_RUN);
+        return lane % ADAM_RUN / 2 == pair / 2 ? made : numbers;
+    }
+};
+
+// A warp's groups of one segment: runs of ADAM_RUN, the first one at `first`, then every block's length on, as long as they begin before `last`; two
+// groups at a time. The pointers are moved to the segment and lane beforehand: then an address is one multiplication. Half a warp without a group
+// works through the last one again, and stores nothing.
 template <class W, Format M, Format V>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
     using T = typename W::Value;
     using Im = MomentIo<M>;
     using Iv = MomentIo<V>;
+    constexpr bool SCALED = M == Format::E4M3 || V == Format::E4M3;
     if (first >= last) return 0;
+    const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
     const int lane = threadIdx.x % TEAM * CHUNK, half = threadIdx.x / TEAM % 2;
     const int64_t start = segment.offset + lane;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
@@ -2356,37 +2387,50 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     MomentView moment_m = segment.m, moment_v = segment.v;
     moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
     moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
+    const RunOfScales scales(segment);
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
     typename Im::Raw next_m;
     typename Iv::Raw next_v;
-    auto fetch = [&](int group) {
-        const int64_t inside = int64_t(group) * MOMENT_GROUP;
+    auto fetch = [&](int pair) {
+        const int64_t inside = int64_t(min(pair + half, groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, gradients, inside);
-        next_m = Im::load(moment_m, inside, group, a.m.expand);
-        next_v = Iv::load(moment_v, inside, group, a.v.expand);
+        next_m = Im::load(moment_m, inside);
+        next_v = Iv::load(moment_v, inside);
     };
     uint32_t top = 0;
-    fetch(min(first + half, last - 1));
-    for (int pair = first; pair < last; pair += ADAM_GROUPS) {
-        const int group = min(pair + half, last - 1);
-        const bool live = pair + half < last;
-        Values w, g, m, v;
-        W::decode(next_w, w, g);
-        const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, a.m, table_m, m);
-        const float keep_v = a.f.beta2 * Iv::template decode<true>(next_v, a.v, table_v, v);
-        fetch(min(pair + half + ADAM_GROUPS, last - 1));
+    fetch(first);
+    float next_numbers = SCALED ? scales.load(first, groups) : 0.0f;
+    for (int run = first; run < last; run += ADAM_WARPS * ADAM_RUN) {
+        const int stop = min(run + ADAM_RUN, groups), next_run = run + ADAM_WARPS * ADAM_RUN;
+        const float numbers = next_numbers;
+        float made = 0;
+        if (SCALED) next_numbers = scales.load(next_run, groups);
+#pragma unroll 1
+        for (int pair = run; pair < stop; pair += 2) {
+            Values w, g, m, v;
+            W::decode(next_w, w, g);
+            GroupScale gm{}, gv{};
+            if (SCALED) gm = RunOfScales::pick(numbers, false, pair - run), gv = RunOfScales::pick(numbers, true, pair - run);
+            const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, gm, a.m, table_m, m);
+            const float keep_v = a.f.beta2 * Iv::template decode<true>(next_v, gv, a.v, table_v, v);
+            fetch(pair + 2 < stop ? pair + 2 : next_run);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
-        const int64_t inside = int64_t(group) * MOMENT_GROUP;
-        uint64_t random[2] = {0, 0};
-        if (W::STOCHASTIC)
-            for (int q : {0, 1}) random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / 4 + q);
-        GroupScale gm{}, gv{};
-        if (M == Format::E4M3 || V == Format::E4M3) group_scales(a.m, a.v, m, v, gm, gv);
-        W::store(weights, inside, w, random, live, top);
-        Im::template store<false>(moment_m, inside, group, a.m, gm, m, live);
-        Iv::template store<true>(moment_v, inside, group, a.v, gv, v, live);
+            for (int j = 0; j < CHUNK; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
+            const bool live = pair + half < groups;
+            const int64_t inside = int64_t(min(pair + half, groups - 1)) * MOMENT_GROUP;
+            uint64_t random[2] = {0, 0};
+            if (W::STOCHASTIC)
+                for (int q : {0, 1}) random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / 4 + q);
+            if (SCALED) {
+                group_scales(a.m, a.v, m, v, gm, gv);
+                made = scales.put_in(made, gm, gv, pair - run);
+            }
+            W::store(weights, inside, w, random, live, top);
+            Im::template store<false>(moment_m, inside, a.m, gm, m, live);
+            Iv::template store<true>(moment_v, inside, a.v, gv, v, live);
+        }
+        if (SCALED) scales.store(run, groups, made);
     }
     return W::largest(top);
 }
@@ -2409,7 +2453,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
     }
 }
 
-// A block has a run of consecutive groups; its warps take turns within each segment that the run meets.
+// A block has consecutive groups; within each segment that they meet its warps take turns, with the runs of groups that begin among them.
 template <class W, Format M, Format V>
 __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_kernel(const AdamArguments a) {
     __shared__ float table_m[128], table_v[128];
@@ -2429,14 +2473,15 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         const Segment segment = a.segments[low];
         const int64_t start = segment.offset / MOMENT_GROUP, stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
         if (start >= end) return;
-        const int64_t first = max(begin, start) + threadIdx.x / 32 * 2, last = min(end, stop);
+        const int64_t first = max(begin, start), last = min(end, stop);
+        const int run = static_cast<int>((first - start + ADAM_RUN - 1) / ADAM_RUN + threadIdx.x / 32) * ADAM_RUN, runs_end = static_cast<int>(last - start);
         uint32_t top;
         if (skip)
-            top = weights_amax<typename W::Value>(a, first, last);
+            top = weights_amax<typename W::Value>(a, first + threadIdx.x / 32 * 2, last);
         else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
-            top = update_segment<W, Format::F32, Format::F32>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
+            top = update_segment<W, Format::F32, Format::F32>(a, segment, run, runs_end, table_m, table_v);
         else
-            top = update_segment<W, M, V>(a, segment, static_cast<int>(first - start), static_cast<int>(last - start), table_m, table_v);
+            top = update_segment<W, M, V>(a, segment, run, runs_end, table_m, table_v);
         if (segment.amax) raise_by_warp(&segment.amax->amax, top);
     }
 }
@@ -2452,7 +2497,8 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
     const int64_t wanted = int64_t(blockIdx.x) * ADAM_GROUPS + threadIdx.x / TEAM, group = min(wanted, (size - 1) / MOMENT_GROUP);
     const int64_t i = group * MOMENT_GROUP + threadIdx.x % TEAM * CHUNK;
     Values x, back, w{}, other{};
-    const float scaled = Io::decode<SECOND>(Io::load(moment, i, group, f.expand), f, table, x);
+    const GroupScale old{moment.max[group], f.expand ? moment.k[group] : 1.0f, 0};
+    const float scaled = Io::decode<SECOND>(Io::load(moment, i), old, f, table, x);
     for (int j = 0; j < CHUNK; j++) {
         const float g = static_cast<float>(gradients.data[i + j]);
         if (SECOND) adamw_element(factors, 0, factors.beta2 * scaled, 0, g, other[j], x[j], w[j]);
@@ -2460,8 +2506,8 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS) measure_moment_kernel(MomentF
     }
     GroupScale scale{}, unused{};
     group_scales(f, f, x, x, scale, unused);
-    const Io::Raw raw{Io::encode<SECOND>(f, scale, x), scale.max, scale.k};
-    const float back_scale = Io::decode<SECOND>(raw, f, table, back);
+    const Io::Raw raw{Io::encode<SECOND>(f, scale, x)};
+    const float back_scale = Io::decode<SECOND>(raw, scale, f, table, back);
     Counts counts;
     for (int j = 0; j < CHUNK && wanted == group && i + j < size; j++) {
         counts.add(x[j], back[j] * back_scale);

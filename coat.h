@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #ifdef __CUDACC__
@@ -204,13 +205,13 @@ inline const std::vector<OptimizerFormat>& optimizers() {
 
 // Looks a row up by its name; the error lists the names there are.
 template <class Table>
-const auto& find_row(const Table& table, const std::string& name, const char* flag) {
+const auto& find_row(const Table& table, std::string_view name, const char* flag) {
     std::string known;
     for (const auto& row : table) {
         if (name == row.name) return row;
         known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
-    throw Error(std::string(flag) + " " + name + " is not known; choose one of " + known + ".");
+    throw Error(std::string(flag) + " " + std::string(name) + " is not known; choose one of " + known + ".");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -609,9 +609,6 @@ private:
         if (use == Gemm::Fprop) return operand(x, q, q.fp8() ? place : kept.codes, q.fp8() ? kept.codes : nullptr, scale, Kind::LinearInput);
         return operand_at(x.rows, x.cols, q, kept.codes, kept.codes, scale);
     }
-    Operand gradient_operand(const Computed& g, const Quant& q, void* codes, TensorScale* scale) {
-        return operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
-    }
     Operand weight_operand(const Linear& w, const Quant& q, Gemm use) {
         if (q.fp8() && w.kept) return kept_operand(w, q);
         void* place = arena_.work(Work::Weight);
@@ -642,10 +639,18 @@ private:
         const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad, kept);
         gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
     }
+    // The gradient of w's output as its products want it, and what it adds to the bias's. `amax`: where it is still wanted. FP8 codes need it
+    // first, and the pass over a bias's sums leaves it; other numbers are cheaper to add up when they have been computed.
+    Operand output_gradient(const Linear& w, const Computed& g, void* codes, TensorScale* scale, TensorScale* amax) {
+        const Quant q = quant_of(w).g;
+        if (q.fp8()) bias_gradient(w, g, Format::F32, amax);
+        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
+        if (!q.fp8()) bias_gradient(w, stored(g8.view), recipe_.stream, nullptr);
+        return g8;
+    }
     // Of the gradient as the products see it, but for FP8's rounding. Leaves its amax in `scale` if not null.
-    void bias_gradient(const Linear& w, const Computed& g, TensorScale* scale) {
+    void bias_gradient(const Linear& w, const Computed& g, Format rounding, TensorScale* scale) {
         if (!w.bias.values) return take_amax(g, scale);
-        const Format rounding = quant_of(w).g.fp8() ? Format::F32 : recipe_.stream;
         column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), scale, cuda_);
     }
     void take_amax(const Computed& x, TensorScale* scale) {
@@ -728,8 +733,7 @@ private:
     void down_backward(const Layer& layer) {
         begin_unit(layer.first_unit + 3);
         const View g = residual_gradient();
-        const Operand g8 = gradient_operand(stored(g), quant_of(layer.down).g, arena_.work(Work::Gradient), slot(layer, G_DOWN));
-        bias_gradient(layer.down, stored(g), nullptr);
+        const Operand g8 = output_gradient(layer.down, stored(g), arena_.work(Work::Gradient), slot(layer, G_DOWN), nullptr);
         wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), slot(layer, X_DOWN), layer.hidden);
         dgrad(layer.down, g8, stream_view(Work::HiddenGradient, config_.F));
         end_unit(layer.first_unit + 3);
@@ -739,11 +743,11 @@ private:
         begin_unit(layer.first_unit + 2);
         const View up = cut(layer.up_saved), dh = stream_view(Work::HiddenGradient, config_.F), dx = stream_view(Work::Branch, config_.C);
         const Computed du = activation_backward(config_.arch.gated, up, dh);
-        bias_gradient(layer.up, du, amax_slot(layer, G_UP));
         const Quant q = quant_of(layer.up).g;
         const bool one_scale = q.granularity == PER_TENSOR, in_place = one_scale && info(q.format).bytes == info(up.quant.format).bytes;
         // In place each element's codes go where it was saved.
-        const Operand du8 = gradient_operand(du, q, in_place ? up.codes : arena_.work(Work::Gradient), slot(layer, G_UP));
+        void* const place = in_place ? up.codes : arena_.work(Work::Gradient);
+        const Operand du8 = output_gradient(layer.up, du, place, slot(layer, G_UP), amax_slot(layer, G_UP));
         dgrad(layer.up, du8, dx);
         const Norm norm2 = norm_of(layer.norm2, layer.norm2_input);
         residual_backward(norm2, layer.norm2, dx, amax_slot(layer, G_OUT));
@@ -754,8 +758,7 @@ private:
     void out_backward(const Layer& layer) {
         begin_unit(layer.first_unit + 1);
         const View g = residual_gradient();
-        const Operand g8 = gradient_operand(stored(g), quant_of(layer.out).g, arena_.work(Work::Gradient), slot(layer, G_OUT));
-        bias_gradient(layer.out, stored(g), nullptr);
+        const Operand g8 = output_gradient(layer.out, stored(g), arena_.work(Work::Gradient), slot(layer, G_OUT), nullptr);
         wgrad(layer.out, g8, stored(cut(layer.attention)), slot(layer, X_OUT), View{});
         dgrad(layer.out, g8, stream_view(Work::Branch, config_.q_cols()));
         end_unit(layer.first_unit + 1);
@@ -771,8 +774,7 @@ private:
         attention_backward(attention(), qkv.codes, o.codes, static_cast<const float*>(layer.lse.codes), do_.codes, dqkv.codes,
                            arena_.work(Work::Attention), cuda_);
         const Computed rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
-        bias_gradient(layer.qkv, rotated, amax_slot(layer, G_QKV));
-        const Operand dqkv8 = gradient_operand(rotated, quant_of(layer.qkv).g, arena_.work(Work::Gradient), slot(layer, G_QKV));
+        const Operand dqkv8 = output_gradient(layer.qkv, rotated, arena_.work(Work::Gradient), slot(layer, G_QKV), amax_slot(layer, G_QKV));
         dgrad(layer.qkv, dqkv8, dx);
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);
         residual_backward(norm1, layer.norm1, dx, next_scale);

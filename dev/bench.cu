@@ -425,7 +425,7 @@ private:
         }
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
-        bias_pass(name + " backward", layers_, du, true);
+        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.up_cols())), true);  // what is not quantized is there by then
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
     // A layer's four in a row. Where micro-batches share a step they are made once.
