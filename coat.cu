@@ -2343,18 +2343,19 @@ static_assert(ADAM_RUN * SCALE_NUMBERS == 32, "a number of every group for each 
 
 struct RunOfScales {
     float* mine;  // this lane's number of the segment's group g, at [g]; null where there is none
-    int lane;
+    int lane, groups;
 
-    __device__ explicit RunOfScales(const Segment& s) : lane(threadIdx.x % 32) {
+    __device__ RunOfScales(const Segment& s, int number_of_groups) : lane(threadIdx.x % 32), groups(number_of_groups) {
         const bool second = lane / ADAM_RUN >= 2, is_k = lane / ADAM_RUN % 2;
         const Format format = second ? s.v.format : s.m.format;
         float* const number = second ? (is_k ? s.v.k : s.v.max) : (is_k ? s.m.k : s.m.max);
         mine = format == Format::E4M3 || format == Format::E5M2 ? number : nullptr;
-        if (mine) mine += lane % ADAM_RUN;
     }
-    __device__ float load(int first, int groups) const { return mine && first + lane % ADAM_RUN < groups ? get<float>(mine + first) : 1.0f; }
-    __device__ void store(int first, int groups, float number) const {
-        if (mine && first + lane % ADAM_RUN < groups) put(mine + first, number);
+    // Of the run that begins with group `first`. Places beyond the last group hold that one's.
+    __device__ float load(int first) const { return mine ? get<float>(mine + min(first + lane % ADAM_RUN, groups - 1)) : 1.0f; }
+    __device__ void store(int first, float number) const {
+        const int group = first + lane % ADAM_RUN;
+        if (mine && group < groups) put(mine + group, number);
     }
     // The scale that this lane's half of the warp wants of its moment, of groups `pair` and pair + 1 of the run.
     static __device__ GroupScale pick(float numbers, bool second, int pair) {
@@ -2387,7 +2388,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     MomentView moment_m = segment.m, moment_v = segment.v;
     moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
     moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
-    const RunOfScales scales(segment);
+    const RunOfScales scales(segment, groups);
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
     typename Im::Raw next_m;
@@ -2400,12 +2401,12 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     };
     uint32_t top = 0;
     fetch(first);
-    float next_numbers = SCALED ? scales.load(first, groups) : 0.0f;
+    float next_numbers = SCALED ? scales.load(first) : 0.0f;
     for (int run = first; run < last; run += ADAM_WARPS * ADAM_RUN) {
         const int stop = min(run + ADAM_RUN, groups), next_run = run + ADAM_WARPS * ADAM_RUN;
         const float numbers = next_numbers;
         float made = 0;
-        if (SCALED) next_numbers = scales.load(next_run, groups);
+        if (SCALED) next_numbers = scales.load(next_run);
 #pragma unroll 1
         for (int pair = run; pair < stop; pair += 2) {
             Values w, g, m, v;
@@ -2430,7 +2431,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
             Im::template store<false>(moment_m, inside, a.m, gm, m, live);
             Iv::template store<true>(moment_v, inside, a.v, gv, v, live);
         }
-        if (SCALED) scales.store(run, groups, made);
+        if (SCALED) scales.store(run, made);
     }
     return W::largest(top);
 }

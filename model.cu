@@ -59,7 +59,9 @@ private:
 class Recording {
 public:
     Recording() = default;
-    ~Recording() { cudaGraphExecDestroy(graph_); }
+    ~Recording() {
+        if (graph_) cudaGraphExecDestroy(graph_);  // of none it would leave an error behind, for whoever asks next
+    }
     Recording(const Recording&) = delete;
     Recording& operator=(const Recording&) = delete;
 

@@ -176,16 +176,18 @@ def contestant(kind, model, recipe, steps, gpu):
     return {"ms": statistics.median(times), "least": min(times), "most": max(times), "memory": most[0], "note": result["note"]}
 
 
-def compare(model, gpu, steps):
-    """Rows of the table: ours, PyTorch's, ours again."""
+def compare(model, gpu, steps, tell):
+    """Ours, PyTorch's, ours again. After each of them the rows of the table that there are go to tell()."""
     runs = [("./train", "coat"), ("./train", "bf16"), ("PyTorch", "bf16"), ("PyTorch", "fp8"), ("./train", "coat"), ("./train", "bf16")]
-    results = [contestant(kind, model, recipe, steps, gpu) for kind, recipe in runs]
-    base, batch, rows = results[2]["ms"], SHAPES[model][-1], []
-    for (kind, recipe), r in zip(runs, results):
-        who = f"{kind} {recipe}" + (f" ({r['note']})" if r["note"] else "")
-        rate, spread = batch * SEQUENCE / r["ms"] * 1e3, f"{r['ms']:.1f} ({r['least']:.1f}, {r['most']:.1f})"
-        rows.append(f"| {model}, {batch} x {SEQUENCE} | {who} | {rate:,.0f} | {base / r['ms']:.3f} | {spread} | {r['memory']:,} |")
-    return rows
+    batch, results = SHAPES[model][-1], []
+    for kind, recipe in runs:
+        results.append((kind, recipe, contestant(kind, model, recipe, steps, gpu)))
+        base, rows = next((r["ms"] for k, p, r in results if (k, p) == ("PyTorch", "bf16")), None), []
+        for k, p, r in results:
+            who = f"{k} {p}" + (f" ({r['note']})" if r["note"] else "")
+            times = f"{base / r['ms']:.3f} | {r['ms']:.1f} ({r['least']:.1f}, {r['most']:.1f})" if base else f" | {r['ms']:.1f}"
+            rows.append(f"| {model}, {batch} x {SEQUENCE} | {who} | {batch * SEQUENCE / r['ms'] * 1e3:,.0f} | {times} | {r['memory']:,} |")
+        tell(model, rows)
 
 
 def main():
@@ -208,11 +210,17 @@ def main():
              f"{WARM_UP}. Memory is the most that the driver saw in use. PyTorch is compiled, with fused AdamW on BF16 parameters and states: no FP32",
              "master, no clipping. Its FP8 is per tensor, just in time. Random tokens.", "",
              "| model, tokens a step | | tokens/s | against PyTorch bf16 | ms a step (least, most) | memory, MiB |", "|---|---|---|---|---|---|"]
+    rows, writing = {}, threading.Lock()
+
+    def tell(model, of_model):
+        with writing:
+            rows[model] = of_model
+            options.out.write_text("\n".join(lines + [row for name in options.models for row in rows.get(name, [])]) + "\n")
+
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        for rows in pool.map(compare, options.models, (gpus * len(options.models))[:len(options.models)], [options.steps] * len(options.models)):
-            lines += rows
-            options.out.write_text("\n".join(lines) + "\n")  # after every model: what was measured stays
-    print("\n".join(lines))
+        for done in [pool.submit(compare, model, gpus[i % len(gpus)], options.steps, tell) for i, model in enumerate(options.models)]:
+            done.result()
+    print(options.out.read_text())
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about seven minutes on two cores
     python3 dev/runs.py speed gpt2          on a GPU; several groups one after the other
     python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU; in `speed`, a model's runs stay on one card, in turn
-    python3 dev/runs.py speed --only 13b    the runs whose name has this in it
+    python3 dev/runs.py speed --only 13b    the runs whose name has this in it, or one of several by commas
 
 For each group dev/results gets GROUP.md (a row a run: tokens/s, memory, losses), a log GROUP-RUN.jsonl of each and, where runs are to be
-compared, loss-GROUP.svg. The text of `gpt2` is the Python source of the packages that lie beside torch, in tokens of a BPE trained on it; the others
+compared, loss-GROUP.svg. The text of `gpt2` is Python source in tokens of a BPE trained on it (dev/evidence/corpus.py); the others
 read the default text, C++ and CUDA headers byte by byte. The commit that the rows are of is git's, or COAT_COMMIT's. Only Python's standard
 library is needed (and `tokenizers` for the text).
 """
@@ -24,13 +24,12 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "dev", "results")
-TEXT = "build/python-source"
-VOCABULARY, TEXT_BYTES = 16384, 80_000_000
+TEXT = "build/evidence/text"
 
 # Groups: (flags that all runs share, the runs whose curves are drawn, [(name, flags)])
 LEAN = "--attention groups --master none --gradients none"
 SHORT = "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"
-GPT2 = f"--model gpt2 --data {TEXT} --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
+GPT2 = f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
 GROUPS = {
     "cpu": ("--device cpu --sample-every 0", ("fp32", "bf16", "coat"), [(r, f"--recipe {r}") for r in ("fp32", "bf16", "coat")]),
     "default": ("--device gpu --sample-every 0", ("bf16", "coat"), [(r, f"--recipe {r}") for r in ("bf16", "coat")]),
@@ -63,22 +62,10 @@ def commit():
 
 
 def make_text():
-    """The sources in a fixed order, as far as TEXT_BYTES go."""
-    if os.path.exists(os.path.join(ROOT, TEXT, "train.bin")):
-        return
-    import torch
-    packages = os.path.dirname(os.path.dirname(torch.__file__))
-    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(packages) for name in names if name.endswith(".py"))
-    source, room = os.path.join(ROOT, "build", "python.txt"), TEXT_BYTES
-    with open(source, "w", encoding="utf-8") as out:
-        for path in files:
-            if room <= 0 or os.path.getsize(path) > 200_000:
-                continue
-            with open(path, encoding="utf-8", errors="ignore") as file:
-                text = file.read()[:room]
-            out.write(text)
-            room -= len(text.encode("utf-8"))
-    subprocess.run([sys.executable, "data/tokenize.py", "--train-bpe", str(VOCABULARY), "--out", TEXT, source], cwd=ROOT, check=True)
+    """The text of the convergence runs too (dev/evidence/corpus.py)."""
+    sys.path.insert(0, os.path.join(ROOT, "dev", "evidence"))
+    import trainings
+    trainings.text()
 
 
 class MemoryWatch(threading.Thread):
@@ -150,7 +137,7 @@ def run_group(group, gpus, only):
 
     chains = {}  # runs that follow each other on one card: where speeds are compared, those of one model, which is the name's first word
     for run in runs:
-        if only in run[0]:
+        if any(part in run[0] for part in only.split(",")):
             chains.setdefault(run[0].split()[0] if group == "speed" else run[0], []).append(run)
     chains = sorted(chains.values(), key=len, reverse=True)
 
@@ -183,7 +170,7 @@ def main():
     parser = argparse.ArgumentParser(description="The runs behind the README's figures.")
     parser.add_argument("groups", nargs="+", choices=list(GROUPS))
     parser.add_argument("--gpus", default="0", help="numbers, by commas")
-    parser.add_argument("--only", default="", help="part of a run's name")
+    parser.add_argument("--only", default="", help="parts of runs' names, by commas")
     arguments = parser.parse_args()
     os.makedirs(RESULTS, exist_ok=True)
     os.makedirs(os.path.join(ROOT, "build"), exist_ok=True)
