@@ -1387,7 +1387,8 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 // The residual pair and what the next norm's two passes need: sum -> x_out, in, stats, amax of the norm's output.
 template <class Source, class Held, bool WRITE>
 __global__ void __launch_bounds__(32 * ROW_WARPS) row_kernel(Source sum, int64_t rows, Plain<typename Held::Stream> x_out, Held in,
-                                                             Affine<typename Held::Stream> affine, float2* stats, bool rms, float eps, TensorScale* slot) {
+                                                             Affine<typename Held::Stream> affine, float2* stats, bool rms, float eps,
+                                                             TensorScale* slot) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = sum.width;
     typename Source::Raw raw[ROW_CHUNKS] = {};
 #pragma unroll
@@ -1795,8 +1796,8 @@ __device__ void sum_rows(Held x, int64_t C, int64_t col, int n, Index index, Val
 
 // Stage one: a chunk's rows. A token with one chunk is done with; others leave their chunks' sums in partials.
 template <class T>
-__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_chunks_kernel(Plain<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
-                                                                             Plain<T> gradient, Plain<float> partials) {
+__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_chunks_kernel(Plain<T> g, int64_t C, const int32_t* order,
+                                                                             const EmbeddingChunk* chunks, Plain<T> gradient, Plain<float> partials) {
     const int64_t col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
     if (col >= C) return;
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -2008,7 +2009,8 @@ void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, 
     const int64_t n = p.padded_size();
     initialize_kernel<<<blocks(n, 256), 256, 0, s>>>(f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
                                                      f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
-                                                     w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.gain, live, seed, index);
+                                                     w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.gain, live,
+                                                     seed, index);
     CHECK_LAUNCH("initialize");
 }
 
@@ -2475,7 +2477,8 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         const int64_t start = segment.offset / MOMENT_GROUP, stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
         if (start >= end) return;
         const int64_t first = max(begin, start), last = min(end, stop);
-        const int run = static_cast<int>((first - start + ADAM_RUN - 1) / ADAM_RUN + threadIdx.x / 32) * ADAM_RUN, runs_end = static_cast<int>(last - start);
+        const int run = static_cast<int>((first - start + ADAM_RUN - 1) / ADAM_RUN + threadIdx.x / 32) * ADAM_RUN;
+        const int runs_end = static_cast<int>(last - start);
         uint32_t top;
         if (skip)
             top = weights_amax<typename W::Value>(a, first + threadIdx.x / 32 * 2, last);

@@ -204,9 +204,9 @@ void gradient_norm(const void* gradients, Format format, int64_t n, const double
 struct Range {
     int64_t first, count;
 };
-// One launch for all parameters of a range, or four where moments have one scale a tensor; `segments` and gradients are theirs. Every segment's m.format is optimizer.m or F32, and v's
-// likewise. rounding: rounding_key() of this step, for weights without a master. Zero the segments' amax slots first; they are filled even if
-// nothing is changed.
+// One launch for all parameters of a range, or four where moments have one scale a tensor; `segments` and gradients are theirs. Every segment's
+// m.format is optimizer.m or F32, and v's likewise. rounding: rounding_key() of this step, for weights without a master. Zero the segments' amax
+// slots first; they are filled even if nothing is changed.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
            uint64_t rounding, const void* gradients, const GradientState* state, cudaStream_t s);
 

@@ -1,6 +1,7 @@
 // gemm.cu - gemm.cuh on cuBLASLt. The rules of its FP8 product are in the cuBLAS manual under cublasLtMatmul(): both operands contiguous
 // along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2. Where other
-// scales than one a tensor lie is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh, Operand).
+// scales than one a tensor lie is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh,
+// Operand).
 //
 // cuBLAS is column-major, and a row-major matrix is its transpose there: out^T = b^T a^T. Hence cuBLAS's first operand is our b.
 #include "gemm.cuh"
