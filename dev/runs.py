@@ -83,9 +83,13 @@ class MemoryWatch(threading.Thread):
             time.sleep(0.5)
 
 
+def log_of(group, name):
+    return os.path.join(RESULTS, f"{group}-{name.replace(', ', '-').replace(' ', '-')}.jsonl")
+
+
 def train(group, name, flags, gpu):
     """Runs ./train; a row of the table."""
-    log = os.path.join(RESULTS, f"{group}-{name.replace(', ', '-').replace(' ', '-')}.jsonl")
+    log = log_of(group, name)
     environment = dict(os.environ, OMP_WAIT_POLICY="passive")
     watch = None
     if gpu is not None:
@@ -104,22 +108,22 @@ def train(group, name, flags, gpu):
     steps = [line for line in lines if line["kind"] == "step"]
     validation = [line["loss"] for line in lines if line["kind"] == "validation"]
     timed = steps[1:] or steps  # the first warms caches
-    return {"name": name, "flags": flags, "log": log, "steps": len(steps), "rate": statistics.median(s["tokens_per_second"] for s in timed),
+    return {"name": name, "flags": flags, "steps": len(steps), "rate": statistics.median(s["tokens_per_second"] for s in timed),
             "ms": statistics.median(s["ms"] for s in timed), "memory": watch.most if watch else 0,
             "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validation[0], validation[-1])}
 
 
 def markdown(shared, rows):
-    lines = [f"Commit {commit()}; `./train {shared}` and what the row says. Medians over the steps but the first.", "",
-             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = [f"`./train {shared}` and what the row says. Medians over the steps but the first.", "",
+             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss | commit |",
+             "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | |")
+            lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | | {row['commit']} |")
             continue
         lines.append(f"| {row['name']} | `{row['flags']}` | {row['steps']} | {row['rate']:,.0f} | {row['ms']:.1f} | "
                      f"{row['memory']:,} ({row['memory'] * 2**20 / 1e9:.1f} GB) | {row['train'][0]:.3f} -> {row['train'][1]:.3f} | "
-                     f"{row['validation'][0]:.4f} -> {row['validation'][1]:.4f} |")
+                     f"{row['validation'][0]:.4f} -> {row['validation'][1]:.4f} | {row['commit']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,10 +133,19 @@ def run_group(group, gpus, only):
     for gpu in gpus:
         free.put(gpu)
 
-    rows = {}
+    done, writing = {}, threading.Lock()
+    kept, table = os.path.join(RESULTS, f"{group}.json"), os.path.join(RESULTS, f"{group}.md")
 
-    def write():  # after every run: what was measured stays, whatever comes after
-        with open(os.path.join(RESULTS, f"{group}.md"), "w", encoding="utf-8") as file:
+    def keep(row):  # after every run: what was measured stays, also by another call of this program
+        rows = {}
+        if os.path.exists(kept):
+            with open(kept, encoding="utf-8") as file:
+                rows = json.load(file)
+        rows[row["name"]] = row
+        with open(kept, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+            file.write("\n")
+        with open(table, "w", encoding="utf-8") as file:
             file.write(markdown(shared, [rows[name] for name, _ in runs if name in rows]))
 
     chains = {}  # runs that follow each other on one card: where speeds are compared, those of one model, which is the name's first word
@@ -151,19 +164,20 @@ def run_group(group, gpus, only):
 
     def one(run, gpu):
         row = train(group, run[0], f"{shared} {run[1]}".strip(), None if group == "cpu" else gpu)
-        row["flags"] = run[1]
-        rows[run[0]] = row
-        write()
+        row.update(flags=run[1], commit=commit())
+        done[run[0]] = row
+        with writing:
+            keep(row)
         told = row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"
         print(f"{group}: {row['name']}: {told}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(chain, chains))
-    curves = [f"{name}={rows[name]['log']}" for name in drawn if name in rows and "failed" not in rows[name]]
+    curves = [f"{name}={log_of(group, name)}" for name in drawn if "failed" not in done.get(name, {"failed": "not run"})]
     if curves:
         with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
             subprocess.run([sys.executable, "dev/plot_loss.py", *curves], cwd=ROOT, stdout=svg, check=True)
-    return all("failed" not in row for row in rows.values())
+    return all("failed" not in row for row in done.values())
 
 
 def main():

@@ -106,7 +106,7 @@ def keep(part, name, row, **also):
     with _files:
         report = load(part)
         report["rows"][name] = dict(row, commit=runs.commit())
-        report.update(also, where=card(), commit=", ".join(sorted({r["commit"] for r in report["rows"].values()})))
+        report.update({"where": card(), "commit": ", ".join(sorted({r["commit"] for r in report["rows"].values()})), **also})
         write(part, report)
 
 
@@ -146,8 +146,8 @@ def on_gpu(command, gpu, seconds, **more):
     return ended.stdout
 
 
-def train(name, flags, gpu, seconds):
-    """./train to its end: what its log and the driver say of the run."""
+def train(name, flags, gpu, seconds, program="./train"):
+    """A run to its end: what its log and the driver say of it."""
     log = os.path.join(BUILD, name.replace(", ", "-").replace(" ", "-").replace("/", "-") + ".jsonl")
     os.makedirs(BUILD, exist_ok=True)
     watch = None
@@ -156,7 +156,7 @@ def train(name, flags, gpu, seconds):
         watch.start()
     out = [] if "--out" in flags.split() else ["--out", ""]
     try:
-        on_gpu(["./train", *flags.split(), *out, "--log", log], gpu, seconds)
+        on_gpu([program, *flags.split(), *out, "--log", log], gpu, seconds)
     finally:
         if watch:
             watch.done = True

@@ -3,7 +3,7 @@ import math
 
 from plot_bench import REST, bar, text
 from plot_loss import COLORS, spread, ticks
-from tables import GRANULARITIES, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, PAPER_TABLE_6, RECIPES
+from tables import GRANULARITIES, LAYERS, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, RECIPES
 
 DARK, LIGHT = "#1a202c", "#718096"
 
@@ -192,11 +192,11 @@ def bars(title, legend, rows, unit):
 
 def layer(result):
     rows = []
-    for (hidden, seq), paper in PAPER_TABLE_6.items():
-        rows += [(f"paper: {recipe}, hidden size {hidden}, 4 x {seq}", list(values[:2]), False) for recipe, values in paper.items()]
-        found = [r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, 4)]
+    for (hidden, seq, batch), paper in LAYERS:
+        rows += [(f"paper: {recipe}, hidden size {hidden}, {batch} x {seq}", list(values[:2]), False) for recipe, values in paper.items()]
+        found = [r for r in result["rows"].values() if (r["hidden"], r["seq"], r["batch"]) == (hidden, seq, batch)]
         found.sort(key=lambda r: RECIPES.index(r["recipe"]))
-        rows += [(f"ours: {r['recipe']}, hidden size {hidden}, 4 x {seq}", [r["forward_ms"], r["backward_ms"]], True) for r in found]
+        rows += [(f"ours: {r['recipe']}, hidden size {hidden}, {batch} x {seq}", [r["forward_ms"], r["backward_ms"]], True) for r in found]
     return bars("One layer, ms", [("forward", COLORS[0]), ("backward", COLORS[1])], rows, "ms")
 
 

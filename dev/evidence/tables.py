@@ -11,6 +11,7 @@ PAPER_TABLE_6 = {  # hidden size and tokens: forward ms, backward ms, MB
     (2048, 4096): {"bf16": (6.88, 17.24, 2914), "te": (5.94, 11.29, 2420), "coat": (5.89, 10.82, 1766)},
     (4096, 2048): {"bf16": (7.77, 18.78, 2914), "te": (6.19, 11.79, 2420), "coat": (5.89, 10.96, 1766)},
     (4096, 4096): {"bf16": (16.37, 38.43, 5828), "te": (12.66, 24.58, 4840), "coat": (12.16, 23.44, 3533)}}
+LAYERS = [((*shape, 4), paper) for shape, paper in PAPER_TABLE_6.items()] + [((4096, 2048, 8), {})]  # with sequences; the last is the peers' shape
 PAPER_GAP = {"coat": 0.013, "te": 0.006}  # nats of training loss above BF16, OLMo-1B after 22 billion tokens
 RECIPES = ["bf16", "te", "colossal", "rowwise", "deepseek", "coat"]
 GRANULARITIES = ["per tensor", "1x16", "1x128", "4x4"]
@@ -152,7 +153,7 @@ def layer(results):
         return []
     found = {(r["hidden"], r["seq"], r["batch"], r["recipe"]): r for r in result["rows"].values()}
     rows = []
-    for (hidden, seq, batch), paper in [((*shape, 4), paper) for shape, paper in PAPER_TABLE_6.items()] + [((4096, 2048, 8), {})]:
+    for (hidden, seq, batch), paper in LAYERS:
         base, theirs = found.get((hidden, seq, batch, "bf16")), sum(paper["bf16"][:2]) if paper else 0
         for recipe in RECIPES:
             cells = [f"{hidden}, {batch} x {seq}", recipe]
@@ -284,9 +285,26 @@ def finetune(results):
     return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)
 
 
+def groups(results):
+    result = results.get("groups")
+    if not result:
+        return []
+    losses = {(r["kind"], r["size"]): r["validation"][-1][1] for r in result["rows"].values()}
+    usual = losses.get(("activations", 16))
+    losses["moments", 128] = usual
+    sizes = sorted({size for _, size in losses})
+    rows = []
+    for kind, other in (("activations", "moments in 128"), ("moments", "activations in 16")):
+        found = [losses.get((kind, size)) for size in sizes]
+        rows.append([f"{kind}, {other}", *("not run yet" if x is None else f"{x:.4f} ({x - usual:+.4f})" for x in found)])
+    return [f"Run on {result['where']}, commit {result['commit']}: `{result['commands'][0]}`.", "",
+            *table(["validation loss, nats a byte; groups of", *sizes], rows)]
+
+
 TABLES = {"ranges": (ranges, "moments"), "moment errors": (moment_errors, "moments"), "activations": (activations, "activations"),
           "amax": (amax_times, "timing"), "memory": (memory, "memory"), "products": (products, "timing"), "layer": (layer, "layer"),
-          "models": (models, "models"), "convergence": (convergence, "convergence"), "finetune": (finetune, "finetune")}
+          "models": (models, "models"), "convergence": (convergence, "convergence"), "finetune": (finetune, "finetune"),
+          "groups": (groups, "groups")}
 ON_A_GPU = {"timing", "layer", "models", "convergence", "finetune"}
 
 

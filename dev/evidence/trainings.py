@@ -1,10 +1,13 @@
-"""The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, and fine-tuning. Each is a list of jobs."""
+"""The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, fine-tuning, and group sizes. Each is
+a list of jobs."""
 import array
 import glob
 import json
 import os
 import re
 import shutil
+import subprocess
+import tempfile
 
 import corpus
 import jobs
@@ -167,3 +170,36 @@ def model_runs(model, common):
 
 def models():
     return [jobs.Job(model, seconds, model_runs(model, common)) for model, (common, seconds) in MODELS.items()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Group sizes: constants of coat.h, changed in a copy of the program. The GPU's kernels know no others, so a CPU trains the small model.
+
+SIZES = (8, 16, 32, 64, 128)
+CONSTANTS = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}  # how they stand there, and for what
+GROUPS = "--device cpu --sample-every 0 --eval-every 0"
+
+
+def group_size(kind, size):
+    def act(gpu, left):
+        constant, usual = CONSTANTS[kind]
+        with tempfile.TemporaryDirectory() as copy:
+            for name in ("Makefile", "data", *(file for file in os.listdir(jobs.ROOT) if file.endswith((".h", ".cpp")))):
+                (shutil.copytree if name == "data" else shutil.copy)(os.path.join(jobs.ROOT, name), os.path.join(copy, name))
+            header = os.path.join(copy, "coat.h")
+            with open(header, encoding="utf-8") as file:
+                text_before = file.read()
+            if text_before.count(constant.format(usual)) != 1:
+                raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
+            with open(header, "w", encoding="utf-8") as file:
+                file.write(text_before.replace(constant.format(usual), constant.format(size)))
+            subprocess.run(["make", "-s", "-C", copy, "NVCC=", "train"], check=True)
+            row = jobs.train(f"groups {kind} {size}", GROUPS, None, left(), os.path.join(copy, "train"))
+        jobs.keep("groups", f"{kind} {size}", {"kind": kind, "size": size, "validation": row["validation"]}, shared=GROUPS, where="the CPU")
+        return f"validation {row['validation'][-1][1]:.4f}"
+    return act
+
+
+def groups():
+    return [jobs.Job(f"{kind} in groups of {size}", 240, group_size(kind, size), (), jobs.HOST) for kind, (_, usual) in CONSTANTS.items()
+            for size in SIZES if (kind, size) != ("moments", usual) and f"{kind} {size}" not in jobs.load("groups")["rows"]]  # 16 and 128 are one run
