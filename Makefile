@@ -108,8 +108,8 @@ need-doctest:
 	$(call need,doctest/doctest.h,doctest-dev)
 
 sanitize:
-	UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
-	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -DCOAT_QUICK"
+	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
+	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 clean:
 	rm -rf build train

@@ -3,14 +3,14 @@
 #   dev/gpu.sh              the tests whose names begin with "gpu: "
 #   dev/gpu.sh all          every test (make test)
 #   dev/gpu.sh 'PATTERN'    the tests whose names match, as doctest's --test-case takes it
-#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, under compute-sanitizer: memcheck, racecheck, initcheck; a PATTERN may follow
+#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, under compute-sanitizer: racecheck, memcheck, initcheck; a PATTERN may follow
 # Logs go to $OUT where it is set, else to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=${OUT:-build/logs}
 mkdir -p "$logs"
 export OMP_WAIT_POLICY=passive
-summary=()
+summary=() jobs=() place=0
 note() { summary+=("$1"); echo "== $1"; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | head -n 1
@@ -38,10 +38,17 @@ case ${1:-gpu} in
     all) run tests make test ;;
     sanitize)
         chosen=${2:+--test-case=$2}
-        for tool in memcheck racecheck initcheck; do
-            run "$tool" timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests \
+        gpus=$(nvidia-smi --list-gpus | wc -l)
+        for tool in racecheck memcheck initcheck; do  # side by side, on GPUs of their own where there are so many
+            export CUDA_VISIBLE_DEVICES=$((place++ % gpus))
+            (run "$tool" env COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests \
                 "${chosen:---source-file=*test_coat_gpu*,*test_attention_gpu*}" --test-case-exclude='gpu: long *'
-        done ;;
+             printf '%s\n' "${summary[@]: -1}" > "$logs/$tool.note"
+             exit $failed) &
+            jobs+=($!)
+        done
+        for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+        for tool in racecheck memcheck initcheck; do summary+=("$(cat "$logs/$tool.note")"); done ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac

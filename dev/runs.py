@@ -45,6 +45,10 @@ GROUPS = {
         ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
         ("7b coat, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --accumulation fast"),
         ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
+        ("tinyllama coat, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recompute off"),
+        ("tinyllama bf16, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
+        ("gpt2 coat, outputs kept", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recompute off"),
+        ("gpt2 bf16, outputs kept", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
     ]),
     "gpt2": (GPT2, ("bf16", "coat", "leanest"), [
         ("bf16", "--recipe bf16"), ("bf16 seed 2", "--recipe bf16 --seed 2"), ("bf16 seed 3", "--recipe bf16 --seed 3"),

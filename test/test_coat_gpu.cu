@@ -109,6 +109,8 @@ struct Shape {
     int64_t rows, cols;
 };
 const Shape SHAPES[] = {{1, 16}, {7, 48}, {16, 128}, {100, 112}, {129, 144}, {128, 256}, {257, 400}, {512, 1024}};
+// Under a sanitizer a launch takes seconds: what has several tiles or rows already is enough there.
+bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
 const Quant FP8_OUTPUTS[] = {Q_E4M3, Q_E5M2};
 
 // Codes, scale and transpose of what a kernel quantized against the reference's quantization of the same values.
@@ -248,6 +250,7 @@ GPU_TEST_CASE("quantizers and their transposes equal the reference byte for byte
     for (Format stream : {Format::F32, Format::BF16})
         for (const Distribution& d : distributions())
             for (Shape s : SHAPES) {
+                if (too_long(s.rows * s.cols)) continue;
                 CAPTURE(d.name);
                 CAPTURE(s.rows);
                 const Floats x = rounded(stream, sample(d, rng, s.rows * s.cols));
@@ -318,6 +321,7 @@ GPU_TEST_CASE("NaN and infinity reach the amax and a tensor's scale stays 1; a g
 GPU_TEST_CASE("through groups: the groups of an ordinary quantization, and in BF16 what they hold") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
+        if (too_long(s.rows * s.cols)) continue;
         Floats x = heavy(rng, Format::BF16, s.rows * s.cols);
         x[rng.below(s.rows * s.cols)] = INFINITY;
         const Tensor in(x, s.rows, s.cols, Q_BF16);
@@ -339,6 +343,7 @@ GPU_TEST_CASE("through groups: the groups of an ordinary quantization, and in BF
 GPU_TEST_CASE("FP8 transpose") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
+        if (too_long(s.rows * s.cols)) continue;
         Bytes codes(s.rows * s.cols);
         for (uint8_t& c : codes) c = static_cast<uint8_t>(rng.bits());
         Tensor x(s.rows, s.cols, Q_E4M3);
@@ -579,6 +584,7 @@ GPU_TEST_CASE("norm backward: input, gain and bias gradients, amax, statistics")
     for (Pair p : PAIRS)
         for (bool rms : {true, false})
             for (Shape s : {Shape{1, 16}, {50, 48}, {700, 128}, {2500, 768}, {37, 1040}, {40, 4096}, {9, 6656}, {3, 16384}}) {
+                if (too_long(s.rows * s.cols)) continue;
                 CAPTURE(s.cols);
                 CAPTURE(rms);
                 const int64_t N = s.rows, C = s.cols;
@@ -644,6 +650,7 @@ GPU_TEST_CASE("activations forward and backward") {
     for (Pair p : PAIRS)
         for (bool gated : {true, false})
             for (Shape s : {Shape{1, 16}, {33, 48}, {130, 144}, {256, 352}}) {
+                if (too_long(s.rows * s.cols)) continue;
                 CAPTURE(s.cols);
                 CAPTURE(gated);
                 const int64_t N = s.rows, F = s.cols, planes = gated ? 2 : 1;
@@ -672,6 +679,7 @@ GPU_TEST_CASE("what an activation reads goes to groups and leaves the activation
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
         for (Shape s : {Shape{1, 32}, {33, 96}, {130, 288}, {256, 704}}) {
+            if (too_long(s.rows * s.cols)) continue;
             CAPTURE(s.cols);
             CAPTURE(gated);
             const Tensor u(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
@@ -836,6 +844,7 @@ GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
     for (Format f : {Format::F32, Format::BF16})
         for (int64_t n : {128, 128 * 1001, 128 * 40000})
             for (double size : {1e-25, 1e-6, 1.0, 1e25}) {
+                if (too_long(n)) continue;
                 const Floats g = normals(rng, f, n, size);
                 double sum = 0;
                 for (float v : g) sum += double(v) * v;
