@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The runs behind the README's figures: a table of them, and one command for each group.
 
-    python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about seven minutes on two cores
+    python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about 20 minutes on two cores
     python3 dev/runs.py speed gpt2          on a GPU; several groups one after the other
     python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU; in `speed`, a model's runs stay on one card, in turn
     python3 dev/runs.py speed --only 13b    the runs whose name has this in it, or one of several by commas
@@ -31,7 +31,9 @@ LEAN = "--attention groups --master none --gradients none"
 SHORT = "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"
 GPT2 = f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
 GROUPS = {
-    "cpu": ("--device cpu --sample-every 0", ("fp32", "bf16", "coat"), [(r, f"--recipe {r}") for r in ("fp32", "bf16", "coat")]),
+    "cpu": ("--device cpu --sample-every 0", ("fp32", "bf16", "coat"),
+            [(r, f"--recipe {r}") for r in ("fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek")]
+            + [(f"bf16, moments {o}", f"--recipe bf16 --optimizer {o}") for o in ("bf16", "fp8", "coat", "fp8lm")]),
     "default": ("--device gpu --sample-every 0", ("bf16", "coat"), [(r, f"--recipe {r}") for r in ("bf16", "coat")]),
     "speed": (SHORT, (), [
         ("7b coat", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"),

@@ -64,6 +64,14 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
+template <class T>
+std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
+    std::vector<T> t(x.size());
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
+    return t;
+}
+
 // The scales of rows, vectors and squares as cuBLASLt reads them (its manual, "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block
 // Scaling"): vectors' with the rows next to each other, and a row of squares' padded to a multiple of four, with 1, as the kernels leave it.
 inline std::vector<float> scales_for_products(const reference::Quantized& q) {

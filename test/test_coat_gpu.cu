@@ -26,13 +26,6 @@ constexpr double U = 0x1p-24;
 
 double half_ulp(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1); }  // relative
 
-Bytes transposed(const Bytes& x, int64_t rows, int64_t cols) {
-    Bytes t(x.size());
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
-    return t;
-}
-
 // A tensor on the device, and its transpose if it is FP8 with one scale.
 class Tensor {
 public:
@@ -143,13 +136,6 @@ struct BlockOperand {
     bool intact() const { return codes.intact() && transposed_codes.intact() && scales.intact() && transposed_scales.intact() && slot.intact(); }
 };
 const Quant BLOCK_OUTPUTS[] = {Q_ROW, Q_VECTOR, Q_BLOCK, {Format::E5M2, PER_ROW}, {Format::E5M2, PER_VECTOR}, {Format::E5M2, PER_BLOCK}};
-
-Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
-    Floats t(x.size());
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
-    return t;
-}
 
 // The reference's quantization of x, one way, against codes and against scales where cuBLAS wants them.
 void check_way(const Floats& x, int64_t rows, int64_t cols, Quant q, const Bytes& codes, const Floats& scales) {

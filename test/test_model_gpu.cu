@@ -30,13 +30,6 @@ using Doubles = std::vector<double>;
 
 // --- Matrix products ----------------------------------------------------------------------------------------------------
 
-Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
-    Floats t(x.size());
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
-    return t;
-}
-
 // An operand on the device, quantized both ways, and its values as a product sees them that contracts its columns, or its rows.
 struct DeviceOperand {
     reference::Quantized quantized, turned;
