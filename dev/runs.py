@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The runs behind the README's figures: a table of them, and one command for each group.
 
-    python3 dev/runs.py cpu                 fp32, bf16 and coat without a GPU; about 20 minutes on two cores
+    python3 dev/runs.py cpu                 every recipe and optimizer without a GPU; about 20 minutes on two cores
     python3 dev/runs.py speed gpt2          on a GPU; several groups one after the other
     python3 dev/runs.py gpt2 --gpus 0,1,2,3 the runs of a group side by side, one a GPU; in `speed`, a model's runs stay on one card, in turn
     python3 dev/runs.py speed --only 13b    the runs whose name has this in it, or one of several by commas
@@ -75,18 +75,34 @@ def make_text():
 
 
 class MemoryWatch(threading.Thread):
-    """The most memory that the driver reports in use on one GPU, in MiB."""
+    """While it is open: the most memory that the driver reports in use on one GPU, in MiB; of no GPU (None) 0."""
 
     def __init__(self, gpu):
         super().__init__(daemon=True)
         self.command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        self.most, self.done = 0, False
+        self.most, self.done = 0, gpu is None
 
     def run(self):
         while not self.done:
             said = subprocess.run(self.command, capture_output=True, text=True, check=False).stdout.strip()
             self.most = max(self.most, int(said) if said.isdigit() else 0)
             time.sleep(0.5)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done = True
+        self.join()
+
+
+def read(log):
+    """A run's steps, those that are timed (all but the first, which warms caches), and its validations."""
+    with open(log, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    steps = [line for line in lines if line["kind"] == "step"]
+    return steps, steps[1:] or steps, [line for line in lines if line["kind"] == "validation"]
 
 
 def log_of(group, name):
@@ -97,26 +113,17 @@ def train(group, name, flags, gpu):
     """Runs ./train; a row of the table."""
     log = log_of(group, name)
     environment = dict(os.environ, OMP_WAIT_POLICY="passive")
-    watch = None
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-        watch = MemoryWatch(gpu)
-        watch.start()
     command = ["./train", "--out", "", "--log", log] + flags.split()
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if watch:
-        watch.done = True
-        watch.join()
+    with MemoryWatch(gpu) as memory:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         return {"name": name, "flags": flags, "failed": ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else f"exit {ended.returncode}"}
-    with open(log, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    steps = [line for line in lines if line["kind"] == "step"]
-    validation = [line["loss"] for line in lines if line["kind"] == "validation"]
-    timed = steps[1:] or steps  # the first warms caches
+    steps, timed, validations = read(log)
     return {"name": name, "flags": flags, "steps": len(steps), "rate": statistics.median(s["tokens_per_second"] for s in timed),
-            "ms": statistics.median(s["ms"] for s in timed), "memory": watch.most if watch else 0,
-            "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validation[0], validation[-1])}
+            "ms": statistics.median(s["ms"] for s in timed), "memory": memory.most,
+            "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validations[0]["loss"], validations[-1]["loss"])}
 
 
 def markdown(shared, rows):

@@ -150,23 +150,12 @@ def train(name, flags, gpu, seconds, program="./train"):
     """A run to its end: what its log and the driver say of it."""
     log = os.path.join(BUILD, name.replace(", ", "-").replace(" ", "-").replace("/", "-") + ".jsonl")
     os.makedirs(BUILD, exist_ok=True)
-    watch = None
-    if gpu is not None:
-        watch = runs.MemoryWatch(gpu)
-        watch.start()
     out = [] if "--out" in flags.split() else ["--out", ""]
-    try:
+    with runs.MemoryWatch(gpu) as memory:
         on_gpu([program, *flags.split(), *out, "--log", log], gpu, seconds)
-    finally:
-        if watch:
-            watch.done = True
-            watch.join()
-    with open(log, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    steps = [line for line in lines if line["kind"] == "step"]
-    timed = steps[1:] or steps  # the first warms caches
+    steps, timed, validations = runs.read(log)
     return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed),
-            "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed), "mib": watch.most if watch else None,
+            "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed), "mib": memory.most or None,
             "skipped": sum(s["skipped"] for s in steps),
             "train": [None if s["loss"] is None else round(s["loss"], 4) for s in steps],
-            "validation": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "validation"]}
+            "validation": [[line["step"], round(line["loss"], 5)] for line in validations]}
