@@ -69,11 +69,10 @@ $(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $
 $(patsubst dev/evidence/%.cu,$(O)/evidence_%,$(wildcard dev/evidence/*.cu)): $(O)/evidence_%: $(O)/dev/evidence/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 # CUPTI comes with the toolkit, in its own folder or beside the other libraries.
-CUPTI := $(firstword $(wildcard $(CUDA)/extras/CUPTI) $(CUDA))
+CUPTI := $(firstword $(wildcard $(foreach dir,extras/CUPTI/lib64 extras/CUPTI/lib lib64 lib,$(CUDA)/$(dir)/libcupti.so*)))
 $(O)/libtrace.so: dev/trace.cpp
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUPTI)/include -I$(CUDA)/include -o $@ $< \
-	    $(foreach dir,lib64 lib,-L$(CUPTI)/$(dir) -Wl,-rpath=$(CUPTI)/$(dir)) -lcupti
+	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUDA)/extras/CUPTI/include -I$(CUDA)/include -o $@ $< $(CUPTI) -Wl,-rpath=$(dir $(CUPTI))
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg
