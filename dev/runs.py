@@ -134,8 +134,9 @@ def markdown(shared, rows):
         if "failed" in row:
             lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | | {row['commit']} |")
             continue
+        memory = f"{row['memory']:,} ({row['memory'] * 2**20 / 1e9:.1f} GB)" if row["memory"] else ""
         lines.append(f"| {row['name']} | `{row['flags']}` | {row['steps']} | {row['rate']:,.0f} | {row['ms']:.1f} | "
-                     f"{row['memory']:,} ({row['memory'] * 2**20 / 1e9:.1f} GB) | {row['train'][0]:.3f} -> {row['train'][1]:.3f} | "
+                     f"{memory} | {row['train'][0]:.3f} -> {row['train'][1]:.3f} | "
                      f"{row['validation'][0]:.4f} -> {row['validation'][1]:.4f} | {row['commit']} |")
     return "\n".join(lines) + "\n"
 
