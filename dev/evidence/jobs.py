@@ -131,9 +131,9 @@ def card():
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
-def on_gpu(command, gpu, seconds, **more):
+def on_gpu(command, gpu, seconds):
     """Its standard output. `gpu` None: whatever the program chooses."""
-    environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID", **more)
+    environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
