@@ -3,14 +3,15 @@
 #   dev/gpu.sh              the tests whose names begin with "gpu: "
 #   dev/gpu.sh all          every test (make test)
 #   dev/gpu.sh 'PATTERN'    the tests whose names match, as doctest's --test-case takes it
-#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, under compute-sanitizer: racecheck, memcheck, initcheck; a PATTERN may follow
+#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, each under compute-sanitizer's racecheck, memcheck and initcheck, several
+#                           side by side on every GPU (or GPUS=0,1); a PATTERN may follow. A line each goes to sanitize.txt
 # Logs go to $OUT where it is set, else to build/logs.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 logs=${OUT:-build/logs}
 mkdir -p "$logs"
 export OMP_WAIT_POLICY=passive
-summary=() jobs=() place=0
+summary=()
 note() { summary+=("$1"); echo "== $1"; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | head -n 1
@@ -34,24 +35,35 @@ run() {  # name, command...
     grep -E 'MESSAGE' "$log" | sed 's/.*MESSAGE: //' | head -n 60
 }
 
+# One test under one tool, on the GPU that the place in the queue names. A comma would part two patterns, so that it becomes "any character".
+sanitize_one() {  # place, logs, tool, test
+    local begun=$SECONDS log="$2/$3-${4//[^A-Za-z0-9]/-}.log" gpus
+    IFS=, read -ra gpus <<< "$GPUS"
+    CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$3" --error-exitcode 1 \
+        build/tests --test-case="${4//,/?}" > "$log" 2>&1 && grep -aq ' 1 passed' "$log"
+    echo "$? $3, $((SECONDS - begun)) s, $4: $(tail -n 1 "$log")"
+}
+sanitize() {  # pattern
+    export -f sanitize_one
+    export GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+    local tool test chosen='--source-file=*test_coat_gpu*,*test_attention_gpu*' commas=${GPUS//[^,]/}
+    [ -z "$1" ] || chosen=--test-case=$1
+    build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' | grep '^gpu: ' > "$logs/names.txt"
+    for tool in racecheck memcheck initcheck; do
+        while read -r test; do printf '%s\0%s\0%s\0' "$logs" "$tool" "$test"; done < "$logs/names.txt"
+    done | xargs -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=PLACE bash -c 'sanitize_one "$PLACE" "$@"' queue | tee "$logs/sanitize.txt"
+    for tool in racecheck memcheck initcheck; do
+        note "$tool: $(grep -c "^0 $tool" "$logs/sanitize.txt") of $(wc -l < "$logs/names.txt") tests clean"
+    done
+    failed=$(grep -vc '^0 ' "$logs/sanitize.txt" || true)
+}
+
 case ${1:-gpu} in
     all) run tests make test ;;
-    sanitize)
-        chosen=${2:+--test-case=$2}
-        gpus=$(nvidia-smi --list-gpus | wc -l)
-        for tool in racecheck memcheck initcheck; do  # side by side, on GPUs of their own where there are so many
-            export CUDA_VISIBLE_DEVICES=$((place++ % gpus))
-            (run "$tool" env COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 1 build/tests \
-                "${chosen:---source-file=*test_coat_gpu*,*test_attention_gpu*}" --test-case-exclude='gpu: long *'
-             printf '%s\n' "${summary[@]: -1}" > "$logs/$tool.note"
-             exit $failed) &
-            jobs+=($!)
-        done
-        for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-        for tool in racecheck memcheck initcheck; do summary+=("$(cat "$logs/$tool.note")"); done ;;
+    sanitize) sanitize "${2:-}" ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac
 
 printf '%s\n' "" "Summary" "${summary[@]}" | tee "$logs/summary.txt"
-exit $failed
+exit $((failed > 0))
