@@ -550,7 +550,7 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
     // Of the last step that changed something. Where no gradients are kept, this step's norm is known only when backward is done: until then the
-    // larger of this one and the norm of all units so far clips.
+    // larger of this one and the norm of all units so far clips. Infinity clips to nothing, for a step that is to tell its norm alone.
     double last_norm = 0;
 };
 

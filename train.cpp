@@ -579,6 +579,15 @@ private:
         return 0;
     }
 
+    // The gradient's norm, for a first step that has none before it to clip by: of a step without a learning rate, clipped to nothing, which
+    // leaves moments of zero and the weights as they are. 0 if the gradient is not finite.
+    double first_norm(const Batch& batch, float clip) {
+        AdamW measure{1, 0.0f};
+        measure.clip = clip, measure.last_norm = std::numeric_limits<double>::infinity();
+        const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), measure);
+        return result.skipped ? 0 : result.grad_norm;
+    }
+
     void step() {
         const double before = seconds();
         const Batch batch = next_.valid() ? next_.get() : training_batch();
@@ -588,7 +597,8 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
         adamw.clip = static_cast<float>(flags_.real("clip"));
-        adamw.last_norm = state_.grad_norm;
+        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.updates == 0;
+        adamw.last_norm = unknown ? first_norm(batch, adamw.clip) : state_.grad_norm;
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
         state_.step++;
         state_.updates += !result.skipped;

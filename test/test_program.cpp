@@ -422,6 +422,18 @@ TEST_CASE("program: the norm that the next step clips by is the last one told, a
     CHECK(size("usual") - size("lean") > 2 * parameter_count(config));
 }
 
+TEST_CASE("program: without kept gradients the first step is clipped by its own norm") {
+    Folder folder;
+    require_success(tiny(folder, "--steps 1 --warmup 0 --gradients none --out spent"));
+    require_success(tiny(folder, "--steps 1 --warmup 0 --out kept"));
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+        std::string spent = read_file(folder.path / "spent/step-000001" / file);
+        const size_t mode = spent.find("\"gradients\":\"none\"");  // the moments' file says which run it is of
+        if (mode != std::string::npos) spent.replace(mode, 18, "\"gradients\":\"kept\"");
+        CHECK((spent == read_file(folder.path / "kept/step-000001" / file)));
+    }
+}
+
 TEST_CASE("program: a saved model is a folder that another run starts from") {
     Folder folder;
     require_success(tiny(folder, "--steps 8 --lr 1e-2 --warmup 1"));

@@ -521,6 +521,25 @@ TEST_CASE("modes: where no gradients are kept, the larger of the last step's nor
     }
 }
 
+TEST_CASE("modes: a first step that is clipped to nothing, at a learning rate of 0, tells its norm and changes nothing") {
+    for (const char* recipe : RECIPES)
+        for (const OptimizerFormat& optimizer : optimizers())
+            for (bool master : {true, false}) {
+                Setup setup = setup_of(recipe);
+                setup.optimizer = optimizer, setup.master = master;
+                if (!master && setup.recipe.stream != Format::BF16) continue;
+                Training kept(setup), spent(with_mode(setup, "gradients"));
+                const Snapshot before = snapshot(*spent.model);
+                const StepResult step = kept.step();
+                spent.adamw.lr = 0, spent.adamw.last_norm = std::numeric_limits<double>::infinity();
+                const StepResult measured = spent.step();
+                INFO(std::string(recipe), " ", std::string(optimizer.name), " ", master);
+                CHECK(measured.grad_norm == doctest::Approx(step.grad_norm).epsilon(1e-12));
+                CHECK_FALSE(measured.skipped);
+                CHECK((snapshot(*spent.model) == before));
+            }
+}
+
 TEST_CASE("modes: a gradient that is not finite skips its unit and those that it flows into; what came before is updated") {
     // Layer 1's gates are 0, so its feed-forward half adds 0 whatever stands before and behind: W_up 2^100, W_down 2^120. Backward, the gradient
     // of a gate is that of the stream (2^-20 or more) times both: infinite.
