@@ -1996,7 +1996,7 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
     const bool finite = isfinite(squares) && (!loss || isfinite(*loss));
     state->squares += squares;
     state->norm = sqrt(state->squares);
-    const double norm = fmax(clip.least_norm, state->norm);
+    const double norm = state->norm * clip.growth;
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     state->skip = !finite;
     state->skipped |= !finite;
@@ -2056,6 +2056,7 @@ namespace {
 constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes of a group
 static_assert(TEAM == 16, "the maxima of a group go round 16 lanes");
 constexpr int ADAM_WARPS = 8, ADAM_GROUPS = 32 * ADAM_WARPS / TEAM, ADAM_BLOCKS_PER_SM = 2;
+constexpr int64_t ADAM_GROUPS_A_BLOCK = 2048;  // or more
 
 // One moment's format as the kernel's argument.
 struct MomentFormat {
@@ -2147,7 +2148,7 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
     // code = sign encode(FMAX (|x| / max)^k)
     template <bool SECOND>
     static __device__ uint2 encode(const MomentFormat& f, const GroupScale& g, const Values& x) {
-        const bool expand = f.expand && !wide(f, g.k) && g.max >= 0x1p-100f;
+        const bool expand = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // of zeros log2(0) makes zeros
         Values y;
         if (expand) {
 #pragma unroll
@@ -2208,8 +2209,9 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     const bool expand = odd ? fv.expand : fm.expand;
     const float k = expand ? expansion_factor(odd ? fv.range : fm.range, group_top, group_low) : 1.0f;
     float inverse = fast_reciprocal(group_top);
-    if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
-    else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
+    if (!expand) inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
+    else if (group_top == 0) inverse = 0;
+    else inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
     const GroupScale mine{group_top, k, inverse};
     const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_top, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1), __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
     gm = {odd ? theirs.max : mine.max, odd ? theirs.k : mine.k, odd ? theirs.inverse : mine.inverse};
@@ -2528,8 +2530,10 @@ MomentFormat moment_format(Format f, bool expand) {
 
 template <class W, Format M, Format V>
 void launch_adamw(const AdamArguments& a, cudaStream_t s) {
-    const int64_t wanted = ceil_div(a.groups, ADAM_GROUPS);
-    const unsigned grid = static_cast<unsigned>(std::min<int64_t>(wanted, int64_t(multiprocessors()) * ADAM_BLOCKS_PER_SM));
+    // In as many rounds as blocks are long enough for: groups that take longer lie together (rows of tokens that no longer occur), and whoever has
+    // none of them takes more blocks.
+    const int64_t at_once = int64_t(multiprocessors()) * ADAM_BLOCKS_PER_SM, rounds = std::max<int64_t>(1, a.groups / (at_once * ADAM_GROUPS_A_BLOCK));
+    const unsigned grid = static_cast<unsigned>(std::min(ceil_div(a.groups, ADAM_GROUPS), at_once * rounds));
     adamw_kernel<W, M, V><<<grid, 32 * ADAM_WARPS, 0, s>>>(a);
     CHECK_LAUNCH("adamw");
 }

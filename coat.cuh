@@ -185,15 +185,15 @@ struct Segment {       // one row a parameter, in the flat order; a device table
 // updated by itself adds to it.
 struct GradientState {
     double squares, norm;  // of all units so far, before clipping
-    float scale;           // of this unit's gradients: clip / norm or 1
+    float scale;           // of this unit's gradients: clip / (growth norm) or 1
     uint32_t skip;         // 1: one of this unit's gradients, or the loss, is not finite, and its update changes nothing
     uint32_t skipped;      // 1: so it was for some unit of this step
 };
 // *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 struct Clipping {
-    float limit;            // of the norm; 0: none
-    double least_norm = 0;  // what the norm counts for at least, where units are still to come
+    float limit;        // of the norm; 0: none
+    double growth = 1;  // by which the norm so far is thought to grow, where units are still to come
 };
 // A unit of gradients: n elements in the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
 inline constexpr int GRADIENT_PARTIALS = 1024;

@@ -549,16 +549,24 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
     int64_t step;
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
-    // Of the last step that changed something. Where no gradients are kept, this step's norm is known only when backward is done: until then the
-    // larger of this one and the norm of all units so far clips. Infinity clips to nothing, for a step that is to tell its norm alone.
-    double last_norm = 0;
+    // Where no gradients are kept, the norm is known only when backward is done. What clips a unit's gradients is that of its own and all later
+    // units', times this: by how much it grew from here on in the last step (StepResult::growth). Empty: 1. Infinity clips to nothing.
+    std::vector<double> growth = {};
 };
 
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
     bool skipped;      // a gradient or the loss was not finite: nothing was changed (where no gradients are kept: in that unit)
+    std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
 };
+// From those norms, by unit.
+inline std::vector<double> growth_of(std::vector<double> norms) {
+    const double total = norms.at(0);  // backward ends with unit 0
+    for (double& norm : norms) norm = norm > 0 ? total / norm : 1;
+    return norms;
+}
+inline double growth_at(const AdamW& a, int64_t unit) { return a.growth.empty() ? 1 : a.growth.at(unit); }
 
 class Model {
 public:

@@ -194,7 +194,7 @@ public:
     }
 
     void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
-    void update_unit(const UnitRange& unit, const AdamW& a, Results* results) { update(unit, a, {a.clip, a.last_norm}, results); }
+    void update_unit(int64_t unit, const AdamW& a, Results* results) { update(units[unit], a, {a.clip, growth_at(a, unit)}, results); }
 
     void measure(const UnitRange& unit, QuantStats* stats) const {
         for (size_t i = unit.first; i < unit.last; i++)
@@ -395,7 +395,7 @@ struct Batch {  // on the device
 class Network {
 public:
     QuantStats* stats = nullptr;  // one per Kind, on the device; null: not measured
-    std::function<void(const UnitRange&)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
+    std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
     Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
         : config_(s.config), recipe_(s.recipe), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
@@ -583,7 +583,7 @@ private:
         for (const auto& [data, bytes] : sums_[unit]) clear(data, bytes, cuda_);
     }
     void end_unit(int64_t unit) const {
-        if (unit_done) unit_done(state_.units[unit]);
+        if (unit_done) unit_done(unit);
     }
 
     // --- Operands of products -----------------------------------------------------------------------------------------
@@ -842,7 +842,7 @@ public:
     Gpu(const Setup& s, const GpuFacts& facts)
         : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
           state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()),
-          targets_(batch_capacity()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1) {
+          targets_(batch_capacity()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(units()) {
         static_assert(sizeof(Results) <= 16 << 10, "plan.cpp counts 16 KiB");
         start();
         warm_up();
@@ -855,9 +855,10 @@ public:
         network_.begin_delayed_step();
         network_.prepare();
         if (!setup_.keep_gradients)
-            network_.unit_done = [&](const UnitRange& unit) {
+            network_.unit_done = [&](int64_t unit) {
                 check_loss();
                 state_.update_unit(unit, adamw, results());
+                copy(&norms_.get()[unit], &results()->outcome.gradients.norm, sizeof(double), stream_);
             };
         for (int64_t a = 0; a < setup_.accumulate; a++) {
             run(a, setup_.accumulate);
@@ -868,7 +869,7 @@ public:
         network_.end_delayed_step(results());
         network_.weights_changed();
         const Outcome& outcome = finish();
-        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0};
+        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0, growth()};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -901,7 +902,7 @@ public:
         clear_outcome();
         network_.stats = results()->stats;
         network_.prepare();
-        network_.unit_done = [&](const UnitRange& unit) { state_.measure(unit, results()->stats); };
+        network_.unit_done = [&](int64_t unit) { state_.measure(state_.units[unit], results()->stats); };
         run(0, 1);
         network_.stats = nullptr, network_.unit_done = nullptr;
         state_.expansion_factors(report);
@@ -930,9 +931,15 @@ private:
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
     Pinned<Outcome> outcome_;
+    Pinned<double> norms_;  // by unit, of its gradients and all later ones'
     Recording first_micro_batch_, later_micro_batch_;
     bool tuning_ = false;
 
+    int64_t units() const { return static_cast<int64_t>(state_.units.size()); }
+    std::vector<double> growth() const {
+        if (setup_.keep_gradients) return {};
+        return growth_of({norms_.get(), norms_.get() + units()});
+    }
     int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
     int64_t batch_capacity() const { return std::max(batch_tokens(), gpu_tokens(setup_)); }
     Results* results() const { return arena_.work<Results>(Work::Results); }

@@ -610,8 +610,8 @@ void print_precision_plan(const Setup& s) {
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
         std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
-                    "  larger of the last step's norm (the first step is passed through twice for its own) and of that of the gradients so far; and\n"
-                    "  a gradient that is not finite skips its layer and those before it, not what was updated already.\n");
+                    "  norm so far, times what it grew by from there on in the last step (the first step is passed through twice for that); and a\n"
+                    "  gradient that is not finite skips its layer and those before it, not what was updated already.\n");
 }
 
 void print_memory_plan(const Setup& s) {

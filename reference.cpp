@@ -1127,24 +1127,28 @@ public:
         const int64_t N = setup_.B * setup_.T;
         double loss = 0, squares = 0;  // of the gradients, so far
         bool skipped = false;
-        auto update_if_finite = [&](const Range& which) {
+        auto update_if_finite = [&](const Range& which, double growth) {
             const double here = squares_of(which);
             squares += here;
             const bool good = network_.finite && std::isfinite(here);
-            if (good) update(which, adamw, std::max(setup_.keep_gradients ? 0.0 : adamw.last_norm, std::sqrt(squares)));
+            if (good) update(which, adamw, std::sqrt(squares) * growth);
             skipped |= !good;
         };
-        if (!setup_.keep_gradients)
+        std::vector<double> norms;  // by unit, of its gradients and all later ones'
+        if (!setup_.keep_gradients) {
+            norms.resize(network_.params.back().unit + 1);
             network_.unit_done = [&](int64_t unit) {
-                update_if_finite(parameters_of(unit));
+                update_if_finite(parameters_of(unit), growth_at(adamw, unit));
                 release_gradients(parameters_of(unit));
+                norms[unit] = std::sqrt(squares);
             };
+        }
         for (int64_t a = 0; a < setup_.accumulate; a++)
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / static_cast<double>(N * setup_.accumulate));
         network_.unit_done = nullptr;
-        if (setup_.keep_gradients) update_if_finite({0, states_.size()});
+        if (setup_.keep_gradients) update_if_finite({0, states_.size()}, 1);
         if (!skipped) network_.end_delayed_step();
-        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped};
+        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped, norms.empty() ? norms : growth_of(norms)};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {

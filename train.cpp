@@ -579,13 +579,13 @@ private:
         return 0;
     }
 
-    // The gradient's norm, for a first step that has none before it to clip by: of a step without a learning rate, clipped to nothing, which
-    // leaves moments of zero and the weights as they are. 0 if the gradient is not finite.
-    double first_norm(const Batch& batch, float clip) {
+    // How the gradient's norm grows, for a first step that has none before it to clip by: of a step without a learning rate, clipped to nothing,
+    // which leaves moments of zero and the weights as they are.
+    std::vector<double> first_growth(const Batch& batch, float clip) {
         AdamW measure{1, 0.0f};
-        measure.clip = clip, measure.last_norm = std::numeric_limits<double>::infinity();
-        const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), measure);
-        return result.skipped ? 0 : result.grad_norm;
+        measure.clip = clip;
+        measure.growth.assign(parameters(setup_.config).back().unit + 1, std::numeric_limits<double>::infinity());
+        return model_.step(batch.tokens.data(), batch.targets.data(), measure).growth;
     }
 
     void step() {
@@ -597,12 +597,12 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
         adamw.clip = static_cast<float>(flags_.real("clip"));
-        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.updates == 0;
-        adamw.last_norm = unknown ? first_norm(batch, adamw.clip) : state_.grad_norm;
+        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.step == 0;
+        adamw.growth = unknown ? first_growth(batch, adamw.clip) : state_.growth;
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
         state_.step++;
         state_.updates += !result.skipped;
-        if (!result.skipped) state_.grad_norm = result.grad_norm;
+        if (!result.skipped) state_.growth = result.growth;
         state_.tokens += setup_.accumulate * setup_.B * setup_.T;
         state_.position = batch.after;
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
@@ -748,6 +748,13 @@ void need_same_data(const Origin& origin, const Corpus& corpus) {
                     std::to_string(origin.train_tokens) + "; name the same data again.");
 }
 
+void need_same_units(const Origin& origin, const ModelConfig& config) {
+    const size_t units = parameters(config).back().unit + 1;
+    if (!origin.state.growth.empty() && origin.state.growth.size() != units)
+        throw Error("--resume " + shown(origin.checkpoint) + " has " + std::to_string(origin.state.growth.size()) +
+                    " numbers of growth in its trainer.json, but the model has " + std::to_string(units) + " units; resume from another checkpoint.");
+}
+
 void need_steps_left(const Flags& flags, const Origin& origin) {
     if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step) return;
     throw Error("--steps " + flags.text("steps") + " is already done: the checkpoint is at step " + std::to_string(origin.state.step) +
@@ -809,6 +816,7 @@ int run(int argc, char** argv) {
     setup.seed = static_cast<uint64_t>(flags.count("seed"));
     validate(setup);
     if (corpus) need_same_data(origin, *corpus);
+    need_same_units(origin, setup.config);
 
     print_settings(flags, setup, device, note, corpus.get());
     print_precision_plan(setup);

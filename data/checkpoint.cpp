@@ -179,11 +179,13 @@ struct Fields {
         if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + value.dump());
         return number;
     }
-    double not_negative(const std::string& field, double otherwise) const {
-        if (!has(field)) return otherwise;
-        const double number = object[field].is_number() ? object[field].get<double>() : -1;
-        if (!(number >= 0 && std::isfinite(number))) refuse(field, "must be a number of at least 0, not " + object[field].dump());
-        return number;
+    std::vector<double> not_negatives(const std::string& field) const {
+        std::vector<double> numbers;
+        for (const json& value : object.value(field, json::array())) {
+            numbers.push_back(value.is_number() ? value.get<double>() : -1);
+            if (!(numbers.back() >= 0 && std::isfinite(numbers.back()))) refuse(field, "must be numbers of at least 0, not " + value.dump());
+        }
+        return numbers;
     }
     bool flag(const std::string& field, bool otherwise) const {
         if (!has(field)) return otherwise;
@@ -552,7 +554,7 @@ void save_loop_state(const std::string& path, const LoopState& s, const Setup& s
     write_json(path, {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
                       {"first_validation", s.first_validation},  // JSON has no NaN: that is null
-                      {"grad_norm", s.grad_norm}, {"settings", s.settings}});
+                      {"growth", s.growth}, {"settings", s.settings}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -719,7 +721,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.tokens = f.natural("tokens");
     const json first = f.object.value("first_validation", json());
     s.first_validation = first.is_number() ? first.get<double>() : std::numeric_limits<double>::quiet_NaN();
-    s.grad_norm = f.not_negative("grad_norm", 0);
+    s.growth = f.not_negatives("growth");
     s.settings = f.text("settings");
     return s;
 }

@@ -25,7 +25,7 @@ struct LoopState {
     Loader::Position position;  // of the training data
     int64_t tokens = 0;
     double first_validation = 0;
-    double grad_norm = 0;       // of the last step that was not skipped (AdamW::last_norm)
+    std::vector<double> growth;  // of the last step that was not skipped (AdamW::growth)
     std::string settings;       // JSON of the flags that shape the run, written by train.cpp, compared on resume
 };
 

@@ -839,7 +839,11 @@ GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
                 CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
                 CHECK(state_of(g, f, 1.0, {0.0f}).scale == 1.0f);
-                CHECK(state_of(g, f, 1.0, {1.0f, 2 * s.norm + 3}).scale == static_cast<float>(1 / (2 * s.norm + 3)));
+                for (double growth : {1.0, 2.5, 1e3}) {
+                    const double norm = s.norm * growth;
+                    CHECK(state_of(g, f, 1.0, {1.0f, growth}).scale == (norm > 1 ? static_cast<float>(1 / norm) : 1.0f));
+                }
+                CHECK(state_of(g, f, 1.0, {1.0f, INFINITY}).scale == 0);
                 CHECK(state_of(g, f, 1.0, {1.0f}).norm == s.norm);
             }
     for (float bad : {INFINITY, NAN}) {

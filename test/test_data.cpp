@@ -147,7 +147,7 @@ const Param& param(const std::vector<Param>& table, const std::string& name) {
     return *std::find_if(table.begin(), table.end(), [&](const Param& p) { return p.name == name; });
 }
 
-LoopState some_state(int64_t step) { return {step, step - 1, {3, 7}, 12345678901, 5.4321, 0.1 + 0.2, "{\"lr\": 0.003}"}; }
+LoopState some_state(int64_t step) { return {step, step - 1, {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}"}; }
 
 }  // namespace
 
@@ -324,7 +324,7 @@ TEST_CASE("data: a checkpoint gives back every bit") {
                 CHECK(state.position.window == expected.position.window);
                 CHECK(state.tokens == expected.tokens);
                 CHECK(state.first_validation == expected.first_validation);
-                CHECK(state.grad_norm == expected.grad_norm);
+                CHECK(state.growth == expected.growth);
                 CHECK(state.settings == expected.settings);
 
                 const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
@@ -360,8 +360,8 @@ TEST_CASE("data: a checkpoint from before there were memory modes is one of the 
         return text.erase(first, text.find(end, first) + end.size() - first);
     };
     const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
-    write_bytes(trainer, without(read_bytes(trainer), "\"grad_norm\"", ","));
-    CHECK(read_loop_state(checkpoint).grad_norm == 0);
+    write_bytes(trainer, without(read_bytes(trainer), "\"growth\"", "],"));
+    CHECK(read_loop_state(checkpoint).growth.empty());
     std::string bytes = read_bytes(optimizer);
     for (const MemoryMode& mode : memory_modes()) {  // the header's length stays: another key takes the place
         const size_t at = bytes.find("\"" + std::string(mode.flag) + "\"");
@@ -885,8 +885,8 @@ TEST_CASE("data: a checkpoint of another shape, version, recipe or optimizer is 
 
     const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
     for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
-                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"grad_norm\": ", "\"grad_norm\": -"},
-                                   {"\"grad_norm\": ", "\"grad_norm\": true, \"_\": "}}) {
+                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"growth\": [", "\"growth\": [-1,"},
+                                   {"\"growth\": [", "\"growth\": [true,"}, {"\"growth\": ", "\"growth\": true, \"_\": "}}) {
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
         write_bytes(path, bad);

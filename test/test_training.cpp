@@ -474,8 +474,10 @@ TEST_CASE("modes: gradients spent as they come leave the bits of kept ones where
                 INFO(config.name, " ", std::string(recipe), " ", clip);
                 for (int i = 0; i < 3; i++) {
                     const StepResult a = kept.step();
-                    spent.adamw.last_norm = a.grad_norm;  // as if the last step's had been this one's
-                    const StepResult b = spent.step();
+                    const Snapshot before = snapshot(*spent.model);
+                    spent.step();  // from which it knows how this very step's norm grows
+                    restore(*spent.model, before);
+                    const StepResult b = spent.model->step(spent.tokens.data(), spent.targets.data(), spent.adamw);
                     CHECK(a.grad_norm > 0.5);
                     CHECK(a.loss == b.loss);
                     CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // a sum of doubles in another order
@@ -492,13 +494,14 @@ TEST_CASE("modes: gradients spent as they come leave the bits of kept ones where
             }
 }
 
-TEST_CASE("modes: where no gradients are kept, the larger of the last step's norm and of that of all units so far clips") {
-    for (double last_norm : {0.0, 1e-3, 8.0}) {
+TEST_CASE("modes: where no gradients are kept, the norm of all units so far clips, times what it is said to grow by; and how it grew is told") {
+    for (double most : {0.0, 1e-3, 1.0, 8.0}) {
         Training kept(setup_of("fp32")), spent(with_mode(setup_of("fp32"), "gradients"));
-        kept.adamw.clip = 0;
-        spent.adamw.last_norm = last_norm;
-        kept.step(), spent.step();
         const std::vector<Param> params = parameters(kept.model->setup().config);
+        kept.adamw.clip = 0;
+        for (int64_t unit = 0; most > 0 && unit <= params.back().unit; unit++) spent.adamw.growth.push_back(most * double(unit + 1));
+        const double total = kept.step().grad_norm;
+        const std::vector<double> said = spent.adamw.growth, growth = spent.step().growth;
         double squares = 0;
         for (size_t end = params.size(); end > 0;) {
             size_t first = end - 1;
@@ -508,16 +511,18 @@ TEST_CASE("modes: where no gradients are kept, the larger of the last step's nor
                 gradients.push_back(read_as<float>(*kept.model, params[i].name + ".gradient", params[i].size()));
                 squares += norm(gradients.back()) * norm(gradients.back());
             }
-            const double by = std::max(last_norm, std::sqrt(squares)), factor = by > 1 ? 1 / by : 1;
+            const size_t unit = size_t(params[first].unit);
+            CHECK(growth.at(unit) == doctest::Approx(total / std::sqrt(squares)).epsilon(1e-6));
+            const double by = std::sqrt(squares) * (said.empty() ? 1 : said[unit]), factor = by > 1 ? 1 / by : 1;
             for (size_t i = first; i < end; i++) {  // m = (1 - beta1) times the clipped gradient after the first step
                 std::vector<float> expected = gradients[i - first];
                 for (float& g : expected) g *= static_cast<float>(0.1 * factor);
-                INFO(params[i].name, " ", last_norm);
+                INFO(params[i].name, " ", most);
                 CHECK(relative_error(read_as<float>(*spent.model, params[i].name + ".m", params[i].size()), expected) <= 1e-6);
             }
             end = first;
         }
-        CHECK(std::sqrt(squares) > 1);  // so that something was clipped
+        CHECK(total > 1);  // so that something was clipped
     }
 }
 
@@ -531,7 +536,8 @@ TEST_CASE("modes: a first step that is clipped to nothing, at a learning rate of
                 Training kept(setup), spent(with_mode(setup, "gradients"));
                 const Snapshot before = snapshot(*spent.model);
                 const StepResult step = kept.step();
-                spent.adamw.lr = 0, spent.adamw.last_norm = std::numeric_limits<double>::infinity();
+                spent.adamw.lr = 0;
+                spent.adamw.growth.assign(parameters(setup.config).back().unit + 1, std::numeric_limits<double>::infinity());
                 const StepResult measured = spent.step();
                 INFO(std::string(recipe), " ", std::string(optimizer.name), " ", master);
                 CHECK(measured.grad_norm == doctest::Approx(step.grad_norm).epsilon(1e-12));

@@ -77,7 +77,7 @@ struct Training {
         text.next(s.accumulate * s.B, s.T, &tokens, &targets);
         adamw.step++;
         const StepResult result = model->step(tokens.data(), targets.data(), adamw);
-        if (!result.skipped) adamw.last_norm = result.grad_norm;
+        if (!result.skipped) adamw.growth = result.growth;
         return result;
     }
 };
