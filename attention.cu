@@ -415,19 +415,6 @@ __device__ void write(Head<bf16> head, int row, int T, const float (&acc)[HS / 8
     }
 }
 
-__device__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 // Online softmax of 16 rows: s becomes p against the new maximum, and what was added up before shrinks. `scale` includes log2 e: exponentials
 // are powers of two. A row that has only masked columns so far has maximum -infinity, and p = 0.

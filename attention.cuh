@@ -37,4 +37,19 @@ void attention_backward(const AttentionShape& shape, const void* qkv, const void
                         void* workspace, cudaStream_t stream, AttentionKernel kernel = AttentionKernel::Best);
 size_t attention_workspace(const AttentionShape& shape);
 
+// What softmax is made of in both files: a row of an accumulator lies in a quad of lanes.
+inline __device__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+inline __device__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+inline __device__ float exp2_fast(float x) {  // relative error 2^-22; results below 2^-126 are zero
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 }  // namespace coat

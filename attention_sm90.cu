@@ -220,20 +220,6 @@ __device__ void load_tile(uint32_t to, const CUtensorMap& map, Barrier full, int
             tma_load(to + (panel * (ROWS / BOX) + box) * BOX_BYTES, map, full, col + panel * PANEL, row + box * BOX, b);
 }
 
-__device__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-__device__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 

@@ -804,6 +804,24 @@ struct ScaleGrid {
     __device__ float* at(int64_t row, int64_t col) const { return scales + (row >> row_shift) * down + (col >> col_shift) * across; }
 };
 
+// What a block's threads each have of their eight columns becomes one number a column, in the order of the threads' rows: take(column, number).
+template <class Source, class T, class Fold, class Take>
+__device__ void fold_columns(const Source& x, const TilePlace& at, const T (&mine)[Source::PLANES][CHUNK], T (&columns)[ACROSS][TILE + 1], Fold fold,
+                             Take take) {
+#pragma unroll
+    for (int p = 0; p < Source::PLANES; p++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
+        __syncthreads();
+        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        T all = 0;
+        for (int i = 0; i < ACROSS; i++) all = fold(all, columns[i][threadIdx.x]);
+        take(place(x, p, col), all);
+    }
+}
+
 // Half a warp's lanes, which hold neighbouring columns, raise the slots that they are each given: mostly one and the same.
 __device__ void raise_by_half_warp(float* slot, uint32_t top, bool live) {
     const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
@@ -819,7 +837,7 @@ __device__ void raise_by_half_warp(float* slot, uint32_t top, bool live) {
 template <class Source>
 __global__ void __launch_bounds__(TILE_THREADS, 2) block_amaxes_kernel(Source x, int64_t rows, ScaleGrid lying, ScaleGrid turned) {
     constexpr int PLANES = Source::PLANES;
-    __shared__ uint32_t columns[ACROSS][TILE];
+    __shared__ uint32_t columns[ACROSS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
@@ -836,18 +854,8 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) block_amaxes_kernel(Source x,
         }
     });
     if (!turned.scales) return;
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = tops[p][j];
-        __syncthreads();
-        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= x.width) continue;
-        uint32_t top = 0;
-        for (int i = 0; i < ACROSS; i++) top = max(top, columns[i][threadIdx.x]);
-        raise(turned.at(int64_t(blockIdx.y) * TILE, place(x, p, col)), top);
-    }
+    fold_columns(x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+                 [&](int64_t col, uint32_t top) { raise(turned.at(int64_t(blockIdx.y) * TILE, col), top); });
 }
 
 // Amaxes become scales where they lie; a block that has a number that is not finite gets NaN, so that no code hides it.
@@ -1019,18 +1027,8 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
                 }
         });
     if (slot) raise_by_tile(&slot->amax, magnitude(top));
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) {
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) sums[at.down][at.across * CHUNK + j] = sum[p][j];
-        __syncthreads();
-        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= x.width) continue;
-        float total = 0;
-        for (int i = 0; i < ACROSS; i++) total += sums[i][threadIdx.x];
-        partials[int64_t(blockIdx.y) * PLANES * x.width + place(x, p, col)] = total;
-    }
+    fold_columns(x, at, sum, sums, [](float a, float b) { return a + b; },
+                 [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
 }
 
 constexpr int REDUCE_ROWS = 16;
@@ -2056,7 +2054,7 @@ namespace {
 constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes of a group
 static_assert(TEAM == 16, "the maxima of a group go round 16 lanes");
 constexpr int ADAM_WARPS = 8, ADAM_GROUPS = 32 * ADAM_WARPS / TEAM, ADAM_BLOCKS_PER_SM = 2;
-constexpr int64_t ADAM_GROUPS_A_BLOCK = 2048;  // or more
+constexpr int64_t ADAM_GROUPS_A_BLOCK = 16384;  // or more: with 2048 a block's start and end cost a tenth
 
 // One moment's format as the kernel's argument.
 struct MomentFormat {

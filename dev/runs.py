@@ -47,6 +47,8 @@ GROUPS = {
         ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
         ("7b coat, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --accumulation fast"),
         ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
+        ("7b coat, outputs kept, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off --accumulation fast"),
+        ("7b bf16, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
         ("tinyllama coat, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recompute off"),
         ("tinyllama bf16, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
         ("gpt2 coat, outputs kept", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recompute off"),
