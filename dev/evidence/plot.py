@@ -155,8 +155,13 @@ def timing(result):
         dashes = {"": "", ", x quantized": "7 3", ", x and w quantized": "2 3"}
         for (scaling, words), points in series.items():
             panel.line(points, colors[scaling], dashes[words])
-        panel.names([(points[-1][1], scaling + words, colors[scaling]) for (scaling, words), points in series.items()])
         parts += panel.parts
+        for row, (scaling, color) in enumerate(colors.items()):  # the lines' ends lie too close together to be named there
+            parts += [bar(590, 120 + 24 * row, 22, 4, color), text(622, 126 + 24 * row, scaling, 12, "start", color, "bold")]
+        for row, (words, dash) in enumerate(dashes.items()):
+            y = 150 + 24 * (len(colors) + row)
+            parts += [f'<line x1="590" x2="612" y1="{y}" y2="{y}" stroke="{DARK}" stroke-width="2" stroke-dasharray="{dash}"/>',
+                      text(622, y + 4, words.removeprefix(", ") or "the product alone", 12)]
     rows = [(f"{r['columns']} x {r['tokens']}",
              [*PAPER_FIGURE_4B[(r["columns"], r["tokens"])], r["whole_tensor_ms"], r["group_maxima_ms"],
               max(0, r["producer_with_ms"] - r["producer_without_ms"])]) for r in result.get("amax", [])]
