@@ -260,12 +260,24 @@ def finetune(result):
     rows = result["rows"]
     points = [point for row in rows.values() for point in row["validation"]]
     low, high, last = min(loss for _, loss in points) - 0.05, max(loss for _, loss in points) + 0.05, max(step for step, _ in points)
-    panel = Panel(66, 70, 520, 330, (0, last), (low, high), "Fine-tuning: validation loss, nats a token", "trained in one recipe, then in another")
+    panel = Panel(66, 70, 400, 330, (0, last), (low, high), "Fine-tuning: validation loss, nats a token", "trained in one recipe, then in another")
     panel.axes("step", [(x, f"{x:g}") for x in ticks(0, last, 5)], ticks(low, high, 6))
-    for (name, row), color in zip(rows.items(), COLORS):
-        panel.line(row["validation"], color)
-    panel.names([(row["validation"][-1][1], f"{name} {row['validation'][-1][1]:.4f}", color) for (name, row), color in zip(rows.items(), COLORS)])
-    return picture(820, 460, panel.parts)
+    colors = dict(zip(rows, COLORS))
+    for name, row in rows.items():
+        panel.line(row["validation"], colors[name])
+    panel.names([(row["validation"][-1][1], f"{name} {row['validation'][-1][1]:.3f}", colors[name]) for name, row in rows.items()])
+    base = dict(rows.get("bf16, then bf16", {"validation": []})["validation"])
+    gaps = {name: [(step, loss - base[step]) for step, loss in row["validation"] if step in base] for name, row in rows.items()}
+    if not base:
+        return picture(680, 460, panel.parts)
+    values = [gap for points in gaps.values() for _, gap in points]
+    low, high = min(values) - 0.001, max(values) + 0.001
+    right = Panel(740, 70, 400, 330, (0, last), (low, high), "The same, less that of bf16, then bf16", "step 0: before fine-tuning, read in the second recipe")
+    right.axes("step", [(x, f"{x:g}") for x in ticks(0, last, 5)], ticks(low, high, 6))
+    for name, points in gaps.items():
+        right.line(points, colors[name])
+    right.names([(points[-1][1], name, colors[name]) for name, points in gaps.items()])
+    return picture(1310, 460, panel.parts + right.parts)
 
 
 def figure(name, result):
