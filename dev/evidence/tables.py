@@ -253,7 +253,8 @@ def convergence(results):
     tokens = 65536 * max(len(row["train"]) for row in rows.values())
     lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of a BPE of "
              f"16,384 to train on, so that {tokens / 1e6:,.0f} million are {tokens / text['train_tokens']:.1f} passes, and "
-             f"{text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says.", ""]
+             f"{text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says"
+             + (f", then `./train --model CHECKPOINT {result['read']}`" if "read" in result else "") + ".", ""]
     lines += origin(result, "convergence")
     seeds = seeds_of_bf16(rows)
     mean = statistics.mean(seeds) if seeds else None
@@ -262,13 +263,14 @@ def convergence(results):
                   f"{statistics.stdev(seeds):.4f}.", ""]
     target = mean + ABOVE if seeds else None
     cells = []
-    for name, row in rows.items():
-        apart, reached = gap(rows, name), seconds_to(row, target) if target else None
+    for name, row in sorted(rows.items(), key=lambda item: not item[0].startswith("bf16")):
+        apart, reached, read = gap(rows, name), seconds_to(row, target) if target else None, row.get("read_in_bf16", losses(row) if name.startswith("bf16") else None)
         published = PAPER_GAP.get(name)
         cells.append([name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}" if mean else "",
+                      f"{read:.4f}" if read else "not run yet",
                       f"{apart[0]:+.4f} ({apart[1]:.4f})" if apart else "", f"{published:+.3f}" if published else "",
                       f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib'] or 0:,}"])
-    head = ["run", "flags", "validation loss", "less the mean of `bf16`",
+    head = ["run", "flags", "validation loss", "less the mean of `bf16`", "its weights read in BF16",
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
             f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
     return lines + table(head, cells)
