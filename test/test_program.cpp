@@ -675,3 +675,29 @@ TEST_CASE("plan: a linear layer that cannot run in FP8 is said to fall back") {
     CHECK(falls_back(64) == 0);
     CHECK(falls_back(65) == 6);  // four linear layers, and the two GEMMs of their backward
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+TEST_CASE("walk: what dev/WALK.md quotes of a file stands there, line by line and in that order") {
+    auto trimmed = [](const std::string& line) {
+        const size_t first = line.find_first_not_of(' ');
+        return first == std::string::npos ? "" : line.substr(first);
+    };
+    std::istringstream walk(read_file("dev/WALK.md"));
+    std::istringstream source;
+    std::string file, line, found;
+    int quoted = 0;
+    while (std::getline(walk, line)) {
+        const bool fence = line.rfind("```", 0) == 0;
+        if (fence) file = line.rfind("```cpp ", 0) == 0 ? line.substr(7) : "";
+        if (fence && !file.empty()) source = std::istringstream(read_file(file));
+        if (fence || file.empty() || trimmed(line).empty()) continue;
+        CAPTURE(file);
+        CAPTURE(line);
+        bool stands = false;
+        while (!stands && std::getline(source, found)) stands = trimmed(found) == trimmed(line);
+        CHECK(stands);
+        quoted++;
+    }
+    CHECK(quoted > 40);
+}
