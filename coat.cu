@@ -2054,7 +2054,7 @@ namespace {
 constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes of a group
 static_assert(TEAM == 16, "the maxima of a group go round 16 lanes");
 constexpr int ADAM_WARPS = 8, ADAM_GROUPS = 32 * ADAM_WARPS / TEAM, ADAM_BLOCKS_PER_SM = 2;
-constexpr int64_t ADAM_GROUPS_A_BLOCK = 16384;  // or more: with 2048 a block's start and end cost a tenth
+constexpr int64_t ADAM_GROUPS_A_BLOCK = 16384;  // or more, so that a block's start and end do not count
 
 // One moment's format as the kernel's argument.
 struct MomentFormat {

@@ -107,7 +107,7 @@ void validate(const Setup& s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The precision flow, in the order of a step (paper section 5, figure 2)
+// The precision flow, in the order of a step (paper section 5, figure 3)
 
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;

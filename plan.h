@@ -31,7 +31,7 @@ const std::vector<MemoryMode>& memory_modes();
 // Sizes of a run, or modes, that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
 void validate(const Setup& s);
 
-// The precision flow (paper figure 2): format and granularity of what every operator reads, writes and keeps for backward.
+// The precision flow (paper figure 3): format and granularity of what every operator reads, writes and keeps for backward.
 struct PrecisionRow {
     std::string part, name, input, weights, output, saved;
 };

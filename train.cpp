@@ -579,13 +579,15 @@ private:
         return 0;
     }
 
-    // How the gradient's norm grows, for a first step that has none before it to clip by: of a step without a learning rate, clipped to nothing,
-    // which leaves moments of zero and the weights as they are.
-    std::vector<double> first_growth(const Batch& batch, float clip) {
+    // How the gradient's norm grows, where no step before tells: of a step without a learning rate, clipped to nothing. It leaves the weights as they
+    // are, and moments of zero, which others than a first step's are not: those decay a little. Delayed scales see the batch twice. Empty if the
+    // norm is not finite.
+    std::vector<double> measured_growth(const Batch& batch, float clip) {
         AdamW measure{1, 0.0f};
         measure.clip = clip;
         measure.growth.assign(parameters(setup_.config).back().unit + 1, std::numeric_limits<double>::infinity());
-        return model_.step(batch.tokens.data(), batch.targets.data(), measure).growth;
+        const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), measure);
+        return result.skipped ? std::vector<double>() : result.growth;
     }
 
     void step() {
@@ -597,8 +599,8 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
         adamw.clip = static_cast<float>(flags_.real("clip"));
-        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.step == 0;
-        adamw.growth = unknown ? first_growth(batch, adamw.clip) : state_.growth;
+        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.growth.empty();
+        adamw.growth = unknown ? measured_growth(batch, adamw.clip) : state_.growth;
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
         state_.step++;
         state_.updates += !result.skipped;
