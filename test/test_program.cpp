@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../data/checkpoint.h"
 #include "../plan.h"
 
 namespace {
@@ -432,6 +433,38 @@ TEST_CASE("program: without kept gradients the first step is clipped by its own 
         if (mode != std::string::npos) spent.replace(mode, 18, "\"gradients\":\"kept\"");
         CHECK((spent == read_file(folder.path / "kept/step-000001" / file)));
     }
+}
+
+TEST_CASE("program: without kept gradients a first step that is not finite is still clipped in what it updates") {
+    // Layer 1's gates are 0, so that its huge weights add nothing forward; backward, the gradient of a gate is infinite.
+    Setup setup{find_row(models(), "llama-tiny", ""), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2, 16};
+    setup.config.V = 256, setup.keep_gradients = false;
+    const std::unique_ptr<Model> model = make_reference(setup);
+    const int64_t half = setup.config.F * setup.config.C;
+    std::vector<uint16_t> up(2 * half, 0), down(half, 0x7B80);  // 2^120
+    std::fill(up.begin() + half, up.end(), 0x7180);             // 2^100
+    std::fill(down.begin(), down.begin() + half / 2, 0xFB00);   // -2^119: else the sum over a row of the gradient might cancel
+    model->write("layers.1.up", up.data());
+    model->write("layers.1.down", down.data());
+    Folder folder;
+    const std::string start = save_checkpoint((folder.path / "start").string(), *model, {});
+    const Ended ended = tiny(folder, "--steps 1 --warmup 0 --recipe fp32 --gradients none --clip 1e-3 --model '" + start + "'");
+    require_success(ended);
+    CHECK(ended.out.find("1 skipped") != std::string::npos);
+    const std::string checkpoint = (folder.path / "out/step-000001").string();
+    CHECK(read_loop_state(checkpoint).growth.empty());
+    load_checkpoint(checkpoint, *model);
+    double squares = 0;
+    for (const Param& p : parameters(setup.config)) {
+        std::vector<float> m(static_cast<size_t>(p.size()));
+        model->read(p.name + ".m", m.data());
+        double own = 0;
+        for (float x : m) own += double(x) * x;
+        INFO(p.name);
+        CHECK(std::sqrt(own) <= 0.1 * 1e-3 * (1 + 1e-5));  // (1 - beta1) times the gradient, clipped by a norm that is at least its own
+        squares += own;
+    }
+    CHECK(squares > 0);
 }
 
 TEST_CASE("program: a saved model is a folder that another run starts from") {
