@@ -585,7 +585,7 @@ private:
     std::vector<double> measured_growth(const Batch& batch, float clip) {
         AdamW measure{1, 0.0f};
         measure.clip = clip;
-        measure.growth.assign(parameters(setup_.config).back().unit + 1, std::numeric_limits<double>::infinity());
+        measure.growth.assign(unit_ranges(parameters(setup_.config)).size(), std::numeric_limits<double>::infinity());
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), measure);
         return result.skipped ? std::vector<double>() : result.growth;
     }
@@ -751,7 +751,7 @@ void need_same_data(const Origin& origin, const Corpus& corpus) {
 }
 
 void need_same_units(const Origin& origin, const ModelConfig& config) {
-    const size_t units = parameters(config).back().unit + 1;
+    const size_t units = unit_ranges(parameters(config)).size();
     if (!origin.state.growth.empty() && origin.state.growth.size() != units)
         throw Error("--resume " + shown(origin.checkpoint) + " has " + std::to_string(origin.state.growth.size()) +
                     " numbers of growth in its trainer.json, but the model has " + std::to_string(units) + " units; resume from another checkpoint.");

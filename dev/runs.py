@@ -29,6 +29,10 @@ TEXT = "build/evidence/text"
 # Groups: (flags that all runs share, the runs whose curves are drawn, [(name, flags)])
 LEAN = "--attention groups --master none --gradients none"
 SHORT = "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"
+SEVEN = "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"
+TINYLLAMA = "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"
+EIGHT_GPT2 = "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"
+BF16, KEPT = "--recipe bf16 --optimizer bf16", "--recompute off"
 GPT2 = f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 8 --seq 1024 --steps 2000 --lr 6e-4 --warmup 200 --eval-every 500 --sample-every 0"
 GROUPS = {
     "cpu": ("--device cpu --sample-every 0", ("fp32", "bf16", "coat"),
@@ -36,23 +40,16 @@ GROUPS = {
             + [(f"bf16, moments {o}", f"--recipe bf16 --optimizer {o}") for o in ("bf16", "fp8", "coat", "fp8lm")]),
     "default": ("--device gpu --sample-every 0", ("bf16", "coat"), [(r, f"--recipe {r}") for r in ("bf16", "coat")]),
     "speed": (SHORT, (), [
-        ("7b coat", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"),
-        ("7b bf16", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
-        ("7b coat, leanest", f"--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 {LEAN}"),
+        ("7b coat", SEVEN), ("7b bf16", f"{SEVEN} {BF16}"), ("7b coat, leanest", f"{SEVEN} {LEAN}"),
         ("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 1e-5 {LEAN}"),
-        ("tinyllama coat", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"),
-        ("tinyllama bf16", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16"),
-        ("gpt2 coat", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"),
-        ("gpt2 bf16", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recipe bf16 --optimizer bf16"),
+        ("tinyllama coat", TINYLLAMA), ("tinyllama bf16", f"{TINYLLAMA} {BF16}"),
+        ("gpt2 coat", EIGHT_GPT2), ("gpt2 bf16", f"{EIGHT_GPT2} {BF16}"),
         ("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
-        ("7b coat, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --accumulation fast"),
-        ("7b coat, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off"),
-        ("7b coat, outputs kept, fast accumulation", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recompute off --accumulation fast"),
-        ("7b bf16, outputs kept", "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
-        ("tinyllama coat, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recompute off"),
-        ("tinyllama bf16, outputs kept", "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
-        ("gpt2 coat, outputs kept", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recompute off"),
-        ("gpt2 bf16, outputs kept", "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4 --recipe bf16 --optimizer bf16 --recompute off"),
+        ("7b coat, fast accumulation", f"{SEVEN} --accumulation fast"),
+        ("7b coat, outputs kept", f"{SEVEN} {KEPT}"), ("7b coat, outputs kept, fast accumulation", f"{SEVEN} {KEPT} --accumulation fast"),
+        ("7b bf16, outputs kept", f"{SEVEN} {BF16} {KEPT}"),
+        ("tinyllama coat, outputs kept", f"{TINYLLAMA} {KEPT}"), ("tinyllama bf16, outputs kept", f"{TINYLLAMA} {BF16} {KEPT}"),
+        ("gpt2 coat, outputs kept", f"{EIGHT_GPT2} {KEPT}"), ("gpt2 bf16, outputs kept", f"{EIGHT_GPT2} {BF16} {KEPT}"),
     ]),
     "gpt2": (GPT2, ("bf16", "coat", "leanest"), [
         ("bf16", "--recipe bf16"), ("bf16 seed 2", "--recipe bf16 --seed 2"), ("bf16 seed 3", "--recipe bf16 --seed 3"),

@@ -146,8 +146,8 @@ def on_gpu(command, gpu, seconds):
     return ended.stdout
 
 
-def log_of(name, flags, gpu, seconds, program):
-    """Runs ./train to its end."""
+def logged(name, flags, gpu, seconds, program):
+    """Runs ./train to its end; what its log says (runs.read)."""
     log = os.path.join(BUILD, name.replace(", ", "-").replace(" ", "-").replace("/", "-") + ".jsonl")
     os.makedirs(BUILD, exist_ok=True)
     out = [] if "--out" in flags.split() else ["--out", ""]
@@ -157,13 +157,13 @@ def log_of(name, flags, gpu, seconds, program):
 
 def validate(name, flags, gpu, seconds, program="./train"):
     """The validation loss of a run without steps."""
-    return log_of(name, flags, gpu, seconds, program)[2][-1]["loss"]
+    return logged(name, flags, gpu, seconds, program)[2][-1]["loss"]
 
 
 def train(name, flags, gpu, seconds, program="./train"):
     """A run to its end: what its log and the driver say of it."""
     with runs.MemoryWatch(gpu) as memory:
-        steps, timed, validations = log_of(name, flags, gpu, seconds, program)
+        steps, timed, validations = logged(name, flags, gpu, seconds, program)
     return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed),
             "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed), "mib": memory.most or None,
             "skipped": sum(s["skipped"] for s in steps),

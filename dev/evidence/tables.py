@@ -264,7 +264,8 @@ def convergence(results):
     target = mean + ABOVE if seeds else None
     cells = []
     for name, row in sorted(rows.items(), key=lambda item: not item[0].startswith("bf16")):
-        apart, reached, read = gap(rows, name), seconds_to(row, target) if target else None, row.get("read_in_bf16", losses(row) if name.startswith("bf16") else None)
+        apart, reached = gap(rows, name), seconds_to(row, target) if target else None
+        read = losses(row) if name.startswith("bf16") else row.get("read_in_bf16")
         published = PAPER_GAP.get(name)
         cells.append([name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}" if mean else "",
                       f"{read:.4f}" if read else "not run yet",
