@@ -415,7 +415,6 @@ __device__ void write(Head<bf16> head, int row, int T, const float (&acc)[HS / 8
     }
 }
 
-
 // Online softmax of 16 rows: s becomes p against the new maximum, and what was added up before shrinks. `scale` includes log2 e: exponentials
 // are powers of two. A row that has only masked columns so far has maximum -infinity, and p = 0.
 template <int HS>

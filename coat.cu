@@ -2146,11 +2146,14 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
     // code = sign encode(FMAX (|x| / max)^k)
     template <bool SECOND>
     static __device__ uint2 encode(const MomentFormat& f, const GroupScale& g, const Values& x) {
-        const bool expand = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // of zeros log2(0) makes zeros
+        const bool expand = f.expand && !wide(f, g.k) && g.max >= 0x1p-100f;
         Values y;
         if (expand) {
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_normal(fabsf(x[j]) * g.inverse), f.log_max));
+        } else if (g.max == 0) {
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) y[j] = 0;
         } else {
             const float log_top = log2f(g.max);
 #pragma unroll 1
@@ -2158,7 +2161,7 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
                 float from = 0;
 #pragma unroll
                 for (int at = 0; at < CHUNK; at++) from = at == j ? fabsf(x[at]) : from;
-                const float to = g.max == 0 ? 0.0f : f.expand ? f.max * fast_exp2(g.k * (log2f(from) - log_top)) : from * g.inverse;
+                const float to = f.expand ? f.max * fast_exp2(g.k * (log2f(from) - log_top)) : from * g.inverse;
 #pragma unroll
                 for (int at = 0; at < CHUNK; at++) y[at] = at == j ? to : y[at];
             }
@@ -2207,9 +2210,8 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     const bool expand = odd ? fv.expand : fm.expand;
     const float k = expand ? expansion_factor(odd ? fv.range : fm.range, group_top, group_low) : 1.0f;
     float inverse = fast_reciprocal(group_top);
-    if (!expand) inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
-    else if (group_top == 0) inverse = 0;
-    else inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
+    if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
+    else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
     const GroupScale mine{group_top, k, inverse};
     const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_top, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1), __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
     gm = {odd ? theirs.max : mine.max, odd ? theirs.k : mine.k, odd ? theirs.inverse : mine.inverse};

@@ -114,7 +114,7 @@ def train(group, name, flags, gpu):
     environment = dict(os.environ, OMP_WAIT_POLICY="passive")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    command = ["./train", "--out", "", "--log", log] + flags.split()
+    command = ["./train", "--out", "", "--log", os.path.relpath(log, ROOT)] + flags.split()
     with MemoryWatch(gpu) as memory:
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:

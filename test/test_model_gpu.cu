@@ -346,6 +346,33 @@ GPU_TEST_CASE("gradients kept or spent as they come: the same bits where nothing
         }
 }
 
+GPU_TEST_CASE("gradients spent as they come, clipped by how this very step's norm grows: the bits of kept ones; and how it grows is told") {
+    for (const char* recipe : RECIPES)
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)}) {
+            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
+            kept.adamw.clip = spent.adamw.clip = 0.5f;
+            const std::vector<Param> params = parameters(config);
+            INFO(config.name, " ", std::string(recipe));
+            for (int i = 0; i < 3; i++) {
+                const Snapshot before = snapshot(*spent.model);
+                spent.step();
+                restore(*spent.model, before);
+                const StepResult a = kept.step(), b = spent.model->step(spent.tokens.data(), spent.targets.data(), spent.adamw);
+                CHECK(a.grad_norm > 0.5);
+                CHECK(a.loss == b.loss);
+                CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+                double squares = 0;
+                for (size_t end = params.size(); end > 0; end--) {
+                    const double size = norm(gradient(*kept.model, params[end - 1]));
+                    squares += size * size;
+                    if (end > 1 && params[end - 2].unit == params[end - 1].unit) continue;
+                    CHECK(b.growth.at(params[end - 1].unit) == doctest::Approx(a.grad_norm / std::sqrt(squares)).epsilon(1e-6));
+                }
+            }
+        }
+}
+
 GPU_TEST_CASE("the whole step where tokens are no multiple of 16, so that linear layers fall back") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2}) check_step(setup_of(recipe, arch, true, 3, 7));

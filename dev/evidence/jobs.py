@@ -1,8 +1,11 @@
 """What the evidence of whole training runs stands on: a queue of jobs over GPUs that keeps every result as it comes, and a run of ./train."""
+import contextlib
+import fcntl
 import functools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import threading
@@ -14,7 +17,6 @@ ROOT, RESULTS = runs.ROOT, runs.RESULTS
 BUILD = os.path.join(ROOT, "build", "evidence")
 STARTED = time.monotonic()
 HOST = "host"  # the place of a job that needs no GPU
-_files = threading.Lock()
 
 
 def passed():
@@ -102,8 +104,10 @@ def load(part):
 
 
 def keep(part, name, row, **also):
-    """Adds a row and writes the file whole."""
-    with _files:
+    """Adds a row and writes the file whole, one after the other, whichever thread or program does it."""
+    os.makedirs(BUILD, exist_ok=True)
+    with open(os.path.join(BUILD, "lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         report = load(part)
         report["rows"][name] = dict(row, commit=runs.commit())
         report.update({"where": card(), "commit": ", ".join(sorted({r["commit"] for r in report["rows"].values()})), **also})
@@ -131,28 +135,48 @@ def card():
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
-def on_gpu(command, gpu, seconds):
-    """Its standard output. `gpu` None: whatever the program chooses."""
+def on_gpu(command, gpu, seconds, enough=lambda: False):
+    """Its standard output. `gpu` None: whatever the program chooses. Once enough() says so it is interrupted, as by Ctrl-C."""
     environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    try:
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=max(1, seconds))
-    except subprocess.TimeoutExpired:
-        raise Failed(f"ended after {seconds:.0f} s, when the time was over") from None
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [f"exit {ended.returncode}"]
+    end, interrupted = time.monotonic() + max(1, seconds), False
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while True:
+            try:
+                said, complained = running.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > end:
+                    running.kill()
+                    raise Failed(f"ended after {seconds:.0f} s, when the time was over") from None
+                if not interrupted and enough():
+                    running.send_signal(signal.SIGINT)
+                    interrupted = True
+    if running.returncode != (128 + signal.SIGINT if interrupted else 0):
+        lines = complained.strip().splitlines() or [f"exit {running.returncode}"]
         raise Failed(lines[-1])
-    return ended.stdout
+    return said
 
 
-def logged(name, flags, gpu, seconds, program):
-    """Runs ./train to its end; what its log says (runs.read)."""
+def logged(name, flags, gpu, seconds, program, until=None):
+    """Runs ./train to its end, or interrupts it after step `until`; what its log says (runs.read)."""
     log = os.path.join(BUILD, name.replace(", ", "-").replace(" ", "-").replace("/", "-") + ".jsonl")
     os.makedirs(BUILD, exist_ok=True)
     out = [] if "--out" in flags.split() else ["--out", ""]
-    on_gpu([program, *flags.split(), *out, "--log", log], gpu, seconds)
-    return runs.read(log)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(log)  # another run's
+
+    def enough():
+        if until is None or not os.path.exists(log):
+            return False
+        with open(log, encoding="utf-8") as file:
+            whole = [json.loads(line) for line in file if line.endswith("\n")]
+        return sum(line["kind"] == "step" for line in whole) >= until
+    on_gpu([program, *flags.split(), *out, "--log", log], gpu, seconds, enough)
+    steps, timed, validations = runs.read(log)
+    last = until or len(steps)
+    return steps[:last], timed[:last - 1] or steps, [line for line in validations if line["step"] <= last]
 
 
 def validate(name, flags, gpu, seconds, program="./train"):
@@ -160,10 +184,10 @@ def validate(name, flags, gpu, seconds, program="./train"):
     return logged(name, flags, gpu, seconds, program)[2][-1]["loss"]
 
 
-def train(name, flags, gpu, seconds, program="./train"):
-    """A run to its end: what its log and the driver say of it."""
+def train(name, flags, gpu, seconds, program="./train", until=None):
+    """A run to its end, or to a step: what its log and the driver say of it."""
     with runs.MemoryWatch(gpu) as memory:
-        steps, timed, validations = logged(name, flags, gpu, seconds, program)
+        steps, timed, validations = logged(name, flags, gpu, seconds, program, until)
     return {"flags": flags, "ms": statistics.median(s["ms"] for s in timed),
             "tokens_per_second": statistics.median(s["tokens_per_second"] for s in timed), "mib": memory.most or None,
             "skipped": sum(s["skipped"] for s in steps),

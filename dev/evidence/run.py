@@ -7,7 +7,7 @@
     python3 dev/evidence/run.py timing             figure 4b, table 2 and matrix products on a GPU; about two minutes
     python3 dev/evidence/run.py layer              table 6: one layer; about three minutes
     python3 dev/evidence/run.py models             table 7: whole models, every recipe; about nine minutes
-    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, fifteen runs of about six minutes
+    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, nine runs of six minutes and four of two and a half
     python3 dev/evidence/run.py finetune           from the weights of two of those runs, on another text; four minutes
     python3 dev/evidence/run.py groups             group sizes of activations and of moments, on a CPU; half an hour on two cores
     python3 dev/evidence/run.py moments activations --training gpt2      of the bf16 run of `convergence`
@@ -44,7 +44,8 @@ HELD_OUT = {"llama-tiny": 64, "gpt2": 1}  # sequences that `activations` takes
 PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"],
             "memory": ["build/evidence_memory"], "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"],
             "convergence": ["train"], "finetune": ["train"], "groups": [], "page": []}
-SHAPES = ["4096x2048x8", "4096x4096", "4096x2048", "2048x4096", "2048x2048"]  # hidden size, tokens of a sequence, sequences if not four
+# Hidden size, tokens of a sequence, sequences if not four; and seconds
+SHAPES = {"4096x2048x8": 125, "4096x4096": 125, "4096x2048": 75, "2048x4096": 50, "2048x2048": 40}
 
 
 def train_tiny():
@@ -111,7 +112,7 @@ def jobs_of(part, options):
     if part == "timing":
         return [jobs.Job(part, 120, lambda gpu, left: measure(part, None, gpu, left))]
     if part == "layer":
-        return [jobs.Job(f"layer {shape}", 60, layer(shape)) for shape in SHAPES]
+        return [jobs.Job(f"layer {shape}", seconds, layer(shape)) for shape, seconds in SHAPES.items()]
     if part == "models":
         return trainings.models()
     if part == "convergence":
@@ -149,9 +150,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e6, help="for all of it, building included")
     parser.add_argument("--only", default="", help="names of convergence runs, by commas")
     options = parser.parse_args()
-    unknown = set(filter(None, options.only.split(","))) - {name for name, _ in trainings.RUNS}
+    unknown = set(filter(None, options.only.split(","))) - {name for name, *_ in trainings.RUNS}
     if unknown:
-        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(name for name, _ in trainings.RUNS))
+        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(name for name, *_ in trainings.RUNS))
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))

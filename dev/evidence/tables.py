@@ -221,14 +221,14 @@ def seeds_of_bf16(rows):
     return [losses(row) for name, row in rows.items() if name.split()[0] == "bf16"]
 
 
-def gap(rows, name):
-    """Mean difference of training losses from BF16's of the same seed, over the last tenth of the steps, and its standard error."""
+def gap(rows, name, end):
+    """Mean difference of training losses from BF16's of the same seed, over the tenth of its steps that ends with step `end`, and its standard error."""
     _, seed, number = name.partition(" seed ")
     base = rows.get("bf16" + seed + number)
-    if not base or name.startswith("bf16"):
+    if not base or name.startswith("bf16") or end > len(rows[name]["train"]):
         return None
-    last = len(base["train"]) // 10
-    pairs = zip(rows[name]["train"][-last:], base["train"][-last:])
+    first = end - len(base["train"]) // 10
+    pairs = zip(rows[name]["train"][first:end], base["train"][first:end])
     differences = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
     return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
 
@@ -250,21 +250,23 @@ def convergence(results):
         return []
     rows = result["rows"]
     text = result["text"]
-    tokens = 65536 * max(len(row["train"]) for row in rows.values())
+    steps = max(len(row["train"]) for row in rows.values())
+    whole = {name: row for name, row in rows.items() if len(row["train"]) == steps}  # ablations are stopped earlier
+    tokens = 65536 * steps
     lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of a BPE of "
              f"16,384 to train on, so that {tokens / 1e6:,.0f} million are {tokens / text['train_tokens']:.1f} passes, and "
              f"{text['held_out_tokens'] / 1e6:.2f} million held out. `./train {result['shared']}` and what the row says"
              + (f", then `./train --model CHECKPOINT {result['read']}`" if "read" in result else "") + ".", ""]
     lines += origin(result, "convergence")
-    seeds = seeds_of_bf16(rows)
+    seeds = seeds_of_bf16(whole)
     mean = statistics.mean(seeds) if seeds else None
     if len(seeds) > 1:
         lines += [f"`bf16` over {len(seeds)} seeds: {min(seeds):.4f} to {max(seeds):.4f}, mean {mean:.4f}, standard deviation "
                   f"{statistics.stdev(seeds):.4f}.", ""]
     target = mean + ABOVE if seeds else None
     cells = []
-    for name, row in sorted(rows.items(), key=lambda item: not item[0].startswith("bf16")):
-        apart, reached = gap(rows, name), seconds_to(row, target) if target else None
+    for name, row in sorted(whole.items(), key=lambda item: not item[0].startswith("bf16")):
+        apart, reached = gap(rows, name, steps), seconds_to(row, target) if target else None
         read = losses(row) if name.startswith("bf16") else row.get("read_in_bf16")
         published = PAPER_GAP.get(name)
         cells.append([name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}" if mean else "",
@@ -274,7 +276,15 @@ def convergence(results):
     head = ["run", "flags", "validation loss", "less the mean of `bf16`", "its weights read in BF16",
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
             f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
-    return lines + table(head, cells)
+    lines += table(head, cells)
+    ends = [steps * fifths // 5 for fifths in (2, 3, 4, 5)]
+    cells = []
+    for name, row in sorted(rows.items(), key=lambda item: len(item[1]["train"]) < steps):
+        gaps = [gap(rows, name, end) for end in ends]
+        if any(gaps):
+            cells.append([name, f"`{row['flags']}`", *(f"{at[0]:+.4f} ({at[1]:.4f})" if at else "" for at in gaps)])
+    head = ["training loss less that of `bf16`, same seed, mean (standard error)", "flags", *(f"steps {end - steps // 10} to {end}" for end in ends)]
+    return lines + (table(head, cells) if cells else [])
 
 
 def finetune(results):

@@ -37,22 +37,22 @@ def text():
 STEPS = 3052
 CONVERGENCE = (f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
                f"--eval-every {STEPS // 20} --sample-every 0")
-RUNS = [  # most wanted first
-    ("bf16", "--recipe bf16"), ("coat", "--recipe coat"), ("te", "--recipe te"), ("rowwise", "--recipe rowwise"),
-    ("deepseek", "--recipe deepseek"), ("colossal", "--recipe colossal"), ("bf16 seed 2", "--recipe bf16 --seed 2"),
-    ("bf16 seed 3", "--recipe bf16 --seed 3"), ("optimizer only", "--recipe bf16 --optimizer coat"),
-    ("activations only", "--recipe coat --optimizer fp32"), ("without expansion", "--recipe coat --optimizer fp8"),
-    ("coat seed 2", "--recipe coat --seed 2"), ("coat seed 3", "--recipe coat --seed 3"),
-    ("optimizer only e5m2", "--recipe bf16 --optimizer coat --v-format e5m2"), ("optimizer only fp8lm", "--recipe bf16 --optimizer fp8lm"),
+PART = STEPS * 2 // 5  # ablations go on no further: what lies between two runs of one seed and schedule can be told long before their end
+RUNS = [  # most wanted first: name, flags, steps, and seconds on an H200
+    ("bf16", "--recipe bf16", STEPS, 385), ("coat", "--recipe coat", STEPS, 345),
+    ("bf16 seed 2", "--recipe bf16 --seed 2", STEPS, 385), ("bf16 seed 3", "--recipe bf16 --seed 3", STEPS, 385),
+    ("te", "--recipe te", STEPS, 365), ("rowwise", "--recipe rowwise", STEPS, 390),
+    ("deepseek", "--recipe deepseek", STEPS, 410), ("colossal", "--recipe colossal", STEPS, 360),
+    ("optimizer only", "--recipe bf16 --optimizer coat", PART, 160), ("without expansion", "--recipe coat --optimizer fp8", PART, 145),
+    ("activations only", "--recipe coat --optimizer fp32", PART, 150), ("optimizer fp8lm", "--recipe bf16 --optimizer fp8lm", PART, 160),
+    ("coat seed 2", "--recipe coat --seed 2", STEPS, 345),
 ]
 SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
-RUN_SECONDS = 410  # of the slowest; bf16 wants about 380 on an H200
 
 
 def has_ended(name):
     """A run in the results need not run again, unless its checkpoint is wanted and is not here."""
-    row = jobs.load("convergence")["rows"].get(name)
-    return row is not None and (name.startswith("bf16") or "read_in_bf16" in row)
+    return name in jobs.load("convergence")["rows"]
 
 
 def checkpoint(folder):
@@ -64,10 +64,14 @@ def checkpoint(folder):
 READ = f"--recipe bf16 --steps 0 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024"
 
 
-def converge(name, flags):
+def converge(name, flags, steps):
     folder = SAVED.get(name, "build/evidence/gpt2-" + name.replace(" ", "-"))
 
     def act(gpu, left):
+        if steps < STEPS:
+            row = jobs.train(f"convergence {name}", f"{CONVERGENCE} {flags}", gpu, left(), until=steps)
+            jobs.keep("convergence", name, dict(row, flags=flags))
+            return f"stopped after step {steps}, {row['tokens_per_second']:,.0f} tok/s"
         shutil.rmtree(os.path.join(jobs.ROOT, folder), ignore_errors=True)  # ./train takes no other run's folder
         row = jobs.train(f"convergence {name}", f"{CONVERGENCE} {flags} --out {folder}", gpu, left())
         jobs.keep("convergence", name, dict(row, flags=flags), text=text()["python"], shared=CONVERGENCE, read=READ)
@@ -83,10 +87,10 @@ def converge(name, flags):
 
 def convergence(only, wanted_checkpoints):
     wanted = []
-    for name, flags in RUNS:
+    for name, flags, steps, seconds in RUNS:
         saved = name in SAVED and checkpoint(os.path.join(jobs.ROOT, SAVED[name]))
         if (not only or name in only) and (not has_ended(name) or (name in wanted_checkpoints and not saved)):
-            wanted.append(jobs.Job(name, RUN_SECONDS, converge(name, flags)))
+            wanted.append(jobs.Job(name, seconds, converge(name, flags, steps)))
     return wanted
 
 
@@ -118,12 +122,13 @@ def finetune(running):
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole models: every recipe at a batch that all can hold, and at the largest that each can. A model's runs stay on one card, in turn.
 
-MODELS = {"tinyllama-1.1b": (16, 200), "llama-2-7b": (8, 330)}  # the common batch, and the seconds that all of a model's runs want
+MODELS = {"llama-2-7b": (8, 330), "tinyllama-1.1b": (16, 200)}  # the common batch, and the seconds that all of a model's runs want
 SEQUENCE = 2048
 WAYS = [("bf16", "--recipe bf16"), ("te", "--recipe te"), ("colossal", "--recipe colossal"), ("rowwise", "--recipe rowwise"),
         ("deepseek", "--recipe deepseek"), ("coat", "--recipe coat"), ("bf16, moments too", "--recipe bf16 --optimizer bf16"),
         ("coat, leanest", f"--recipe coat {runs.LEAN}")]
-SHORT = f"--seq {SEQUENCE} --steps 12 --warmup 12 --lr 1e-4 --eval-every 0 --sample-every 0"
+SHORT = f"--seq {SEQUENCE} --warmup 5 --lr 1e-4 --eval-every 0 --sample-every 0"
+STEPS_AT_COMMON, STEPS_AT_LARGEST = 9, 5  # the largest batches take seconds a step
 
 
 def few_held_out(batch):
@@ -139,13 +144,13 @@ def few_held_out(batch):
     return os.path.relpath(path, jobs.ROOT)
 
 
-def short_run(model, way, flags, batch, gpu, left):
+def short_run(model, way, flags, batch, steps, gpu, left):
     name = f"{model}, {way}, {batch}"
     known = jobs.load("models")["rows"]
     if name in known:
         return known[name]
     data = f"{TEXT}/train.bin,{few_held_out(batch)}"
-    row = jobs.train(f"models {name}", f"--model {model} {flags} --batch {batch} --data {data} {SHORT}", gpu, left())
+    row = jobs.train(f"models {name}", f"--model {model} {flags} --batch {batch} --steps {steps} --data {data} {SHORT}", gpu, left())
     row = {"model": model, "way": way, "batch": batch, **{key: row[key] for key in ("flags", "ms", "tokens_per_second", "mib", "train")}}
     jobs.keep("models", name, row)
     jobs.say(f"  {name}: {row['tokens_per_second']:,.0f} tok/s, {row['mib']} MiB")
@@ -168,10 +173,10 @@ def largest_batch(model, flags, gpu, left):
 def model_runs(model, common):
     def act(gpu, left):
         refused = []
-        for batch_of in (lambda *_: common, largest_batch):
+        for batch_of, steps in ((lambda *_: common, STEPS_AT_COMMON), (largest_batch, STEPS_AT_LARGEST)):
             for way, flags in WAYS:
                 try:
-                    short_run(model, way, flags, batch_of(model, flags, gpu, left), gpu, left)
+                    short_run(model, way, flags, batch_of(model, flags, gpu, left), steps, gpu, left)
                 except jobs.Failed as failure:
                     refused.append(f"{way}: {failure}")
         if refused:
