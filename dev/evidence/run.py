@@ -9,7 +9,7 @@
     python3 dev/evidence/run.py models             table 7: whole models, every recipe; about nine minutes
     python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, nine runs of six minutes and four of two and a half
     python3 dev/evidence/run.py finetune           from the weights of two of those runs, on another text; four minutes
-    python3 dev/evidence/run.py groups             group sizes of activations and of moments, on a CPU; half an hour on two cores
+    python3 dev/evidence/run.py ablations          of the small model, group sizes too, on a CPU; an hour on two cores
     python3 dev/evidence/run.py moments activations --training gpt2      of the bf16 run of `convergence`
     python3 dev/evidence/run.py page               only draws and writes again what dev/results holds
 
@@ -43,7 +43,7 @@ TINY = "--device cpu --recipe bf16 --optimizer fp32 --sample-every 0"  # moments
 HELD_OUT = {"llama-tiny": 64, "gpt2": 1}  # sequences that `activations` takes
 PROGRAMS = {"moments": ["train", "build/evidence_moments"], "activations": ["train", "build/evidence_activations"],
             "memory": ["build/evidence_memory"], "timing": ["build/evidence_timing"], "layer": ["build/evidence_layer"], "models": ["train"],
-            "convergence": ["train"], "finetune": ["train"], "groups": [], "page": []}
+            "convergence": ["train"], "finetune": ["train"], "ablations": ["train"], "page": []}
 # Hidden size, tokens of a sequence, sequences if not four; and seconds
 SHAPES = {"4096x2048x8": 125, "4096x4096": 125, "4096x2048": 75, "2048x4096": 50, "2048x2048": 40}
 
@@ -118,8 +118,8 @@ def jobs_of(part, options):
     if part == "convergence":
         again = set(trainings.SAVED) if "finetune" in options.parts and trainings.finetune(set()) else {"bf16"} if gpt2 else set()
         return trainings.convergence(set(filter(None, options.only.split(","))), again)
-    if part == "groups":
-        return trainings.groups()
+    if part == "ablations":
+        return trainings.ablations()
     return trainings.finetune(running) if part == "finetune" else []
 
 
@@ -131,7 +131,7 @@ def page():
             with open(os.path.join(RESULTS, file), encoding="utf-8") as opened:
                 results[file[len("evidence-"):-len(".json")]] = json.load(opened)
     for name, result in results.items():
-        if name == "groups":
+        if name == "ablations":
             continue  # a table says it all
         with open(os.path.join(RESULTS, f"evidence-{name}.svg"), "w", encoding="utf-8") as svg:
             svg.write(plot.figure(name, result) + "\n")

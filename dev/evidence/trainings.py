@@ -1,5 +1,5 @@
-"""The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, fine-tuning, and group sizes. Each is
-a list of jobs."""
+"""The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, fine-tuning, and ablations. Each is a list
+of jobs."""
 import array
 import glob
 import json
@@ -190,33 +190,50 @@ def models():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Group sizes: constants of coat.h, changed in a copy of the program. The GPU's kernels know no others, so a CPU trains the small model.
+# Ablations of the small model on a CPU, a few seeds each: those of the convergence runs, and group sizes. Group sizes are constants of coat.h, changed
+# in a copy of the program; the GPU's kernels know no others.
 
+SMALL = "--device cpu --sample-every 0 --eval-every 0"
+SEEDS = (1, 2, 3)
 SIZES = (8, 16, 32, 64, 128)
 CONSTANTS = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}  # how they stand there, and for what
-GROUPS = "--device cpu --sample-every 0 --eval-every 0"
 
 
-def group_size(kind, size):
+def grouped(kind, size, copy):
+    """A copy of ./train with other groups."""
+    constant, usual = CONSTANTS[kind]
+    for name in ("Makefile", "data", *(file for file in os.listdir(jobs.ROOT) if file.endswith((".h", ".cpp")))):
+        (shutil.copytree if name == "data" else shutil.copy)(os.path.join(jobs.ROOT, name), os.path.join(copy, name))
+    header = os.path.join(copy, "coat.h")
+    with open(header, encoding="utf-8") as file:
+        before = file.read()
+    if before.count(constant.format(usual)) != 1:
+        raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
+    with open(header, "w", encoding="utf-8") as file:
+        file.write(before.replace(constant.format(usual), constant.format(size)))
+    subprocess.run(["make", "-s", "-C", copy, "NVCC=", "train"], check=True)
+    return os.path.join(copy, "train")
+
+
+def small_runs(name, flags, group=None):
+    """A run for each seed. `group`: of what, and how large."""
     def act(gpu, left):
-        constant, usual = CONSTANTS[kind]
         with tempfile.TemporaryDirectory() as copy:
-            for name in ("Makefile", "data", *(file for file in os.listdir(jobs.ROOT) if file.endswith((".h", ".cpp")))):
-                (shutil.copytree if name == "data" else shutil.copy)(os.path.join(jobs.ROOT, name), os.path.join(copy, name))
-            header = os.path.join(copy, "coat.h")
-            with open(header, encoding="utf-8") as file:
-                text_before = file.read()
-            if text_before.count(constant.format(usual)) != 1:
-                raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
-            with open(header, "w", encoding="utf-8") as file:
-                file.write(text_before.replace(constant.format(usual), constant.format(size)))
-            subprocess.run(["make", "-s", "-C", copy, "NVCC=", "train"], check=True)
-            row = jobs.train(f"groups {kind} {size}", GROUPS, None, left(), os.path.join(copy, "train"))
-        jobs.keep("groups", f"{kind} {size}", {"kind": kind, "size": size, "validation": row["validation"]}, shared=GROUPS, where="the CPU")
-        return f"validation {row['validation'][-1][1]:.4f}"
+            program = grouped(*group, copy) if group else "./train"
+            for seed in SEEDS:
+                key = f"{name} seed {seed}"
+                if key not in jobs.load("ablations")["rows"]:
+                    row = jobs.train(f"ablations {key}", f"{SMALL} {flags} --seed {seed}", None, left(), program)
+                    jobs.keep("ablations", key, {"name": name, "flags": flags, "group": group, "seed": seed, "validation": row["validation"]},
+                              shared=SMALL, where="the CPU")
+        rows = jobs.load("ablations")["rows"]
+        return "validation " + ", ".join(f"{rows[f'{name} seed {seed}']['validation'][-1][1]:.4f}" for seed in SEEDS)
     return act
 
 
-def groups():
-    return [jobs.Job(f"{kind} in groups of {size}", 240, group_size(kind, size), (), jobs.HOST) for kind, (_, usual) in CONSTANTS.items()
-            for size in SIZES if (kind, size) != ("moments", usual) and f"{kind} {size}" not in jobs.load("groups")["rows"]]  # 16 and 128 are one run
+def ablations():
+    wanted = [(name, flags, None) for name, flags, steps, _ in RUNS if name in SAVED or steps < STEPS]
+    wanted += [(f"{kind} in groups of {size}", "--recipe coat", (kind, size)) for kind, (_, usual) in CONSTANTS.items() for size in SIZES if size != usual]
+    rows = jobs.load("ablations")["rows"]
+    return [jobs.Job(name, 400, small_runs(name, flags, group), (), jobs.HOST) for name, flags, group in wanted
+            if any(f"{name} seed {seed}" not in rows for seed in SEEDS)]
