@@ -3,7 +3,7 @@ import math
 
 from plot_bench import REST, bar, text
 from plot_loss import COLORS, spread, ticks
-from tables import GRANULARITIES, LAYERS, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, RECIPES
+from tables import GRANULARITIES, LAYERS, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, RECIPES, seeds_of_bf16
 
 DARK, LIGHT = "#1a202c", "#718096"
 
@@ -206,9 +206,21 @@ def layer(result):
 
 
 def models(result):
-    rows = sorted(result["rows"].values(), key=lambda r: (r["model"], r["batch"], r["tokens_per_second"]))
-    return bars("Whole models on one card, microseconds a token", [("less is faster", COLORS[0])],
-                [(f"{r['model']}, {r['way']}, {r['batch']} x 2048", [1e6 / r["tokens_per_second"]], True) for r in rows], "us")
+    """For each model a bar a recipe, of tokens/s, in pairs: the batch that all can hold, and the largest that each can."""
+    parts, names = [], sorted({r["model"] for r in result["rows"].values()})
+    for column, model in enumerate(names):
+        left, rows = 170 + 650 * column, [r for r in result["rows"].values() if r["model"] == model]
+        ways, most = list(dict.fromkeys(r["way"] for r in rows)), max(r["tokens_per_second"] for r in rows)
+        parts += [text(left - 130, 30, f"{model}, tokens/s", 14, "start", DARK, "bold"),
+                  text(left - 130, 48, "dark: the same batch for all; light: the largest that fits; sequences of 2048 tokens", 11.5, "start", LIGHT)]
+        for row, way in enumerate(ways):
+            pair = sorted((r for r in rows if r["way"] == way), key=lambda r: r["batch"])
+            parts.append(text(left - 8, 85 + 44 * row, way, 11.5, "end", DARK))
+            for i, (r, color) in enumerate(zip(pair, (COLORS[0], "#a9cdf2"))):
+                y, width = 66 + 44 * row + 18 * i, 270 * r["tokens_per_second"] / most
+                told = f"{r['tokens_per_second']:,.0f}, batch {r['batch']}, {r['mib'] * 2**20 / 1e9:.0f} GB"
+                parts += [bar(left, y, width, 15, color), text(left + width + 6, y + 12, told, 11, "start", DARK)]
+    return picture(40 + 650 * len(names), 76 + 44 * max(len({r["way"] for r in result["rows"].values()}), 1), parts)
 
 
 def means(values, width):
@@ -219,41 +231,57 @@ def means(values, width):
             yield first + width / 2, sum(some) / len(some)
 
 
+def last_losses(panel, rows, colors):
+    """A recipe's last validation loss as it is read in training (full) and in BF16 (hollow), beside the band of BF16's seeds."""
+    seeds = seeds_of_bf16(rows)
+    panel.parts += [bar(panel.x(min(seeds)), panel.top, panel.x(max(seeds)) - panel.x(min(seeds)), panel.bottom - panel.top, "#e2e8f0"),
+                    text(panel.x(min(seeds)), panel.bottom - 8, f" bf16, {len(seeds)} seeds", 11, "start", LIGHT)]
+    panel.axes("nats a token", [(x, f"{x:g}") for x in ticks(*panel.x_range, 5)], [])
+    for row, (name, color) in enumerate(colors.items()):
+        y, losses = panel.top + 34 + 48 * row, [rows[name]["validation"][-1][1], rows[name].get("read_in_bf16")]
+        panel.parts.append(text(panel.left + 6, y - 9, name, 11.5, "start", color, "bold"))
+        panel.parts += [f'<circle cx="{panel.x(loss):.1f}" cy="{y}" r="5.5" fill="{fill}" stroke="{color}" stroke-width="2"/>'
+                        for loss, fill in zip(losses, (color, "#ffffff")) if loss is not None]
+
+
 def convergence(result):
     rows = result["rows"]
     steps = max(len(row["train"]) for row in rows.values())
     millions = 65536e-6  # tokens a step
-    shown = {name: row for name, row in rows.items() if name in RECIPES} or rows  # seeds and ablations are in the table
+    whole = {name: row for name, row in rows.items() if len(row["train"]) == steps}
+    shown = {name: whole[name] for name in RECIPES if name in whole} or whole  # seeds and ablations are in the table
     colors = dict(zip(shown, COLORS * len(shown)))
-    ends = [row["validation"][-1][1] for row in shown.values()]
     late = [loss for row in shown.values() for step, loss in row["validation"] if step >= steps // 5]
-    low, high = min(late + ends) - 0.02, max(late + ends) + 0.02
-    last = steps * millions
-    left = Panel(66, 70, 400, 380, (last / 5, last), (low, high), "Validation loss, nats a token", "GPT-2 124M; from a fifth of the run on")
+    low, high, last = min(late) - 0.02, max(late) + 0.02, steps * millions
+    left = Panel(56, 70, 300, 350, (last / 5, last), (low, high), "Validation loss, nats a token", "GPT-2 124M; every recipe, from a fifth of the run on")
     left.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 5, last, 5)], ticks(low, high, 7))
     for name, row in shown.items():
         left.line([(step * millions, loss) for step, loss in row["validation"] if step >= steps // 5], colors[name])
-    left.names([(row["validation"][-1][1], f"{name} {row['validation'][-1][1]:.3f}", colors[name]) for name, row in shown.items()])
     parts, base = left.parts, rows.get("bf16")
-    width = max(1, steps // 60)
+    ends = [loss for row in whole.values() for loss in (row["validation"][-1][1], row.get("read_in_bf16")) if loss is not None]
+    if base:
+        middle = Panel(420, 70, 300, 350, (min(ends) - 0.002, max(ends) + 0.002), (0, 1), "Where it ends", "full: as trained; hollow: the same weights read in BF16")
+        last_losses(middle, whole, colors)
+        parts += middle.parts
+    width = max(1, steps // 40)
     gaps = {}
     for name, row in shown.items():
         if base and name != "bf16":
             pairs = [None if None in pair else pair[0] - pair[1] for pair in zip(row["train"], base["train"])]
-            gaps[name] = [(step * millions, value) for step, value in means(pairs, width) if step >= steps / 10]
+            gaps[name] = [(step * millions, value) for step, value in means(pairs, width) if step >= steps / 3]
     if gaps and all(gaps.values()):
         values = [value for points in gaps.values() for _, value in points] + [0, PAPER_GAP["coat"]]
-        low, high = min(values) - 0.002, max(values) + 0.002
-        right = Panel(720, 70, 400, 380, (last / 10, last), (low, high), "Training loss less that of bf16, same seed and data",
-                      f"means of {width} steps; dashes: the paper's {PAPER_GAP['coat']:+.3f}")
-        right.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 10, last, 5)], ticks(low, high, 7))
-        right.line([(last / 10, PAPER_GAP["coat"]), (last, PAPER_GAP["coat"])], LIGHT, "5 4")
-        right.line([(last / 10, 0), (last, 0)], DARK, "1 0")
+        low, high = min(values) - 0.001, max(values) + 0.001
+        right = Panel(800, 70, 400, 350, (last / 3, last), (low, high), "Training loss less that of bf16, same seed and data",
+                      f"means of {width} steps, from a third of the run on; dashes: the paper's {PAPER_GAP['coat']:+.3f} for COAT")
+        right.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 3, last, 5)], ticks(low, high, 7))
+        right.line([(last / 3, PAPER_GAP["coat"]), (last, PAPER_GAP["coat"])], LIGHT, "5 4")
+        right.line([(last / 3, 0), (last, 0)], DARK, "1 0")
         for name, points in gaps.items():
             right.line(points, colors[name])
         right.names([(points[-1][1], name, colors[name]) for name, points in gaps.items()])
         parts = parts + right.parts
-    return picture(1330, 510, parts)
+    return picture(1330, 480, parts)
 
 
 def finetune(result):

@@ -221,10 +221,19 @@ def seeds_of_bf16(rows):
     return [losses(row) for name, row in rows.items() if name.split()[0] == "bf16"]
 
 
+def same_seed(name):
+    """The name of BF16's run of a run's seed."""
+    return "bf16" + "".join(name.partition(" seed ")[1:])
+
+
+def place(name):
+    """Recipes in their order, then ablations."""
+    return RECIPES.index(name.split()[0]) if name.split()[0] in RECIPES else len(RECIPES), name
+
+
 def gap(rows, name, end):
     """Mean difference of training losses from BF16's of the same seed, over the tenth of its steps that ends with step `end`, and its standard error."""
-    _, seed, number = name.partition(" seed ")
-    base = rows.get("bf16" + seed + number)
+    base = rows.get(same_seed(name))
     if not base or name.startswith("bf16") or end > len(rows[name]["train"]):
         return None
     first = end - len(base["train"]) // 10
@@ -265,21 +274,23 @@ def convergence(results):
                   f"{statistics.stdev(seeds):.4f}.", ""]
     target = mean + ABOVE if seeds else None
     cells = []
-    for name, row in sorted(whole.items(), key=lambda item: not item[0].startswith("bf16")):
+    for name, row in sorted(whole.items(), key=lambda item: place(item[0])):
         apart, reached = gap(rows, name, steps), seconds_to(row, target) if target else None
+        base = rows.get(same_seed(name))
         read = losses(row) if name.startswith("bf16") else row.get("read_in_bf16")
         published = PAPER_GAP.get(name)
         cells.append([name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}" if mean else "",
+                      f"{losses(row) - losses(base):+.4f}" if base and base is not row else "",
                       f"{read:.4f}" if read else "not run yet",
                       f"{apart[0]:+.4f} ({apart[1]:.4f})" if apart else "", f"{published:+.3f}" if published else "",
                       f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib'] or 0:,}"])
-    head = ["run", "flags", "validation loss", "less the mean of `bf16`", "its weights read in BF16",
+    head = ["run", "flags", "validation loss", "less the mean of `bf16`", "less `bf16`, same seed", "its weights read in BF16",
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
             f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
     lines += table(head, cells)
     ends = [steps * fifths // 5 for fifths in (2, 3, 4, 5)]
     cells = []
-    for name, row in sorted(rows.items(), key=lambda item: len(item[1]["train"]) < steps):
+    for name, row in sorted(rows.items(), key=lambda item: (item[0] not in whole, place(item[0]))):
         gaps = [gap(rows, name, end) for end in ends]
         if any(gaps):
             cells.append([name, f"`{row['flags']}`", *(f"{at[0]:+.4f} ({at[1]:.4f})" if at else "" for at in gaps)])
@@ -300,26 +311,35 @@ def finetune(results):
     return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)
 
 
-def groups(results):
-    result = results.get("groups")
+def ablations(results):
+    result = results.get("ablations")
     if not result:
         return []
-    losses = {(r["kind"], r["size"]): r["validation"][-1][1] for r in result["rows"].values()}
-    usual = losses.get(("activations", 16))
-    losses["moments", 128] = usual
-    sizes = sorted({size for _, size in losses})
-    rows = []
-    for kind, other in (("activations", "moments in 128"), ("moments", "activations in 16")):
-        found = [losses.get((kind, size)) for size in sizes]
-        rows.append([f"{kind}, {other}", *("not run yet" if x is None else f"{x:.4f} ({x - usual:+.4f})" for x in found)])
-    return [f"Run on {result['where']}, commit {result['commit']}: `{result['commands'][0]}`.", "",
-            *table(["validation loss, nats a byte; groups of", *sizes], rows)]
+    losses_of = {}  # by name, then by seed
+    for row in result["rows"].values():
+        losses_of.setdefault(row["name"], {})[row["seed"]] = losses(row)
+    seeds = sorted({seed for of in losses_of.values() for seed in of})
+
+    def apart(name, base):
+        """Mean difference of the seeds that both have run, and its standard error."""
+        differences = [loss - losses_of[base][seed] for seed, loss in losses_of[name].items() if seed in losses_of.get(base, {})]
+        if len(differences) < 2:
+            return ""
+        return f"{statistics.mean(differences):+.4f} ({statistics.stdev(differences) / len(differences) ** 0.5:.4f})"
+    cells = []
+    for name, of in losses_of.items():
+        flags = next(row["flags"] for row in result["rows"].values() if row["name"] == name)
+        cells.append([name, f"`{flags}`", *(f"{of[seed]:.4f}" if seed in of else "not run yet" for seed in seeds),
+                      "" if name == "bf16" else apart(name, "bf16"), "" if name == "coat" else apart(name, "coat")])
+    head = ["validation loss, nats a byte", "flags", *(f"seed {seed}" for seed in seeds), "less `bf16`, same seeds: mean (its standard error)", "less `coat`"]
+    return [f"`./train {result['shared']}`, the flags of the row, and seeds. Run on {result['where']}, commit {result['commit']}: "
+            f"`{result['commands'][0]}`.", "", *table(head, cells)]
 
 
 TABLES = {"ranges": (ranges, "moments"), "moment errors": (moment_errors, "moments"), "activations": (activations, "activations"),
           "amax": (amax_times, "timing"), "memory": (memory, "memory"), "products": (products, "timing"), "layer": (layer, "layer"),
           "models": (models, "models"), "convergence": (convergence, "convergence"), "finetune": (finetune, "finetune"),
-          "groups": (groups, "groups")}
+          "ablations": (ablations, "ablations")}
 ON_A_GPU = {"timing", "layer", "models", "convergence", "finetune"}
 
 
