@@ -54,6 +54,11 @@ __device__ float larger(float top, float x) {  // max(top, |x|), NaN if one of t
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
 }
+template <int LANES>
+__device__ float largest_of(float top) {  // of so many neighbouring lanes
+    if constexpr (LANES > 1) top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
+    return top;
+}
 
 __device__ uint32_t encode2(bool e5m2, float lo, float hi) {
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -189,8 +194,9 @@ struct Plain<float> {
     }
 };
 
-// E4M3 in 1x16 groups with BF16 scales. Columns are a multiple of 16, so the group of element i is i / 16, and two
-// neighbouring lanes hold one group: they must both call store(), and the even one stores the scale.
+// E4M3 in 1xGROUP groups (16) with BF16 scales. Columns are a multiple of GROUP, so the group of element i is i / GROUP, and two neighbouring
+// lanes, or however many it takes, hold one group: they must all call store(), and the first one stores the scale.
+constexpr int GROUP = PER_GROUP.cols, GROUP_LANES = GROUP / CHUNK;
 struct Grouped {
     using Stream = bf16;
     struct Raw {
@@ -200,14 +206,14 @@ struct Grouped {
     uint8_t* codes;
     uint16_t* scales;
 
-    __device__ Grouped from(int64_t i) const { return {codes + i, scales + i / 16}; }
-    __device__ Raw load(int64_t i) const { return {*reinterpret_cast<const uint2*>(codes + i), scales[i / 16]}; }
+    __device__ Grouped from(int64_t i) const { return {codes + i, scales + i / GROUP}; }
+    __device__ Raw load(int64_t i) const { return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]}; }
     __device__ void values(const Raw& r, Values& v) const { decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v); }
     static __device__ float group_scale(const Values& v) {
         float amax = 0;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
-        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
+        amax = largest_of<GROUP_LANES>(amax);
         // NaN, and so are the numbers that are read from the group: what a code would hide comes to light.
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? bf16_up(fmaxf(over_448(amax), 0x1p-126f)) : 1.0f;
@@ -222,7 +228,7 @@ struct Grouped {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % 2 == 0) scales[i / 16] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % GROUP_LANES == 0) scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
     }
@@ -1070,9 +1076,9 @@ Grouped grouped(const View& v) { return {static_cast<uint8_t*>(v.codes), static_
 // Calls f with the Held type of a view: the stream format or FP8 groups.
 template <class F>
 void with_held(const View& v, F f) {
-    need(v.cols % 16 == 0, "columns are not a multiple of 16");
+    need(v.cols % 16 == 0 && (!in_groups(v.quant) || v.cols % GROUP == 0), "columns are not a multiple of 16, or of a group");
     if (in_groups(v.quant)) return f(grouped(v));
-    need(!v.quant.fp8(), "this input cannot be FP8 other than E4M3 1x16 with BF16 scales");
+    need(!v.quant.fp8(), "this input cannot be FP8 other than E4M3 in groups with BF16 scales");
     if (v.quant.format == Format::F32) return f(plain<float>(v.codes));
     f(plain<bf16>(v.codes));
 }
@@ -2051,9 +2057,9 @@ void gradient_norm(const void* gradients, Format format, int64_t n, const double
 
 namespace {
 
-constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes of a group
-static_assert(TEAM == 16, "the maxima of a group go round 16 lanes");
-constexpr int ADAM_WARPS = 8, ADAM_GROUPS = 32 * ADAM_WARPS / TEAM, ADAM_BLOCKS_PER_SM = 2;
+constexpr int TEAM = MOMENT_GROUP / CHUNK, TEAMS = 32 / TEAM;  // lanes of a group; groups that a warp works on at once
+static_assert(TEAM >= 4, "four maxima of a group go round its lanes");
+constexpr int ADAM_WARPS = 8, ADAM_GROUPS = ADAM_WARPS * TEAMS, ADAM_BLOCKS_PER_SM = 2;
 constexpr int64_t ADAM_GROUPS_A_BLOCK = 16384;  // or more, so that a block's start and end do not count
 
 // One moment's format as the kernel's argument.
@@ -2187,8 +2193,8 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
 };
 
 // Both moments' group scales. The largest magnitude and the smallest but zero (as bits, turned over: zero goes last) of two moments are four maxima
-// over 16 lanes: with each of the first two exchanges a lane gives away half of those that it has and goes on with the other half, so that in the end
-// even lanes know the first moment's and odd lanes the second's. They work out its scale and tell each other.
+// over a team's lanes: with each of the first two exchanges a lane gives away half of those that it has and goes on with the other half, so that in
+// the end even lanes know the first moment's and odd lanes the second's. They work out its scale and tell each other.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v, GroupScale& gm, GroupScale& gv) {
     const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;
     auto swap = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
@@ -2202,8 +2208,8 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     const uint32_t top = max(odd ? tops[1] : tops[0], swap(odd ? tops[0] : tops[1], 1));
     const uint32_t turned = ~min(odd ? lows[1] : lows[0], swap(odd ? lows[0] : lows[1], 1));
     uint32_t largest = max(low ? turned : top, swap(low ? top : turned, 2));
-    largest = max(largest, swap(largest, 4));
-    largest = max(largest, swap(largest, 8));
+#pragma unroll
+    for (int lanes = 4; lanes < TEAM; lanes *= 2) largest = max(largest, swap(largest, lanes));
     const uint32_t other = swap(largest, 2);
     const float group_top = __uint_as_float(low ? other : largest), group_low = __uint_as_float(~(low ? largest : other) + 1);
 
@@ -2343,7 +2349,7 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
 // The scales of ADAM_RUN consecutive groups as a warp holds them: lane 8 a + g has number a (m's max and k, v's max and k) of group g. So they are
 // read and written in whole sectors of memory; four bytes at a time they cost more than the codes.
 constexpr int ADAM_RUN = 8, SCALE_NUMBERS = 4;
-static_assert(ADAM_RUN * SCALE_NUMBERS == 32, "a number of every group for each lane");
+static_assert(ADAM_RUN * SCALE_NUMBERS == 32 && ADAM_RUN % TEAMS == 0, "a number of every group for each lane");
 
 struct RunOfScales {
     float* mine;  // this lane's number of the segment's group g, at [g]; null where there is none
@@ -2361,22 +2367,22 @@ struct RunOfScales {
         const int group = first + lane % ADAM_RUN;
         if (mine && group < groups) put(mine + group, number);
     }
-    // The scale that this lane's half of the warp wants of its moment, of groups `pair` and pair + 1 of the run.
-    static __device__ GroupScale pick(float numbers, bool second, int pair) {
-        const int group = pair + threadIdx.x / TEAM % 2, first = second ? 2 * ADAM_RUN : 0;
+    // The scale that this lane's team wants of its moment; the teams have groups `at` to at + TEAMS - 1 of the run.
+    static __device__ GroupScale pick(float numbers, bool second, int at) {
+        const int group = at + threadIdx.x / TEAM % TEAMS, first = second ? 2 * ADAM_RUN : 0;
         return {__shfl_sync(0xFFFFFFFFu, numbers, first + group), __shfl_sync(0xFFFFFFFFu, numbers, first + ADAM_RUN + group), 0};
     }
-    // `numbers` with those of the two groups that the halves of the warp have just made.
-    __device__ float put_in(float numbers, const GroupScale& m, const GroupScale& v, int pair) const {
+    // `numbers` with those of the groups that the teams of the warp have just made.
+    __device__ float put_in(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
-        const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % 2) + lane / ADAM_RUN);
-        return lane % ADAM_RUN / 2 == pair / 2 ? made : numbers;
+        const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / ADAM_RUN);
+        return lane % ADAM_RUN / TEAMS == at / TEAMS ? made : numbers;
     }
 };
 
-// A warp's groups of one segment: runs of ADAM_RUN, the first one at `first`, then every block's length on, as long as they begin before `last`; two
-// groups at a time. The pointers are moved to the segment and lane beforehand: then an address is one multiplication. Half a warp without a group
-// works through the last one again, and stores nothing.
+// A warp's groups of one segment: runs of ADAM_RUN, the first one at `first`, then every block's length on, as long as they begin before `last`; a
+// group for each team at a time. The pointers are moved to the segment and lane beforehand: then an address is one multiplication. A team without a
+// group works through the last one again, and stores nothing.
 template <class W, Format M, Format V>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last, const float* table_m, const float* table_v) {
     using T = typename W::Value;
@@ -2385,7 +2391,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     constexpr bool SCALED = M == Format::E4M3 || V == Format::E4M3;
     if (first >= last) return 0;
     const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
-    const int lane = threadIdx.x % TEAM * CHUNK, half = threadIdx.x / TEAM % 2;
+    const int lane = threadIdx.x % TEAM * CHUNK, team = threadIdx.x / TEAM % TEAMS;
     const int64_t start = segment.offset + lane;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
     const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
@@ -2397,8 +2403,8 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     typename W::Raw next_w;
     typename Im::Raw next_m;
     typename Iv::Raw next_v;
-    auto fetch = [&](int pair) {
-        const int64_t inside = int64_t(min(pair + half, groups - 1)) * MOMENT_GROUP;
+    auto fetch = [&](int at) {
+        const int64_t inside = int64_t(min(at + team, groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, gradients, inside);
         next_m = Im::load(moment_m, inside);
         next_v = Iv::load(moment_v, inside);
@@ -2412,24 +2418,24 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
         float made = 0;
         if (SCALED) next_numbers = scales.load(next_run);
 #pragma unroll 1
-        for (int pair = run; pair < stop; pair += 2) {
+        for (int at = run; at < stop; at += TEAMS) {
             Values w, g, m, v;
             W::decode(next_w, w, g);
             GroupScale gm{}, gv{};
-            if (SCALED) gm = RunOfScales::pick(numbers, false, pair - run), gv = RunOfScales::pick(numbers, true, pair - run);
+            if (SCALED) gm = RunOfScales::pick(numbers, false, at - run), gv = RunOfScales::pick(numbers, true, at - run);
             const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, gm, a.m, table_m, m);
             const float keep_v = a.f.beta2 * Iv::template decode<true>(next_v, gv, a.v, table_v, v);
-            fetch(pair + 2 < stop ? pair + 2 : next_run);
+            fetch(at + TEAMS < stop ? at + TEAMS : next_run);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) adamw_element(a.f, keep_m, keep_v, decay, g[j] * scale, m[j], v[j], w[j]);
-            const bool live = pair + half < groups;
-            const int64_t inside = int64_t(min(pair + half, groups - 1)) * MOMENT_GROUP;
+            const bool live = at + team < groups;
+            const int64_t inside = int64_t(min(at + team, groups - 1)) * MOMENT_GROUP;
             uint64_t random[2] = {0, 0};
             if (W::STOCHASTIC)
                 for (int q : {0, 1}) random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + inside) / 4 + q);
             if (SCALED) {
                 group_scales(a.m, a.v, m, v, gm, gv);
-                made = scales.put_in(made, gm, gv, pair - run);
+                made = scales.put_in(made, gm, gv, at - run);
             }
             W::store(weights, inside, w, random, live, top);
             Im::template store<false>(moment_m, inside, a.m, gm, m, live);
@@ -2444,7 +2450,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
 template <class T>
 __device__ uint32_t weights_amax(const AdamArguments& a, int64_t first, int64_t last) {
     uint32_t top = 0;
-    for (int64_t group = first + threadIdx.x / TEAM % 2; group < last; group += ADAM_GROUPS)
+    for (int64_t group = first + threadIdx.x / TEAM % TEAMS; group < last; group += ADAM_GROUPS)
         for (int j = 0; j < CHUNK; j++)
             top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[group * MOMENT_GROUP + threadIdx.x % TEAM * CHUNK + j])));
     return top;
@@ -2483,7 +2489,7 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         const int runs_end = static_cast<int>(last - start);
         uint32_t top;
         if (skip)
-            top = weights_amax<typename W::Value>(a, first + threadIdx.x / 32 * 2, last);
+            top = weights_amax<typename W::Value>(a, first + threadIdx.x / 32 * TEAMS, last);
         else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
             top = update_segment<W, Format::F32, Format::F32>(a, segment, run, runs_end, table_m, table_v);
         else

@@ -253,14 +253,16 @@ def convergence(result):
     colors = dict(zip(shown, COLORS * len(shown)))
     late = [loss for row in shown.values() for step, loss in row["validation"] if step >= steps // 5]
     low, high, last = min(late) - 0.02, max(late) + 0.02, steps * millions
-    left = Panel(56, 70, 300, 350, (last / 5, last), (low, high), "Validation loss, nats a token", "GPT-2 124M; every recipe, from a fifth of the run on")
+    left = Panel(56, 70, 300, 350, (last / 5, last), (low, high), "Validation loss, nats a token",
+                 "GPT-2 124M; every recipe, from a fifth of the run on")
     left.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 5, last, 5)], ticks(low, high, 7))
     for name, row in shown.items():
         left.line([(step * millions, loss) for step, loss in row["validation"] if step >= steps // 5], colors[name])
     parts, base = left.parts, rows.get("bf16")
     ends = [loss for row in whole.values() for loss in (row["validation"][-1][1], row.get("read_in_bf16")) if loss is not None]
     if base:
-        middle = Panel(420, 70, 300, 350, (min(ends) - 0.002, max(ends) + 0.002), (0, 1), "Where it ends", "full: as trained; hollow: the same weights read in BF16")
+        middle = Panel(420, 70, 300, 350, (min(ends) - 0.002, max(ends) + 0.002), (0, 1), "Where it ends",
+                       "full: as trained; hollow: the same weights read in BF16")
         last_losses(middle, whole, colors)
         parts += middle.parts
     width = max(1, steps // 40)
@@ -300,7 +302,8 @@ def finetune(result):
         return picture(680, 460, panel.parts)
     values = [gap for points in gaps.values() for _, gap in points]
     low, high = min(values) - 0.001, max(values) + 0.001
-    right = Panel(740, 70, 400, 330, (0, last), (low, high), "The same, less that of bf16, then bf16", "step 0: before fine-tuning, read in the second recipe")
+    right = Panel(740, 70, 400, 330, (0, last), (low, high), "The same, less that of bf16, then bf16",
+                  "step 0: before fine-tuning, read in the second recipe")
     right.axes("step", [(x, f"{x:g}") for x in ticks(0, last, 5)], ticks(low, high, 6))
     for name, points in gaps.items():
         right.line(points, colors[name])

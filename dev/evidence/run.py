@@ -7,7 +7,7 @@
     python3 dev/evidence/run.py timing             figure 4b, table 2 and matrix products on a GPU; about two minutes
     python3 dev/evidence/run.py layer              table 6: one layer; about three minutes
     python3 dev/evidence/run.py models             table 7: whole models, every recipe; about nine minutes
-    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, nine runs of six minutes and four of two and a half
+    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, nine runs of six minutes and ten of two and a half
     python3 dev/evidence/run.py finetune           from the weights of two of those runs, on another text; four minutes
     python3 dev/evidence/run.py ablations          of the small model, group sizes too, on a CPU; an hour on two cores
     python3 dev/evidence/run.py moments activations --training gpt2      of the bf16 run of `convergence`
@@ -150,9 +150,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e6, help="for all of it, building included")
     parser.add_argument("--only", default="", help="names of convergence runs, by commas")
     options = parser.parse_args()
-    unknown = set(filter(None, options.only.split(","))) - {name for name, *_ in trainings.RUNS}
+    unknown = set(filter(None, options.only.split(","))) - {run.name for run in trainings.RUNS}
     if unknown:
-        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(name for name, *_ in trainings.RUNS))
+        parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(run.name for run in trainings.RUNS))
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))

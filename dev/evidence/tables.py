@@ -232,7 +232,7 @@ def place(name):
 
 
 def gap(rows, name, end):
-    """Mean difference of training losses from BF16's of the same seed, over the tenth of its steps that ends with step `end`, and its standard error."""
+    """Mean difference of training losses from BF16's of the same seed, over the tenth of its steps that ends with `end`; and its standard error."""
     base = rows.get(same_seed(name))
     if not base or name.startswith("bf16") or end > len(rows[name]["train"]):
         return None
@@ -331,7 +331,8 @@ def ablations(results):
         flags = next(row["flags"] for row in result["rows"].values() if row["name"] == name)
         cells.append([name, f"`{flags}`", *(f"{of[seed]:.4f}" if seed in of else "not run yet" for seed in seeds),
                       "" if name == "bf16" else apart(name, "bf16"), "" if name == "coat" else apart(name, "coat")])
-    head = ["validation loss, nats a byte", "flags", *(f"seed {seed}" for seed in seeds), "less `bf16`, same seeds: mean (its standard error)", "less `coat`"]
+    head = ["validation loss, nats a byte", "flags", *(f"seed {seed}" for seed in seeds), "less `bf16`, same seeds: mean (its standard error)",
+            "less `coat`"]
     return [f"`./train {result['shared']}`, the flags of the row, and seeds. Run on {result['where']}, commit {result['commit']}: "
             f"`{result['commands'][0]}`.", "", *table(head, cells)]
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
+import typing
 
 import corpus
 import jobs
@@ -38,14 +38,32 @@ STEPS = 3052
 CONVERGENCE = (f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
                f"--eval-every {STEPS // 20} --sample-every 0")
 PART = STEPS * 2 // 5  # ablations go on no further: what lies between two runs of one seed and schedule can be told long before their end
-RUNS = [  # most wanted first: name, flags, steps, and seconds on an H200
-    ("bf16", "--recipe bf16", STEPS, 385), ("coat", "--recipe coat", STEPS, 345),
-    ("bf16 seed 2", "--recipe bf16 --seed 2", STEPS, 385), ("bf16 seed 3", "--recipe bf16 --seed 3", STEPS, 385),
-    ("te", "--recipe te", STEPS, 365), ("rowwise", "--recipe rowwise", STEPS, 390),
-    ("deepseek", "--recipe deepseek", STEPS, 410), ("colossal", "--recipe colossal", STEPS, 360),
-    ("optimizer only", "--recipe bf16 --optimizer coat", PART, 160), ("without expansion", "--recipe coat --optimizer fp8", PART, 145),
-    ("activations only", "--recipe coat --optimizer fp32", PART, 150), ("optimizer fp8lm", "--recipe bf16 --optimizer fp8lm", PART, 160),
-    ("coat seed 2", "--recipe coat --seed 2", STEPS, 345),
+SIZES = (8, 16, 32, 64, 128)
+CONSTANTS = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}  # group sizes: how they stand in coat.h, and for what
+SMALLEST_ON_A_GPU = {"activations": 8, "moments": 32}
+
+
+class Run(typing.NamedTuple):
+    name: str
+    flags: str
+    steps: int
+    seconds: int  # on an H200
+    group: tuple = None  # of what, and how large, where not as in coat.h
+
+
+def group_runs(smallest, steps, seconds):
+    return [Run(f"{kind} in groups of {size}", "--recipe coat", steps, seconds, (kind, size))
+            for kind, (_, usual) in CONSTANTS.items() for size in SIZES if size != usual and size >= smallest[kind]]
+
+
+RUNS = [  # most wanted first
+    Run("bf16", "--recipe bf16", STEPS, 385), Run("coat", "--recipe coat", STEPS, 345),
+    Run("bf16 seed 2", "--recipe bf16 --seed 2", STEPS, 385), Run("bf16 seed 3", "--recipe bf16 --seed 3", STEPS, 385),
+    Run("te", "--recipe te", STEPS, 330), Run("rowwise", "--recipe rowwise", STEPS, 400),
+    Run("deepseek", "--recipe deepseek", STEPS, 415), Run("colossal", "--recipe colossal", STEPS, 330),
+    Run("without expansion", "--recipe coat --optimizer fp8", PART, 140), Run("optimizer only", "--recipe bf16 --optimizer coat", PART, 160),
+    Run("activations only", "--recipe coat --optimizer fp32", PART, 145), Run("optimizer fp8lm", "--recipe bf16 --optimizer fp8lm", PART, 160),
+    *group_runs(SMALLEST_ON_A_GPU, PART, 145), Run("coat seed 2", "--recipe coat --seed 2", STEPS, 345),
 ]
 SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
 
@@ -64,21 +82,47 @@ def checkpoint(folder):
 READ = f"--recipe bf16 --steps 0 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024"
 
 
-def converge(name, flags, steps):
-    folder = SAVED.get(name, "build/evidence/gpt2-" + name.replace(" ", "-"))
+def build_with(group, on_gpu):
+    """./train with other groups, made in a copy of its sources; its path."""
+    kind, size = group
+    constant, usual = CONSTANTS[kind]
+    copy = os.path.join(jobs.BUILD, f"train-{kind}-{size}" + ("" if on_gpu else "-cpu"))
+    shutil.rmtree(copy, ignore_errors=True)
+    os.makedirs(copy)
+    for name in ("Makefile", "data", *(file for file in os.listdir(jobs.ROOT) if file.endswith((".h", ".cpp", ".cuh", ".cu")))):
+        (shutil.copytree if name == "data" else shutil.copy)(os.path.join(jobs.ROOT, name), os.path.join(copy, name))
+    header = os.path.join(copy, "coat.h")
+    with open(header, encoding="utf-8") as file:
+        before = file.read()
+    if before.count(constant.format(usual)) != 1:
+        raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
+    with open(header, "w", encoding="utf-8") as file:
+        file.write(before.replace(constant.format(usual), constant.format(size)))
+    subprocess.run(["make", "-s", "-C", copy, *(["-j8"] if on_gpu else ["NVCC="]), "train"], check=True)
+    return os.path.join(copy, "train")
+
+
+def converge(run):
+    folder = SAVED.get(run.name, "build/evidence/gpt2-" + run.name.replace(" ", "-"))
+    program = os.path.join(jobs.BUILD, "train-{}-{}".format(*run.group), "train") if run.group else "./train"
 
     def act(gpu, left):
-        if steps < STEPS:
-            row = jobs.train(f"convergence {name}", f"{CONVERGENCE} {flags}", gpu, left(), until=steps)
-            jobs.keep("convergence", name, dict(row, flags=flags))
-            return f"stopped after step {steps}, {row['tokens_per_second']:,.0f} tok/s"
+        row = {}
+
+        def keep():
+            jobs.keep("convergence", run.name, dict(row, flags=run.flags, group=run.group), text=text()["python"], shared=CONVERGENCE, read=READ)
+        if run.steps < STEPS:
+            row = jobs.train(f"convergence {run.name}", f"{CONVERGENCE} {run.flags}", gpu, left(), program, run.steps)
+            keep()
+            return f"stopped after step {run.steps}, {row['tokens_per_second']:,.0f} tok/s"
         shutil.rmtree(os.path.join(jobs.ROOT, folder), ignore_errors=True)  # ./train takes no other run's folder
-        row = jobs.train(f"convergence {name}", f"{CONVERGENCE} {flags} --out {folder}", gpu, left())
-        jobs.keep("convergence", name, dict(row, flags=flags), text=text()["python"], shared=CONVERGENCE, read=READ)
-        if not name.startswith("bf16"):
-            row["read_in_bf16"] = jobs.validate(f"reading {name}", f"--model {checkpoint(os.path.join(jobs.ROOT, folder))} {READ}", gpu, left())
-            jobs.keep("convergence", name, dict(row, flags=flags))
-        if name not in SAVED:
+        row = jobs.train(f"convergence {run.name}", f"{CONVERGENCE} {run.flags} --out {folder}", gpu, left())
+        keep()
+        if not run.name.startswith("bf16"):
+            weights = checkpoint(os.path.join(jobs.ROOT, folder))
+            row["read_in_bf16"] = jobs.validate(f"reading {run.name}", f"--model {weights} {READ}", gpu, left())
+            keep()
+        if run.name not in SAVED:
             shutil.rmtree(os.path.join(jobs.ROOT, folder))
         read = f", read in BF16 {row['read_in_bf16']:.4f}" if "read_in_bf16" in row else ""
         return f"validation {row['validation'][-1][1]:.4f}{read}, {row['tokens_per_second']:,.0f} tok/s"
@@ -87,10 +131,14 @@ def converge(name, flags, steps):
 
 def convergence(only, wanted_checkpoints):
     wanted = []
-    for name, flags, steps, seconds in RUNS:
-        saved = name in SAVED and checkpoint(os.path.join(jobs.ROOT, SAVED[name]))
-        if (not only or name in only) and (not has_ended(name) or (name in wanted_checkpoints and not saved)):
-            wanted.append(jobs.Job(name, seconds, converge(name, flags, steps)))
+    for run in RUNS:
+        saved = run.name in SAVED and checkpoint(os.path.join(jobs.ROOT, SAVED[run.name]))
+        if (only and run.name not in only) or (has_ended(run.name) and (run.name not in wanted_checkpoints or saved)):
+            continue
+        building = f"./train, {run.name}"
+        if run.group:
+            wanted.append(jobs.Job(building, 120, lambda gpu, left, group=run.group: build_with(group, True), (), jobs.HOST))
+        wanted.append(jobs.Job(run.name, run.seconds, converge(run), {building} if run.group else ()))
     return wanted
 
 
@@ -190,50 +238,28 @@ def models():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ablations of the small model on a CPU, a few seeds each: those of the convergence runs, and group sizes. Group sizes are constants of coat.h, changed
-# in a copy of the program; the GPU's kernels know no others.
+# Ablations of the small model on a CPU, a few seeds each: those of the convergence runs, and all group sizes
 
 SMALL = "--device cpu --sample-every 0 --eval-every 0"
 SEEDS = (1, 2, 3)
-SIZES = (8, 16, 32, 64, 128)
-CONSTANTS = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}  # how they stand there, and for what
 
 
-def grouped(kind, size, copy):
-    """A copy of ./train with other groups."""
-    constant, usual = CONSTANTS[kind]
-    for name in ("Makefile", "data", *(file for file in os.listdir(jobs.ROOT) if file.endswith((".h", ".cpp")))):
-        (shutil.copytree if name == "data" else shutil.copy)(os.path.join(jobs.ROOT, name), os.path.join(copy, name))
-    header = os.path.join(copy, "coat.h")
-    with open(header, encoding="utf-8") as file:
-        before = file.read()
-    if before.count(constant.format(usual)) != 1:
-        raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
-    with open(header, "w", encoding="utf-8") as file:
-        file.write(before.replace(constant.format(usual), constant.format(size)))
-    subprocess.run(["make", "-s", "-C", copy, "NVCC=", "train"], check=True)
-    return os.path.join(copy, "train")
-
-
-def small_runs(name, flags, group=None):
-    """A run for each seed. `group`: of what, and how large."""
+def small_runs(run):
+    """One for each seed."""
     def act(gpu, left):
-        with tempfile.TemporaryDirectory() as copy:
-            program = grouped(*group, copy) if group else "./train"
-            for seed in SEEDS:
-                key = f"{name} seed {seed}"
-                if key not in jobs.load("ablations")["rows"]:
-                    row = jobs.train(f"ablations {key}", f"{SMALL} {flags} --seed {seed}", None, left(), program)
-                    jobs.keep("ablations", key, {"name": name, "flags": flags, "group": group, "seed": seed, "validation": row["validation"]},
-                              shared=SMALL, where="the CPU")
+        program = build_with(run.group, False) if run.group else "./train"
+        for seed in SEEDS:
+            key = f"{run.name} seed {seed}"
+            if key not in jobs.load("ablations")["rows"]:
+                row = jobs.train(f"ablations {key}", f"{SMALL} {run.flags} --seed {seed}", None, left(), program)
+                jobs.keep("ablations", key, {"name": run.name, "flags": run.flags, "group": run.group, "seed": seed, "validation": row["validation"]},
+                          shared=SMALL, where="the CPU")
         rows = jobs.load("ablations")["rows"]
-        return "validation " + ", ".join(f"{rows[f'{name} seed {seed}']['validation'][-1][1]:.4f}" for seed in SEEDS)
+        return "validation " + ", ".join(f"{rows[f'{run.name} seed {seed}']['validation'][-1][1]:.4f}" for seed in SEEDS)
     return act
 
 
 def ablations():
-    wanted = [(name, flags, None) for name, flags, steps, _ in RUNS if name in SAVED or steps < STEPS]
-    wanted += [(f"{kind} in groups of {size}", "--recipe coat", (kind, size)) for kind, (_, usual) in CONSTANTS.items() for size in SIZES if size != usual]
+    wanted = [run for run in RUNS if run.name in SAVED or (run.steps < STEPS and not run.group)] + group_runs(dict.fromkeys(CONSTANTS, 0), None, 400)
     rows = jobs.load("ablations")["rows"]
-    return [jobs.Job(name, 400, small_runs(name, flags, group), (), jobs.HOST) for name, flags, group in wanted
-            if any(f"{name} seed {seed}" not in rows for seed in SEEDS)]
+    return [jobs.Job(run.name, 400, small_runs(run), (), jobs.HOST) for run in wanted if any(f"{run.name} seed {seed}" not in rows for seed in SEEDS)]
