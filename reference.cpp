@@ -230,10 +230,12 @@ void quantize_block(Quantized& q, const float* x, int64_t r0, int64_t r1, int64_
     const int64_t rows = whole ? 1 : r1 - r0, length = whole ? (r1 - r0) * width : width;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t first = (r0 + r) * q.cols + c0;
-#pragma omp parallel for if (length > 4 * run)
-        for (int64_t i = 0; i < length; i += run) {
-            auto encoder = q.quant.format == Format::E4M3 ? encode_run<Format::E4M3> : encode_run<Format::E5M2>;
-            encoder(x + first + i, std::min(run, length - i), inverse, q.codes.data() + first + i);
+        const auto encoder = q.quant.format == Format::E4M3 ? encode_run<Format::E4M3> : encode_run<Format::E5M2>;
+        if (length <= run) {  // a parallel region, even of one thread, takes longer than a group
+            encoder(x + first, length, inverse, q.codes.data() + first);
+        } else {
+#pragma omp parallel for
+            for (int64_t i = 0; i < length; i += run) encoder(x + first + i, std::min(run, length - i), inverse, q.codes.data() + first + i);
         }
         if (stats) add_stats(*stats, q.quant.format, x + first, q.codes.data() + first, s, length);
     }

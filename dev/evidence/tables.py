@@ -288,7 +288,7 @@ def convergence(results):
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
             f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
     lines += table(head, cells)
-    ends = [steps * fifths // 5 for fifths in (2, 3, 4, 5)]
+    ends = [steps * fifths // 5 for fifths in range(1, 6)]
     cells = []
     for name, row in sorted(rows.items(), key=lambda item: (item[0] not in whole, place(item[0]))):
         gaps = [gap(rows, name, end) for end in ends]
