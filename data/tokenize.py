@@ -25,6 +25,7 @@ import re
 
 MAGICS = {"H": (20240520, 1), "I": (20240801, 1)}  # by array's type codes: magic and version
 MOST_TOKENS = 2**31 - 1  # the header's count is an int32
+MOST_PIECES = 2**24  # a vocabulary that ./train can hold (coat.h)
 TABLE_VERSION = 1
 CHUNK = 1 << 20  # characters that are tokenized at once: long texts cost a tokenizer much memory
 
@@ -41,12 +42,12 @@ def files_below(path):
     if os.path.isfile(path):
         return [path]
     if not os.path.isdir(path):
-        refuse(f"{path} does not exist; name text files or folders of them.")
+        refuse(f"{path} {'is no file' if os.path.exists(path) else 'does not exist'}; name text files or folders of them.")
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=os.fsencode)
+    return sorted(filter(os.path.isfile, found), key=os.fsencode)  # a pipe would be waited for, and a link may lead nowhere
 
 
 def read_texts(paths):
@@ -59,6 +60,8 @@ def read_texts(paths):
                     text = f.read()
             except UnicodeDecodeError:
                 text = "\0"
+            except OSError as problem:
+                refuse(f"{file} can not be read ({problem.strerror}); check its permissions, or leave it out.")
             if text and "\0" not in text:
                 texts[text] = None  # a dict keeps the order
             elif file == path:
@@ -101,6 +104,8 @@ def train_bpe(tokenizers, texts, size):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + 1:
         refuse(f"--train-bpe {size} is too small: the bytes and the end of a text take {len(alphabet) + 1}.")
+    if size > MOST_PIECES:
+        refuse(f"--train-bpe {size} is too large: ./train holds a vocabulary of up to {MOST_PIECES} tokens.")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -140,9 +145,11 @@ def piece_reader(tokenizer):
 
 
 def pieces_of(tokenizer):
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if size > MOST_PIECES:
+        refuse(f"This tokenizer's tokens are numbered up to {size - 1}, but ./train holds {MOST_PIECES} of them; use another tokenizer.")
     read = piece_reader(tokenizer)
     added = {t: token.content.encode() for t, token in tokenizer.get_added_tokens_decoder().items()}  # these are plain text
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     tokens = (tokenizer.id_to_token(t) for t in range(size))
     return [added[t] if t in added else read(token) if token is not None else b"" for t, token in enumerate(tokens)]
 

@@ -84,12 +84,24 @@ def panel(report, run, top):
     return svg + rows, end + 18
 
 
-def draw(reports):
+def read(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} cannot be read ({error}); make it with make bench.")
+
+
+def draw(paths):
     svg, y = [], 0
-    for report in reports:
-        for run in report["runs"]:
-            rows, y = panel(report, run, y)
-            svg += rows
+    for path in paths:
+        report = read(path)
+        try:
+            for run in report["runs"]:
+                rows, y = panel(report, run, y)
+                svg += rows
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            sys.exit(f"{path} is not what make bench writes ({type(error).__name__}: {error}); make it with make bench.")
     note = ("Bars: milliseconds a step. Dark: the floor, bytes at the rate of a copy or FLOPs at that of a large matrix product, "
             "both measured on this card.")
     svg.append(text(24, y + 4, note, 11.5, "start", "#718096"))
@@ -101,14 +113,7 @@ def draw(reports):
 def main():
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__.strip())
-    reports = []
-    for path in sys.argv[1:]:
-        try:
-            with open(path, encoding="utf-8") as file:
-                reports.append(json.load(file))
-        except (OSError, ValueError) as error:
-            sys.exit(f"{path} cannot be read ({error}); make it with make bench.")
-    print(draw(reports))
+    print(draw(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -8,35 +8,36 @@ end by its recipe, or as NAME=FILE says. Only Python's standard library is neede
 """
 import json
 import math
+import os
 import sys
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 62, 190, 54, 52
+CURVES = {"step": "train", "validation": "validation"}  # a log's line, and the curve that it is a point of
 COLORS = ["#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#4a5568"]
 
 
 def read(argument):
     """One run: {"name", "train": {step: loss}, "validation": {step: loss}}. A step that a resumed run did again counts once."""
-    name, _, path = argument.rpartition("=")
+    parts = argument.split("=")  # names and paths may have some of their own: the longest path that exists is meant
+    cut = next((i for i in range(len(parts)) if os.path.exists("=".join(parts[i:]))), len(parts) - 1)
+    name, path = "=".join(parts[:cut]), "=".join(parts[cut:])
     run = {"name": name, "train": {}, "validation": {}}
     try:
         with open(path, encoding="utf-8") as log:
-            lines = [json.loads(line) for line in log if line.strip()]
+            for line in (json.loads(line) for line in log if line.strip()):
+                if line["kind"] == "settings":
+                    run["name"] = name or str(line["recipe"])
+                    for curve in CURVES.values():  # a resumed run begins again at its checkpoint
+                        run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
+                if line["kind"] in CURVES and line["loss"] is not None:  # a loss that is no number is null
+                    run[CURVES[line["kind"]]][int(line["step"])] = float(line["loss"])
     except OSError as error:
         sys.exit(f"{path} cannot be read ({error.strerror}); make it with ./train --log {path}.")
-    except ValueError:
-        sys.exit(f"{path} is not a log of JSON lines; make one with ./train --log {path}.")
-    for line in lines:
-        if line["kind"] == "settings":
-            run["name"] = name or line["recipe"]
-            for curve in ("train", "validation"):  # a resumed run begins again at its checkpoint
-                run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
-        if line["kind"] == "step" and line["loss"] is not None:
-            run["train"][line["step"]] = line["loss"]
-        if line["kind"] == "validation":
-            run["validation"][line["step"]] = line["loss"]
-    if not run["train"]:
-        sys.exit(f"{path} has no steps; give the log of a run that trained.")
+    except (KeyError, TypeError, ValueError):
+        sys.exit(f"{path} is not a log of ./train in JSON lines; make one with ./train --log {path}.")
+    if max(run["train"], default=0) < 1:
+        sys.exit(f"{path} has no steps after 0; give the log of a run that trained.")
     return run
 
 

@@ -16,6 +16,7 @@ import concurrent.futures
 import json
 import os
 import queue
+import shutil
 import statistics
 import subprocess
 import sys
@@ -74,12 +75,12 @@ def make_text():
 
 
 class MemoryWatch(threading.Thread):
-    """While it is open: the most memory that the driver reports in use on one GPU, in MiB; of no GPU (None) 0."""
+    """While it is open: the most memory that the driver reports in use on one GPU, in MiB; 0 of no GPU (None) or without nvidia-smi."""
 
     def __init__(self, gpu):
         super().__init__(daemon=True)
         self.command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        self.most, self.done = 0, gpu is None
+        self.most, self.done = 0, gpu is None or not shutil.which("nvidia-smi")
 
     def run(self):
         while not self.done:
@@ -149,12 +150,13 @@ def run_group(group, gpus, only):
     done, writing = {}, threading.Lock()
     kept, table = os.path.join(RESULTS, f"{group}.json"), os.path.join(RESULTS, f"{group}.md")
 
-    def keep(row):  # after every run: what was measured stays, also by another call of this program
+    def keep(row):  # after every run: what was measured stays, also by another call of this program, and where it fails now
         rows = {}
         if os.path.exists(kept):
             with open(kept, encoding="utf-8") as file:
                 rows = json.load(file)
-        rows[row["name"]] = row
+        if "failed" not in row or "failed" in rows.get(row["name"], row):
+            rows[row["name"]] = row
         with open(kept, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)
             file.write("\n")
@@ -199,6 +201,10 @@ def main():
     parser.add_argument("--gpus", default="0", help="numbers, by commas")
     parser.add_argument("--only", default="", help="parts of runs' names, by commas")
     arguments = parser.parse_args()
+    names = list(dict.fromkeys(name for group in arguments.groups for name, _ in GROUPS[group][2]))
+    unknown = [part for part in arguments.only.split(",") if not any(part in name for name in names)]
+    if unknown:
+        parser.error(f"--only {','.join(unknown)} is in no run's name: there are " + "; ".join(names))
     os.makedirs(RESULTS, exist_ok=True)
     os.makedirs(os.path.join(ROOT, "build"), exist_ok=True)
     good = True

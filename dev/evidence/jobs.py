@@ -75,6 +75,8 @@ def work_off(jobs, gpus, seconds):
                 said, into = job.act(None if place == HOST else place, left), done
             except Failed as failure:
                 said, into = f"FAILED: {failure}", failed
+            except Exception as problem:  # a job's own mistake: the others go on, and do not wait for it
+                said, into = f"FAILED: {type(problem).__name__}: {problem}", failed
             with changed:
                 running.discard(job.name)
                 into.add(job.name)

@@ -98,7 +98,9 @@ def build_with(group, on_gpu):
         raise jobs.Failed(f"coat.h does not say {constant.format(usual)} once")
     with open(header, "w", encoding="utf-8") as file:
         file.write(before.replace(constant.format(usual), constant.format(size)))
-    subprocess.run(["make", "-s", "-C", copy, *(["-j8"] if on_gpu else ["NVCC="]), "train"], check=True)
+    told = subprocess.run(["make", "-s", "--eval", "headers: ; @echo $(COAT_HEADERS)", "headers"], cwd=jobs.ROOT, capture_output=True, text=True,
+                          check=True).stdout.strip()  # without nvcc CUDA's would not be among them, and the text would be another
+    subprocess.run(["make", "-s", "-C", copy, *(["-j8"] if on_gpu else ["NVCC="]), f"COAT_HEADERS={told}", "train"], check=True)
     return os.path.join(copy, "train")
 
 
