@@ -263,6 +263,8 @@ inline const std::vector<ModelConfig>& models() {
     return table;
 }
 
+inline constexpr int64_t MAX_VOCABULARY = 1 << 24;
+
 // Shapes that cannot work, told before anything is allocated.
 inline void validate(const ModelConfig& c) {
     auto need = [&](bool ok, const std::string& what) {
@@ -270,30 +272,31 @@ inline void validate(const ModelConfig& c) {
     };
     need(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
          "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    need(c.L < 100000 && c.C <= 1 << 20 && c.F <= 1 << 20 && c.V <= 1 << 24 && c.max_T <= 1 << 24,
-         "a size is larger than this program supports (hidden and feed-forward 2^20, vocabulary and positions 2^24)");
+    need(c.L < 100000 && c.C <= 1 << 20 && c.F <= 1 << 20 && c.NH <= 1 << 16 && c.NKV <= 1 << 16 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 24,
+         "a size is larger than this program supports (heads 2^16, hidden and feed-forward 2^20, vocabulary and positions 2^24)");
     need(c.C % 16 == 0 && c.F % 16 == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " +
                                              std::to_string(c.F) + " must be multiples of 16");
     need(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     need(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
     need(c.q_cols() % 16 == 0 && c.kv_cols() % 16 == 0, "heads x head size must be a multiple of 16");
     need(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
+    const double a_layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F), around = 2.0 * c.C * (double(c.V) + c.max_T);
+    need(double(c.L) * a_layer + around < 0x1p50, "it has more parameters than this program supports (2^50)");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Parameters: one table in the order of the forward pass. What a parameter's role implies is a column, not a branch.
 
 struct Role {
-    const char* name;
     bool decay;      // weight decay applies
     bool fp8_state;  // its moments may be held in fewer bits; else FP32, whatever the optimizer's formats are
     bool linear;     // an operand of the recipe's GEMMs
     bool gain;       // starts at 1; others start random, or at 0 where init_std is 0
 };
-inline constexpr Role EMBEDDING{"embedding", true, true, false, false};  // and positions, and the head: BF16 GEMM
-inline constexpr Role LINEAR{"linear", true, true, true, false};
-inline constexpr Role GAIN{"gain", false, false, false, true};
-inline constexpr Role BIAS{"bias", false, false, false, false};
+inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: BF16 GEMM
+inline constexpr Role LINEAR{true, true, true, false};
+inline constexpr Role GAIN{false, false, false, true};
+inline constexpr Role BIAS{false, false, false, false};
 
 struct Param {
     std::string name;    // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...

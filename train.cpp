@@ -2,6 +2,8 @@
 // nothing of either's inside: no CUDA and no file format is here.
 //
 // In order: the table of flags, what the flags make of a run, generated text, the log, and the loop.
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <future>
 #include <map>
 #include <new>
@@ -18,6 +21,7 @@
 
 #include "coat.h"
 #include "data/checkpoint.h"
+#include "data/file.h"
 #include "data/tokens.h"
 #include "plan.h"
 
@@ -116,15 +120,6 @@ std::string number(double x) {  // as short as it can be told
     return text;
 }
 
-std::string shown(const std::string& text) {  // on one line, safe for a terminal
-    std::string out;
-    for (unsigned char c : text) {
-        if (c == '\n') out += "\\n";
-        else out += c < 32 || c == 127 ? '?' : static_cast<char>(c);
-    }
-    return out;
-}
-
 std::string limits(const Flag& flag) {
     if (flag.value == Value::Text) return "a value";
     const std::string kind = flag.value == Value::Count ? "a whole number" : "a number";
@@ -137,7 +132,7 @@ double checked(const Flag& flag, const std::string& text) {
     char* end = nullptr;
     const double x = digits ? std::strtod(text.c_str(), &end) : NAN;
     if (!digits || *end || !(x >= flag.least && x <= flag.most))
-        throw Error("--" + std::string(flag.name) + " " + shown(text) + " is not " + limits(flag) + "; choose such a one.");
+        throw Error("--" + std::string(flag.name) + " " + text + " is not " + limits(flag) + "; choose such a one.");
     return x;
 }
 
@@ -149,12 +144,12 @@ public:
             std::string argument = argv[i];
             if (argument == "-h") argument = "--help";
             if (argument.compare(0, 2, "--") != 0)
-                throw Error("\"" + shown(argument) + "\" is not a flag: write --flag value; ./train --help lists the flags.");
+                throw Error("\"" + argument + "\" is not a flag: write --flag value; ./train --help lists the flags.");
             const size_t equals = argument.find('=');
             const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
             const Flag* flag = find_flag(name);
             if (!flag)
-                throw Error("--" + shown(name) + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
+                throw Error("--" + name + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
             if (flag->value == Value::None && equals != std::string::npos)
                 throw Error("--" + name + " takes no value; write it alone.");
             const bool separate = flag->value != Value::None && equals == std::string::npos;
@@ -171,7 +166,7 @@ public:
             if (flag.resume == Resume::Free || !saved.contains(flag.name)) continue;
             const std::string was = saved[flag.name].get<std::string>();
             if (flag.resume == Resume::Same && given(flag.name) && !same(flag, was))
-                throw Error("--" + std::string(flag.name) + " " + shown(text(flag.name)) + " differs from the checkpoint's " + shown(was) +
+                throw Error("--" + std::string(flag.name) + " " + text(flag.name) + " differs from the checkpoint's " + was +
                             ": leave it out to go on with that run, or leave --resume out to begin another.");
             values_.emplace(flag.name, was);
         }
@@ -273,7 +268,7 @@ bool is_named_model(const std::string& name) {
 ModelConfig named_or_folder(const std::string& name) {
     if (is_named_model(name)) return find_row(models(), name, "--model");
     if (is_folder(name)) return read_model_config(name);
-    throw Error("--model " + shown(name) + " is neither a folder nor a named model; ./train --help lists the names.");
+    throw Error("--model " + name + " is neither a folder nor a named model; ./train --help lists the names.");
 }
 
 Format format_named(const std::string& name, const char* flag) {
@@ -309,6 +304,9 @@ void choose_modes(const Flags& flags, Setup& setup) {
 
 // A model whose vocabulary is open takes that of the data, or of bytes where a plan asks and no data is named.
 void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
+    if (corpus && corpus->tokens_in_use > MAX_VOCABULARY)
+        throw Error("--data holds token " + std::to_string(corpus->tokens_in_use - 1) + ", but no vocabulary may have more than " +
+                    std::to_string(MAX_VOCABULARY) + " tokens; make the token files again (data/tokenize.py).");
     if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
     if (corpus && corpus->tokens_in_use > config.V)
         throw Error("--data holds token " + std::to_string(corpus->tokens_in_use - 1) + ", but the vocabulary of " + config.name + " has " +
@@ -331,28 +329,51 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
 
 // Linux grants more memory than there is and kills the program later: so the plan is compared with the machine first.
 void need_memory(const Setup& setup) {
-    const int64_t needed = total_bytes(memory_plan(setup));
+    // Beyond the plan the reference has FP32 copies of the weights, gradients in FP32, and the largest of both once more.
+    int64_t largest = 0;
+    for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
+    const int64_t copies = parameter_count(setup.config) * (4 + 4 - info(setup.recipe.stream).bytes) + 2 * 4 * largest;
+    const int64_t batches = 2 * 2 * 4 * setup.accumulate * setup.B * setup.T;  // this step's and the next one's tokens and targets
+    const int64_t needed = total_bytes(memory_plan(setup)) + copies + batches;
     const int64_t present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     if (needed > present)
         throw Error("This run needs " + std::to_string(needed >> 20) + " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
-                    " MiB of memory; choose a smaller --model, --batch or --seq (./train --plan shows what takes how much).");
+                    " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate (./train --plan shows what takes how much).");
 }
 
 // Before the first step, so that hours of training do not end in a folder that cannot be written.
 void need_folder(const std::string& out, const Setup& setup) {
     std::error_code failed;
     fs::create_directories(out, failed);
-    if (failed || !is_folder(out) || access(out.c_str(), W_OK | X_OK) != 0)
-        throw Error("--out " + shown(out) + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
+    if (failed || !is_folder(out) || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+        throw Error("--out " + out + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
                     "); choose another folder, or \"\" to save nothing.");
     const std::vector<MemoryRow> plan = memory_plan(setup);
     const int64_t weight = setup.master ? 4 : 2;  // BF16, and the rest of the master
     const int64_t checkpoint = weight * parameter_count(setup.config) + total_bytes(plan, Category::Optimizer);
     const fs::space_info space = fs::space(out, failed);
     if (!failed && space.available < static_cast<uint64_t>(checkpoint))
-        throw Error("--out " + shown(out) + " has " + std::to_string(space.available >> 20) + " MiB free, but a checkpoint takes " +
+        throw Error("--out " + out + " has " + std::to_string(space.available >> 20) + " MiB free, but a checkpoint takes " +
                     std::to_string(checkpoint >> 20) + " MiB; free some, or choose another folder.");
 }
+
+// While it lives no other run takes the folder: each would remove the other's checkpoints. (Some file systems have no locks; then nothing is kept.)
+class FolderLock {
+public:
+    explicit FolderLock(const std::string& out) : folder_(::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+        if (folder_ < 0 || ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+        ::close(folder_);
+        throw Error("--out " + out + " is the folder of another run that is going on; choose another folder.");
+    }
+    ~FolderLock() {
+        if (folder_ >= 0) ::close(folder_);
+    }
+    FolderLock(const FolderLock&) = delete;
+    FolderLock& operator=(const FolderLock&) = delete;
+
+private:
+    int folder_;
+};
 
 bool saves(const Flags& flags) { return flags.count("steps") > 0 && !flags.text("out").empty(); }
 
@@ -370,8 +391,8 @@ void need_no_other_run(const std::string& out, const std::string& resumed) {
     } catch (const Error&) {
         return;  // none there
     }
-    throw Error("--out " + shown(out) + " already holds the checkpoint " + shown(found) +
-                ": go on from it with --resume " + shown(out) + ", or choose another folder with --out.");
+    throw Error("--out " + out + " already holds the checkpoint " + found +
+                ": go on from it with --resume " + out + ", or choose another folder with --out.");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -434,6 +455,14 @@ std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, uint64_
     return tokens;
 }
 
+// Of 4096 tokens, evenly spaced (FNV-1a): tells one text from another of its length.
+std::string sampled_hash(const TokenStream& tokens) {
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096))
+        hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0x100000001B3u;
+    return std::to_string(hash);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The log: one JSON object a line, on disk as soon as it is told
 
@@ -443,16 +472,27 @@ class Log {
 public:
     void open(const std::string& path, bool append) {
         path_ = path;
+        need_log_or_nothing();
         file_.reset(std::fopen(path.c_str(), append ? "a" : "w"));
-        if (!file_) throw Error("--log " + shown(path) + " cannot be written (" + std::strerror(errno) + "); choose another file.");
+        if (!file_) throw Error("--log " + path + " cannot be written (" + std::strerror(errno) + "); choose another file.");
     }
     void write(const Json& line) {
-        if (!file_) return;
-        if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) < 0 || std::fflush(file_.get()) != 0)
-            throw Error("--log " + shown(path_) + " cannot be written any more (" + std::strerror(errno) + "); make room, then go on with --resume.");
+        if (!file_ || (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)) return;
+        std::fprintf(stderr, "train: --log %s cannot be written any more (%s); the run goes on without it.\n", shown(path_).c_str(),
+                     std::strerror(errno));
+        file_.reset();
     }
 
 private:
+    // A log of an earlier run is written anew; any other file is somebody's.
+    void need_log_or_nothing() const {
+        const std::string begin = "{\"kind\":\"settings\"";
+        std::string found(begin.size(), '\0');
+        std::ifstream file(path_, std::ios::binary);
+        file.read(found.data(), static_cast<std::streamsize>(found.size()));
+        if (file.gcount() > 0 && found != begin) throw Error("--log " + path_ + " is a file that is no log of this program; choose another file.");
+    }
+
     struct Close {
         void operator()(FILE* file) const { std::fclose(file); }
     };
@@ -469,7 +509,7 @@ void finish_at_interrupt() {  // the step is finished first; a second signal end
     struct sigaction action = {};
     action.sa_handler = [](int signal) { interrupted = signal; };
     action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
-    for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+    for (int signal : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal, &action, nullptr);
 }
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -502,9 +542,9 @@ public:
         train_.seek(state_.position);
         Json settings = flags.remembered();
         settings["train_tokens"] = corpus.train.size();
+        settings["train_hash"] = sampled_hash(corpus.train);
         state_.settings = json_text(settings);
-        prompt_ = corpus.vocabulary.empty() ? std::vector<int32_t>() : corpus.vocabulary.encode(flags.text("prompt"));
-        check_prompt();
+        if (samples()) check_prompt();
     }
 
     int run() {
@@ -519,7 +559,7 @@ public:
             if (interrupted && !last) return stop_early();
             if (!last && every("eval-every")) last_validation_ = validate(), tell_validation();
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
-            if (!last && every("save-every")) save();
+            if (!last && every("save-every") && !skipped_in_a_row_) save();  // what skips may not get better: the last good one stays
         }
         finish();
         return 0;
@@ -532,8 +572,10 @@ private:
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
-    void check_prompt() const {
-        if (!flags_.count("sample-every") || steps_ == 0 || corpus_.vocabulary.empty()) return;
+    bool samples() const { return flags_.count("sample-every") && steps_ && !corpus_.vocabulary.empty(); }
+
+    void check_prompt() {
+        prompt_ = corpus_.vocabulary.encode(flags_.text("prompt"));
         if (prompt_.empty()) throw Error("--prompt is empty; give it at least one character, or --sample-every 0.");
         if (static_cast<int64_t>(prompt_.size()) >= setup_.T)
             throw Error("--prompt takes " + std::to_string(prompt_.size()) + " tokens, but --seq " + std::to_string(setup_.T) +
@@ -560,8 +602,8 @@ private:
         }
         if (!std::isfinite(sum))
             throw Error(state_.step ? "The validation loss is not finite after step " + std::to_string(state_.step) +
-                                          "; lower --lr, or go on from an earlier checkpoint with --resume."
-                                    : "The first validation loss is not finite: the weights of --model " + shown(flags_.text("model")) +
+                                          "; begin again with a lower --lr."
+                                    : "The first validation loss is not finite: the weights of --model " + flags_.text("model") +
                                           " hold NaN or infinity; start from other weights.");
         return sum / static_cast<double>(batches);
     }
@@ -611,7 +653,7 @@ private:
         tell_step(result, adamw.lr, seconds() - before);
         if (skipped_in_a_row_ == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                        " steps in a row; lower --lr, and go on from the last checkpoint with --resume if there is one.");
+                        " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint with --model and an --out of its own.");
     }
 
     Batch training_batch() {
@@ -684,7 +726,7 @@ private:
         batch.fill(validation_, setup_.B * setup_.T);
         const QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
         if (std::all_of(std::begin(report.kinds), std::end(report.kinds), [](const QuantStats& s) { return s.elements == 0; })) return;
-        std::printf("\n%-17s | SNR      | elements    | saturated | flushed to zero\n", "Quantization");
+        std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
         for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
             const QuantStats& s = report.kinds[kind];
             if (s.elements == 0) continue;
@@ -725,19 +767,22 @@ struct Origin {  // of a run: a checkpoint to go on from, or nothing
     std::string checkpoint;
     LoopState state;
     int64_t train_tokens = 0;
+    std::string train_hash;  // of an older checkpoint: empty
 };
 
 Origin find_origin(Flags& flags) {
     Origin origin;
     if (!flags.given("resume")) return origin;
+    if (flags.text("resume").empty()) throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     origin.checkpoint = find_checkpoint(flags.text("resume"));
     origin.state = read_loop_state(origin.checkpoint);
     try {
         const Json settings = Json::parse(origin.state.settings);
         origin.train_tokens = settings.at("train_tokens").get<int64_t>();
+        origin.train_hash = settings.value("train_hash", "");
         flags.take(settings);
     } catch (const Json::exception&) {
-        throw Error("--resume " + shown(origin.checkpoint) + " has no settings of this program in its trainer.json; start from its weights with --model.");
+        throw Error("--resume " + origin.checkpoint + " has no settings of this program in its trainer.json; start from its weights with --model.");
     }
     if (!flags.given("out")) flags.set("out", parent_folder(origin.checkpoint));
     return origin;
@@ -745,15 +790,18 @@ Origin find_origin(Flags& flags) {
 
 // The order and the position of the training data mean something for these very tokens alone.
 void need_same_data(const Origin& origin, const Corpus& corpus) {
-    if (!origin.checkpoint.empty() && origin.train_tokens != corpus.train.size())
+    if (origin.checkpoint.empty()) return;
+    if (origin.train_tokens != corpus.train.size())
         throw Error("--data has " + std::to_string(corpus.train.size()) + " training tokens, but the checkpoint's run had " +
                     std::to_string(origin.train_tokens) + "; name the same data again.");
+    if (!origin.train_hash.empty() && origin.train_hash != sampled_hash(corpus.train))
+        throw Error("--data has as many training tokens as the checkpoint's run had, but other ones; name the same data again.");
 }
 
 void need_same_units(const Origin& origin, const ModelConfig& config) {
     const size_t units = unit_ranges(parameters(config)).size();
     if (!origin.state.growth.empty() && origin.state.growth.size() != units)
-        throw Error("--resume " + shown(origin.checkpoint) + " has " + std::to_string(origin.state.growth.size()) +
+        throw Error("--resume " + origin.checkpoint + " has " + std::to_string(origin.state.growth.size()) +
                     " numbers of growth in its trainer.json, but the model has " + std::to_string(units) + " units; resume from another checkpoint.");
 }
 
@@ -766,7 +814,8 @@ void need_steps_left(const Flags& flags, const Origin& origin) {
 void tell_about_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
     std::printf("\n");
     if (!origin.checkpoint.empty())
-        std::printf("Going on from %s, step %lld.\n", origin.checkpoint.c_str(), static_cast<long long>(origin.state.step));
+        std::printf("Going on from %s, step %lld, %lld tokens.\n", origin.checkpoint.c_str(), static_cast<long long>(origin.state.step),
+                    static_cast<long long>(origin.state.tokens));
     if (corpus.vocabulary.empty())
         std::printf("Samples will not be printed: the token files have no table of their vocabulary beside them (data/tokenize.py writes it).\n");
     else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
@@ -781,7 +830,11 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     if (!origin.checkpoint.empty()) load_checkpoint(origin.checkpoint, *model);
     else if (!is_named_model(flags.text("model"))) load_weights(flags.text("model"), *model);
     Training training(flags, corpus, schedule, *model, origin.state);
-    if (saves(flags)) need_folder(flags.text("out"), setup);
+    std::unique_ptr<FolderLock> lock;
+    if (saves(flags)) {
+        need_folder(flags.text("out"), setup);
+        lock = std::make_unique<FolderLock>(flags.text("out"));
+    }
     finish_at_interrupt();
     return training.run();
 }
@@ -805,7 +858,7 @@ int run(int argc, char** argv) {
     choose_modes(flags, setup);
     find_row(schedules(), flags.text("schedule"), "--schedule");
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
-    need_steps_left(flags, origin);
+    if (!plan_only) need_steps_left(flags, origin);
     if (!plan_only && saves(flags)) need_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
@@ -830,7 +883,7 @@ int run(int argc, char** argv) {
         return train(device, flags, *corpus, setup, origin);
     } catch (const std::bad_alloc&) {
         throw Error("The memory ran out: this run needs " + std::to_string(total_bytes(memory_plan(setup)) >> 20) +
-                    " MiB and workspace; choose a smaller --model, --batch or --seq.");
+                    " MiB and workspace; choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
 
@@ -851,9 +904,9 @@ int main(int argc, char** argv) {
         return run(argc, argv);
     } catch (const Error& error) {
         std::fflush(stdout);
-        std::fprintf(stderr, "train: %s\n", error.what());
+        std::fprintf(stderr, "train: %s\n", shown(error.what()).c_str());
     } catch (const fs::filesystem_error& error) {
-        std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", error.path1().c_str(),
+        std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", shown(error.path1().string()).c_str(),
                      error.code().message().c_str());
     } catch (const std::bad_alloc&) {
         std::fprintf(stderr, "train: The memory ran out while the data was read; give --data less text.\n");

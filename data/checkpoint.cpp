@@ -412,10 +412,6 @@ Source source(const WeightFiles& files, const Piece& piece, const std::string& p
     return {piece, format, expect(*file, name, dtype, piece.shape()).data, file->path()};
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 // A tensor that nothing here asks for means an architecture that is not what config.json says: biases, another block.
 void need_nothing_else(const WeightFiles& files, const ModelConfig& c, const Family& family, const std::vector<Piece>& known) {
     std::set<std::string> names;
@@ -521,6 +517,27 @@ void need_same_run(const Safetensors& file, const Setup& setup) {
     for (const auto& [key, flag] : RUN_FIELDS)
         if (theirs[key] != ours[key])
             throw Error(file.path() + " is of a run with " + flag + " " + theirs[key] + ", not " + ours[key] + "; resume with " + flag + " " + theirs[key] + ".");
+}
+
+// Numbers that no run leaves behind, and that would spread through all others: NaN and infinity, magnitudes below zero, k outside its bounds.
+// (A history of amaxes may hold infinity; it makes no scale of it.)
+void need_sound(const Safetensors& file, const StateTensor& t) {
+    constexpr struct { const char* dtype; uint32_t sign, infinity; } formats[] = {  // of E4M3, which has none: NaN
+        {"F32", 0x80000000u, 0x7F800000u}, {"BF16", 0x8000, 0x7F80}, {"F16", 0x8000, 0x7C00}, {"F8_E4M3", 0x80, 0x7F}, {"F8_E5M2", 0x80, 0x7C}};
+    const auto format = std::find_if(std::begin(formats), std::end(formats), [&](const auto& f) { return std::string(f.dtype) == t.dtype; });
+    if (format == std::end(formats)) return;  // remainders: any bits will do
+    const bool magnitudes = !ends_with(t.name, ".m"), history = ends_with(t.name, ".history"), k = ends_with(t.name, ".k");
+    const uint8_t* data = file.find(t.name)->data;
+    int64_t bad = 0;
+#pragma omp parallel for reduction(+ : bad)
+    for (int64_t i = 0; i < t.size(); i++) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, data + i * t.bytes, static_cast<size_t>(t.bytes));
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        bad += (!history && (bits & ~format->sign) >= format->infinity) || (magnitudes && bits > format->sign) || (k && !(value >= 0.0625f && value <= 64));
+    }
+    if (bad) throw Error(file.path() + " has numbers in " + t.name + " that no run writes; resume from another checkpoint.");
 }
 
 struct ShapeField {
@@ -717,6 +734,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     LoopState s;
     s.step = f.natural("step");
     s.updates = f.natural("updates");
+    if (s.updates > s.step) f.refuse("updates", "is " + std::to_string(s.updates) + " after " + std::to_string(s.step) + " steps; give another --resume");
     s.position = {f.natural("epoch"), f.natural("window")};
     s.tokens = f.natural("tokens");
     const json first = f.object.value("first_validation", json());
@@ -732,7 +750,10 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Safetensors file(join(checkpoint, OPTIMIZER));
     need_same_run(file, setup);
     const std::vector<StateTensor> table = optimizer_tensors(setup);
-    for (const StateTensor& t : table) expect(file, t.name, t.dtype, t.shape);  // all are checked before the model is touched
+    for (const StateTensor& t : table) {  // all are checked before the model is touched
+        expect(file, t.name, t.dtype, t.shape);
+        need_sound(file, t);
+    }
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) model.write(t.name, file.find(t.name)->data);
 }

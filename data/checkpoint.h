@@ -16,7 +16,7 @@ namespace coat {
 ModelConfig read_model_config(const std::string& folder);
 
 // Weights of a Hugging Face folder (model.safetensors, or shards by model.safetensors.index.json; BF16, F16 or F32) into
-// the model. Remainders are set too where the file is F32 and the run has a master.
+// the model. With a master the remainders are set too: zero where the file is BF16.
 void load_weights(const std::string& folder, Model& model);
 
 struct LoopState {

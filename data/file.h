@@ -1,7 +1,7 @@
 // data/file.h - files as the operating system has them: mapped to be read, checked and synced when written.
 //
 // Every other file of data/ goes through these few lines, so that a failed read or write is always an Error that names the
-// path, and a half-written file never stays behind.
+// path, and a half-written file never stays behind. And how names are told in messages.
 #pragma once
 #include <cerrno>
 #include <cstdint>
@@ -16,6 +16,20 @@
 #include "../coat.h"
 
 namespace coat {
+
+// What a file, a path or a flag says, fit for a message: on one line, and safe for a terminal.
+inline std::string shown(const std::string& text) {
+    std::string out;
+    for (unsigned char c : text) {
+        if (c == '\n') out += "\\n";
+        else out += c < 32 || c == 127 ? '?' : static_cast<char>(c);
+    }
+    return out;
+}
+
+inline bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
 
 // A whole file, read only. Pages are read when touched, so that a file larger than memory works. Copies share the mapping.
 struct MappedFile {

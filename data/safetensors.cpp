@@ -31,13 +31,7 @@ constexpr Dtype DTYPES[] = {
     throw Error(path + " is not a whole safetensors file (" + why + "); download it again, or choose another.");
 }
 
-// A name from a file, fit for a message of one line.
-std::string shown(const std::string& name) {
-    std::string out = name.substr(0, 100);
-    for (char& c : out)
-        if (static_cast<unsigned char>(c) < ' ' || c == 127) c = '?';
-    return "'" + out + "'";
-}
+std::string quoted(const std::string& name) { return "'" + shown(name.substr(0, 100)) + "'"; }
 
 // Bytes of a tensor; -1 if the type is unknown or no such tensor fits into memory.
 int64_t bytes_of(const TensorInfo& t) {
@@ -70,7 +64,7 @@ Json parse_header(const std::string& path, const uint8_t* text, int64_t length) 
         if (depth > (event == Json::parse_event_t::object_start ? 1 : 3)) refuse(path, "its header is nested too deeply");
         if (event == Json::parse_event_t::object_start) names[depth + 1].clear();
         if (event == Json::parse_event_t::key && !names[depth].insert(parsed.get<std::string>()).second)
-            refuse(path, "its header says " + shown(parsed.get<std::string>()) + " twice");
+            refuse(path, "its header says " + quoted(parsed.get<std::string>()) + " twice");
         return true;
     };
     if (length == 0 || text[0] != '{' || std::memchr(text, 0, static_cast<size_t>(length)))  // this JSON parser would end at a zero byte
@@ -86,7 +80,7 @@ std::map<std::string, std::string> take_metadata(const std::string& path, Json& 
     if (found == header.end()) return metadata;
     if (!found->is_object()) refuse(path, "its metadata is not a JSON object");
     for (const auto& [key, value] : found->items()) {
-        if (!value.is_string()) refuse(path, "the value of " + shown(key) + " in its metadata is not text");
+        if (!value.is_string()) refuse(path, "the value of " + quoted(key) + " in its metadata is not text");
         metadata[key] = value.get<std::string>();
     }
     header.erase(found);
@@ -95,10 +89,10 @@ std::map<std::string, std::string> take_metadata(const std::string& path, Json& 
 
 std::vector<int64_t> counts(const std::string& path, const std::string& name, const Json& entry, const char* field) {
     std::vector<int64_t> numbers;
-    if (!entry.contains(field) || !entry[field].is_array()) refuse(path, "tensor " + shown(name) + " has no list " + field);
+    if (!entry.contains(field) || !entry[field].is_array()) refuse(path, "tensor " + quoted(name) + " has no list " + field);
     for (const Json& n : entry[field]) {
         if (!n.is_number_unsigned() || n.get<uint64_t>() > INT64_MAX)
-            refuse(path, "tensor " + shown(name) + " has a number in " + field + " that is not a count");
+            refuse(path, "tensor " + quoted(name) + " has a number in " + field + " that is not a count");
         numbers.push_back(n.get<int64_t>());
     }
     return numbers;
@@ -110,13 +104,13 @@ struct Placed {
 };
 
 Placed placed(const std::string& path, const std::string& name, const Json& entry) {
-    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string()) refuse(path, "tensor " + shown(name) + " has no dtype");
+    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string()) refuse(path, "tensor " + quoted(name) + " has no dtype");
     const TensorInfo info{name, entry["dtype"].get<std::string>(), counts(path, name, entry, "shape")};
     const std::vector<int64_t> offsets = counts(path, name, entry, "data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1]) refuse(path, "tensor " + shown(name) + " has data_offsets that are no range");
+    if (offsets.size() != 2 || offsets[0] > offsets[1]) refuse(path, "tensor " + quoted(name) + " has data_offsets that are no range");
     const int64_t bytes = bytes_of(info), range = offsets[1] - offsets[0];
     if (bytes != range)
-        refuse(path, "tensor " + shown(name) + ", " + shown(info.dtype) + " " + shape_text(info.shape) + ", cannot be the " + std::to_string(range) +
+        refuse(path, "tensor " + quoted(name) + ", " + quoted(info.dtype) + " " + shape_text(info.shape) + ", cannot be the " + std::to_string(range) +
                          " bytes that its data_offsets say");
     return {info, offsets[0], offsets[1]};
 }
@@ -138,7 +132,7 @@ Safetensors::Safetensors(const std::string& path) : file_(map_file(path)) {
     std::sort(all.begin(), all.end(), [](const Placed& a, const Placed& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
     int64_t at = 0;
     for (const Placed& p : all) {
-        if (p.begin != at) refuse(path, "tensor " + shown(p.info.name) + (p.begin < at ? " overlaps the one before" : " comes after a hole"));
+        if (p.begin != at) refuse(path, "tensor " + quoted(p.info.name) + (p.begin < at ? " overlaps the one before" : " comes after a hole"));
         at = p.end;
     }
     if (at != file_.bytes - start)

@@ -124,7 +124,11 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
             const std::string& piece = pieces_[t];  // of equal ones the last: in Llama 2 the first are a fallback that text does not use
             if (!piece.empty() && piece.size() >= length && text.compare(at, piece.size(), piece) == 0) best = t, length = piece.size();
         }
-        if (!length) throw Error("The vocabulary has no piece for \"" + text.substr(at, 1) + "\"; give another --prompt.");
+        if (!length) {  // of a character of several bytes all
+            size_t end = at + 1;
+            while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) end++;
+            throw Error("The vocabulary has no piece for \"" + shown(text.substr(at, end - at)) + "\"; give another --prompt.");
+        }
         tokens.push_back(static_cast<int32_t>(best));
         at += length;
     }
@@ -152,10 +156,6 @@ std::vector<std::string> split(const std::string& list, char separator) {
         begin = end + 1;
     }
     return items;
-}
-
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
 bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }

@@ -236,7 +236,74 @@ TEST_CASE("program: a full disk leaves no half-written checkpoint, and keeps the
     const auto before = folder.files();
     check_one_sentence(shell(folder, "ulimit -f 100; '" + program() + "' --device cpu --resume kept --steps 4"), "kept");
     CHECK(folder.files() == before);
-    check_one_sentence(shell(folder, "ulimit -f 1; " + run + "--steps 2 --out '' --log log > /dev/null"), "--log");
+    const Ended logged = shell(folder, "ulimit -f 1; " + run + "--steps 2 --out '' --log log > /dev/null");  // the run is worth more than its log
+    CHECK(logged.code == 0);
+    CHECK(logged.error.compare(0, 16, "train: --log log") == 0);
+    CHECK(logged.error.find('\n') == logged.error.size() - 1);
+}
+
+TEST_CASE("program: a log takes the place of another log and of nothing else") {
+    Folder folder;
+    check_refused(folder, TINY + std::string("--steps 2 --out '' --log text"), "--log");  // the text that it would train on
+    require_success(tiny(folder, "--steps 4 --out '' --log log"));
+    require_success(tiny(folder, "--steps 2 --out '' --log log"));
+    CHECK(read_file(folder.path / "log").find("\"step\":4") == std::string::npos);
+}
+
+TEST_CASE("program: what flags, paths and files say is told on one line, and without what moves a terminal") {
+    Folder folder;
+    check_refused(folder, "--device cpu --recipe \"$(printf 'a\\nb\\033[31mc')\"", "a\\nb?[31mc");
+    check_refused(folder, "--device cpu --resume \"$(printf 'a\\nb')\"", "a\\nb");
+    check_refused(folder, "--device cpu --resume ''", "--resume");
+}
+
+TEST_CASE("program: a folder belongs to one run at a time") {
+    Folder folder;
+    const std::string run = "'" + program() + "'" + TINY;
+    const Ended second = shell(folder, run + "--steps 100000 --out shared > /dev/null & first=$!\n"
+                                       "while [ ! -e shared ]; do sleep 0.05; done; sleep 0.3\n" +
+                                       run + "--steps 2 --out shared > /dev/null; code=$?; kill -INT $first; wait $first; exit $code");
+    check_one_sentence(second, "--out shared");
+    require_success(tiny(folder, "--steps 2 --out other"));
+}
+
+TEST_CASE("program: checkpoints come as often as they are wanted, and the newest stays") {
+    Folder folder;
+    const Ended ended = tiny(folder, "--steps 5 --save-every 2 --out often");
+    require_success(ended);
+    for (const char* step : {"2", "4", "5"}) CHECK(ended.out.find("saved | step " + std::string(step) + " | ") != std::string::npos);
+    CHECK(!fs::exists(folder.path / "often/step-000004"));
+    CHECK(fs::exists(folder.path / "often/step-000005"));
+}
+
+TEST_CASE("program: a run that blows up ends, in a sentence, and its last good checkpoint stays") {
+    Folder folder;
+    const Ended ended = tiny(folder, "--lr 10 --weight-decay 10 --schedule constant --warmup 0 --steps 100 --eval-every 0 --save-every 2 --out wild");
+    check_one_sentence(ended, "20 steps in a row");
+    const size_t skipped = ended.out.find("skipped: not finite (1 so far)");
+    REQUIRE(skipped != std::string::npos);
+    CHECK(ended.out.find("saved | ") < skipped);
+    CHECK(ended.out.find("saved | ", skipped) == std::string::npos);
+}
+
+TEST_CASE("program: the learning rate follows its flags, and weight decay decays") {
+    Folder folder;
+    auto rates = [&](const std::string& flags) {
+        require_success(tiny(folder, "--warmup 1 --lr 1e-2 --steps 4 --out '' --log log " + flags));
+        std::vector<double> result;
+        std::istringstream log(read_file(folder.path / "log"));
+        for (std::string line; std::getline(log, line);)
+            if (const auto told = nlohmann::json::parse(line); told.at("kind") == "step") result.push_back(told.at("lr"));
+        return result;
+    };
+    for (const Schedule& schedule : schedules()) {
+        const std::vector<double> told = rates(std::string("--schedule ") + schedule.name);
+        REQUIRE(told.size() == 4);
+        for (int64_t step = 0; step < 4; step++) CHECK(told[size_t(step)] == double(learning_rate(schedule, 1e-2, 1, 4, step)));
+    }
+    CHECK(rates("--schedule constant").back() > 2 * rates("--schedule linear").back());
+    for (const char* decay : {"0", "1"}) require_success(tiny(folder, std::string("--steps 2 --warmup 0 --weight-decay ") + decay + " --out decay" + decay));
+    CHECK(weights_and_state(folder.path / "decay0/step-000002") != weights_and_state(folder.path / "decay1/step-000002"));
 }
 
 TEST_CASE("program: a checkpoint that is missing, damaged or of another run is refused") {
@@ -260,8 +327,12 @@ TEST_CASE("program: a checkpoint that is missing, damaged or of another run is r
     check_refused(folder, "--device cpu --resume out --steps 1", "--steps");
     check_refused(folder, "--device cpu --resume out", "--steps");
     check_refused(folder, TINY + std::string("--steps 2"), "--out");  // would replace another run's checkpoint
+    const std::string text = read_file(folder.path / "text");
     write_file(folder.path / "other", std::string(50000, 'a'));
     check_refused(folder, resume + "--data other", "--data");
+    write_file(folder.path / "turned", std::string(text.rbegin(), text.rend()));  // as many tokens, but other ones
+    check_refused(folder, resume + "--data turned", "--data");
+    CHECK(train(folder, "--device cpu --plan --resume out").code == 0);  // of a finished run, too
 
     const fs::path checkpoint = folder.path / "out" / "step-000002";
     for (const char* file : {"model.safetensors", "optimizer.safetensors", "trainer.json", "config.json"}) {
@@ -359,19 +430,19 @@ TEST_CASE("program: the same seed gives the same bits, another seed does not") {
     CHECK(weights_and_state(folder.path / "a/step-000004") != weights_and_state(folder.path / "c/step-000004"));
 }
 
-TEST_CASE("program: stopping by Ctrl-C saves, and going on gives the bits of a run that was not stopped") {
+TEST_CASE("program: stopping by a signal saves, and going on gives the bits of a run that was not stopped") {
     Folder folder;
-    for (const std::string formats : {"--recipe coat", "--recipe bf16 --optimizer fp8", "--recipe fp32",
-                                      "--attention groups --master none --gradients none"}) {
+    for (const auto& [formats, signal, code] : {std::tuple{std::string("--recipe coat"), "INT", 130}, {"--recipe bf16 --optimizer fp8", "TERM", 143},
+                                                {"--recipe fp32", "HUP", 129}, {"--attention groups --master none --gradients none", "INT", 130}}) {
         CAPTURE(formats);
         fs::remove_all(folder.path / "whole");
         fs::remove_all(folder.path / "parts");
         const std::string flags = formats + " --steps 24 --eval-every 9 --warmup 4 ";
         require_success(tiny(folder, flags + "--out whole"));
         const Ended stopped = shell(folder, "mkfifo pipe; '" + program() + "'" + TINY + flags + "--out parts --log log > pipe & pid=$!\n"
-                                            "while read -r line; do echo \"$line\"; case $line in 'step  2/'*) kill -INT $pid;; esac; done < pipe\n"
+                                            "while read -r line; do echo \"$line\"; case $line in 'step  2/'*) kill -" + signal + " $pid;; esac; done < pipe\n"
                                             "rm pipe; wait $pid");
-        CHECK(stopped.code == 130);
+        CHECK(stopped.code == code);
         CHECK(stopped.out.find("--resume parts") != std::string::npos);
         REQUIRE_MESSAGE(!fs::exists(folder.path / "parts/step-000024"), "the run ended before it was stopped");
         require_success(train(folder, "--device cpu --resume parts --log log"));

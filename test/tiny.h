@@ -143,7 +143,7 @@ inline void check_poisoned_weight(Training& training, const std::string& name, f
     const Snapshot good = snapshot(*training.model);
     Snapshot bad = good;
     const uint16_t bits = reference::to_bf16(poison);
-    for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);
+    for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);  // of the embedding: of every row of the first tokens
     restore(*training.model, bad);
     CHECK(training.step().skipped);
     CHECK((snapshot(*training.model) == bad));
