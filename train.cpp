@@ -486,6 +486,8 @@ public:
 private:
     // A log of an earlier run is written anew; any other file is somebody's.
     void need_log_or_nothing() const {
+        std::error_code ignored;
+        if (!fs::is_regular_file(path_, ignored)) return;  // a pipe would be waited for
         const std::string begin = "{\"kind\":\"settings\"";
         std::string found(begin.size(), '\0');
         std::ifstream file(path_, std::ios::binary);

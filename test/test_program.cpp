@@ -248,6 +248,8 @@ TEST_CASE("program: a log takes the place of another log and of nothing else") {
     require_success(tiny(folder, "--steps 4 --out '' --log log"));
     require_success(tiny(folder, "--steps 2 --out '' --log log"));
     CHECK(read_file(folder.path / "log").find("\"step\":4") == std::string::npos);
+    const Ended piped = shell(folder, "'" + program() + "'" + TINY + "--steps 2 --out '' --log /dev/stdout | cat");
+    CHECK(piped.out.find("{\"kind\":\"settings\"") != std::string::npos);
 }
 
 TEST_CASE("program: what flags, paths and files say is told on one line, and without what moves a terminal") {
