@@ -348,6 +348,12 @@ TEST_CASE("program: a checkpoint that is missing, damaged or of another run is r
         write_file(checkpoint / file, whole);
     }
     CHECK(train(folder, resume).code == 0);  // whole again
+
+    require_success(tiny(folder, "--gradients none --steps 2 --out lean"));
+    const fs::path trainer = folder.path / "lean/step-000002/trainer.json";
+    std::string state = read_file(trainer);
+    write_file(trainer, state.replace(state.find("\"growth\": ["), 11, "\"growth\": [1.5, "));  // of a unit that the model has not
+    check_refused(folder, "--device cpu --resume lean --steps 4", "growth");
 }
 
 TEST_CASE("program: weights that are not finite are refused at the first validation") {
