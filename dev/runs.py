@@ -188,10 +188,11 @@ def run_group(group, gpus, only):
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(chain, chains))
-    curves = [f"{name}={log_of(group, name)}" for name in drawn if "failed" not in done.get(name, {"failed": "not run"})]
-    if curves:
+    logs = [log_of(group, name) for name in drawn]
+    if logs and all(os.path.exists(log) for log in logs):  # of this call or of earlier ones; else the figure stays
         with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
-            subprocess.run([sys.executable, "dev/plot_loss.py", *curves], cwd=ROOT, stdout=svg, check=True)
+            named = [f"{name}={log}" for name, log in zip(drawn, logs)]
+            subprocess.run([sys.executable, "dev/plot_loss.py", *named], cwd=ROOT, stdout=svg, check=True)
     return all("failed" not in row for row in done.values())
 
 
