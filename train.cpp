@@ -511,7 +511,10 @@ void finish_at_interrupt() {  // the step is finished first; a second signal end
     struct sigaction action = {};
     action.sa_handler = [](int signal) { interrupted = signal; };
     action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
-    for (int signal : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal, &action, nullptr);
+    for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
+    struct sigaction before = {};
+    sigaction(SIGHUP, nullptr, &before);
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // what nohup has asked for stays
 }
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -655,7 +658,8 @@ private:
         tell_step(result, adamw.lr, seconds() - before);
         if (skipped_in_a_row_ == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                        " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint with --model and an --out of its own.");
+                        " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint with --model and an --out "
+                        "of its own.");
     }
 
     Batch training_batch() {

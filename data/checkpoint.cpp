@@ -535,7 +535,8 @@ void need_sound(const Safetensors& file, const StateTensor& t) {
         std::memcpy(&bits, data + i * t.bytes, static_cast<size_t>(t.bytes));
         float value;
         std::memcpy(&value, &bits, sizeof value);
-        bad += (!history && (bits & ~format->sign) >= format->infinity) || (magnitudes && bits > format->sign) || (k && !(value >= 0.0625f && value <= 64));
+        bad += (!history && (bits & ~format->sign) >= format->infinity) || (magnitudes && bits > format->sign) ||
+               (k && !(value >= 0.0625f && value <= 64));
     }
     if (bad) throw Error(file.path() + " has numbers in " + t.name + " that no run writes; resume from another checkpoint.");
 }

@@ -189,7 +189,8 @@ def run_group(group, gpus, only):
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(chain, chains))
     logs = [log_of(group, name) for name in drawn]
-    if logs and all(os.path.exists(log) for log in logs):  # of this call or of earlier ones; else the figure stays
+    broken = any("failed" in done.get(name, {}) for name in drawn)
+    if logs and not broken and all(os.path.exists(log) for log in logs):  # of this call or of earlier ones; else the figure stays
         with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
             named = [f"{name}={log}" for name, log in zip(drawn, logs)]
             subprocess.run([sys.executable, "dev/plot_loss.py", *named], cwd=ROOT, stdout=svg, check=True)

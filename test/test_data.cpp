@@ -17,6 +17,7 @@
 
 #include "../coat.h"
 #include "../data/checkpoint.h"
+#include "../data/file.h"
 #include "../data/safetensors.h"
 #include "../plan.h"
 #include "random.h"
@@ -78,17 +79,13 @@ std::string raw_file(const std::string& header, size_t data_bytes) {
     return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header + std::string(data_bytes, '\1');
 }
 
-bool ends_in(const std::string& name, const std::string& end) {
-    return name.size() >= end.size() && name.compare(name.size() - end.size(), end.size(), end) == 0;
-}
-
 // Random bytes as a run may leave them in its optimizer's state: finite, and only first moments with signs. In every format the top byte's second bit
 // is the exponent's first.
 void make_sound(const StateTensor& t, Random& random, std::string& bytes) {
     if (t.dtype == std::string("I16")) return;
     for (size_t i = static_cast<size_t>(t.bytes) - 1; i < bytes.size(); i += static_cast<size_t>(t.bytes))
-        bytes[i] = static_cast<char>(bytes[i] & (ends_in(t.name, ".m") ? 0xBF : 0x3F));
-    for (size_t i = 0; ends_in(t.name, ".k") && i < bytes.size(); i += 4) {
+        bytes[i] = static_cast<char>(bytes[i] & (ends_with(t.name, ".m") ? 0xBF : 0x3F));
+    for (size_t i = 0; ends_with(t.name, ".k") && i < bytes.size(); i += 4) {
         const float k = 0.0625f * float(1 + random.below(1024));
         std::memcpy(&bytes[i], &k, 4);
     }

@@ -464,6 +464,14 @@ TEST_CASE("program: stopping by a signal saves, and going on gives the bits of a
     }
 }
 
+TEST_CASE("program: under nohup a hangup stops nothing") {
+    Folder folder;
+    const Ended ended = shell(folder, "trap '' HUP; '" + program() + "'" + TINY + "--steps 24 --out '' > told & pid=$!\n"
+                                      "until grep -q 'step  2/' told; do sleep 0.02; done; kill -HUP $pid; wait $pid");
+    CHECK(ended.code == 0);
+    CHECK(read_file(folder.path / "told").find("Done: 24 steps") != std::string::npos);
+}
+
 TEST_CASE("program: a finished run goes on when --steps grows") {
     Folder folder;
     require_success(tiny(folder, "--schedule constant --steps 6 --out whole"));

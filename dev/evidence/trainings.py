@@ -109,8 +109,6 @@ def converge(run):
     program = os.path.join(jobs.BUILD, "train-{}-{}".format(*run.group), "train") if run.group else "./train"
 
     def act(gpu, left):
-        row = {}
-
         def keep():
             jobs.keep("convergence", run.name, dict(row, flags=run.flags, group=run.group), text=text()["python"], shared=CONVERGENCE, read=READ)
         if run.steps < STEPS:
