@@ -2152,14 +2152,11 @@ struct MomentIo<Format::E4M3> {  // E5M2 too
     // code = sign encode(FMAX (|x| / max)^k)
     template <bool SECOND>
     static __device__ uint2 encode(const MomentFormat& f, const GroupScale& g, const Values& x) {
-        const bool expand = f.expand && !wide(f, g.k) && g.max >= 0x1p-100f;
+        const bool expand = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // of zeros log2(0) makes zeros
         Values y;
         if (expand) {
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_normal(fabsf(x[j]) * g.inverse), f.log_max));
-        } else if (g.max == 0) {
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) y[j] = 0;
         } else {
             const float log_top = log2f(g.max);
 #pragma unroll 1
@@ -2215,7 +2212,7 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 
     const bool expand = odd ? fv.expand : fm.expand;
     const float k = expand ? expansion_factor(odd ? fv.range : fm.range, group_top, group_low) : 1.0f;
-    float inverse = fast_reciprocal(group_top);
+    float inverse = fast_reciprocal(fmaxf(group_top, 0x1p-126f));
     if (expand) inverse = __fmaf_rn(inverse, __fmaf_rn(-group_top, inverse, 1.0f), inverse);  // a step of Newton's: as good as rounded
     else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_top));
     const GroupScale mine{group_top, k, inverse};

@@ -140,7 +140,7 @@ double taken(const Setup& setup) {
 Json saved_memory() {
     constexpr int64_t B = 4, T = 2048;
     Json rows = Json::array();
-    for (const char* name : {"bf16", "te", "coat"})  // the paper's three; the others' linear layers save what te's do
+    for (const char* name : {"bf16", "te", "colossal", "rowwise", "deepseek", "coat"})
         for (const bool recompute : {false, true})
             for (const bool groups : {false, true}) {
                 const Recipe recipe = find_row(recipes(), name, "--recipe");

@@ -37,7 +37,7 @@ def text():
 STEPS = 3052
 CONVERGENCE = (f"--model gpt2 --data {TEXT}/train.bin,{TEXT}/val.bin --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
                f"--eval-every {STEPS // 20} --sample-every 0")
-PART = STEPS * 2 // 5  # ablations go on no further: what lies between two runs of one seed and schedule can be told long before their end
+PART = STEPS * 2 // 5  # some ablations go on no further: what lies between two runs of one seed and schedule can be told before their end
 SIZES = (8, 16, 32, 64, 128)
 CONSTANTS = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}  # group sizes: how they stand in coat.h, and for what
 SMALLEST_ON_A_GPU = {"activations": 8, "moments": 32}
@@ -56,15 +56,18 @@ def group_runs(smallest, steps, seconds):
             for kind, (_, usual) in CONSTANTS.items() for size in SIZES if size != usual and size >= smallest[kind]]
 
 
-RUNS = [  # most wanted first
+RECIPES = [
     Run("bf16", "--recipe bf16", STEPS, 385), Run("coat", "--recipe coat", STEPS, 345),
     Run("bf16 seed 2", "--recipe bf16 --seed 2", STEPS, 385), Run("bf16 seed 3", "--recipe bf16 --seed 3", STEPS, 385),
     Run("te", "--recipe te", STEPS, 330), Run("rowwise", "--recipe rowwise", STEPS, 400),
     Run("deepseek", "--recipe deepseek", STEPS, 415), Run("colossal", "--recipe colossal", STEPS, 330),
-    Run("without expansion", "--recipe coat --optimizer fp8", PART, 140), Run("optimizer only", "--recipe bf16 --optimizer coat", PART, 160),
-    Run("activations only", "--recipe coat --optimizer fp32", PART, 145), Run("optimizer fp8lm", "--recipe bf16 --optimizer fp8lm", PART, 160),
-    *group_runs(SMALLEST_ON_A_GPU, PART, 145), Run("coat seed 2", "--recipe coat --seed 2", STEPS, 345),
+    Run("coat seed 2", "--recipe coat --seed 2", STEPS, 345),
 ]
+PARTS = [  # of COAT
+    Run("optimizer only", "--recipe bf16 --optimizer coat", STEPS, 385), Run("activations only", "--recipe coat --optimizer fp32", STEPS, 345),
+    Run("without expansion", "--recipe coat --optimizer fp8", STEPS, 345), Run("optimizer fp8lm", "--recipe bf16 --optimizer fp8lm", PART, 160),
+]
+RUNS = [*RECIPES, *PARTS, *group_runs(SMALLEST_ON_A_GPU, PART, 145)]
 SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
 
 
@@ -260,6 +263,6 @@ def small_runs(run):
 
 
 def ablations():
-    wanted = [run for run in RUNS if run.name in SAVED or (run.steps < STEPS and not run.group)] + group_runs(dict.fromkeys(CONSTANTS, 0), None, 400)
+    wanted = [run for run in RECIPES if run.name in SAVED] + PARTS + group_runs(dict.fromkeys(CONSTANTS, 0), None, 400)
     rows = jobs.load("ablations")["rows"]
     return [jobs.Job(run.name, 400, small_runs(run), (), jobs.HOST) for run in wanted if any(f"{run.name} seed {seed}" not in rows for seed in SEEDS)]
