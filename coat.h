@@ -8,6 +8,7 @@
 // Letters: B sequences, T tokens each, N = B*T tokens; L layers, C hidden size, NH query heads, NKV key/value heads,
 // HS head size, F feed-forward size, V vocabulary. All matrices are row-major; a weight is (out, in).
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -274,11 +275,12 @@ inline void validate(const ModelConfig& c) {
          "layers, sizes, heads, vocabulary and positions must all be at least 1");
     need(c.L < 100000 && c.C <= 1 << 20 && c.F <= 1 << 20 && c.NH <= 1 << 16 && c.NKV <= 1 << 16 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 24,
          "a size is larger than this program supports (heads 2^16, hidden and feed-forward 2^20, vocabulary and positions 2^24)");
-    need(c.C % 16 == 0 && c.F % 16 == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " +
-                                             std::to_string(c.F) + " must be multiples of 16");
+    constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs want 16; and no group lies in two tensors that share a row
+    need(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
+                                                 " must be multiples of " + std::to_string(side));
     need(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     need(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
-    need(c.q_cols() % 16 == 0 && c.kv_cols() % 16 == 0, "heads x head size must be a multiple of 16");
+    need(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of " + std::to_string(side));
     need(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
     const double a_layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F), around = 2.0 * c.C * (double(c.V) + c.max_T);
     need(double(c.L) * a_layer + around < 0x1p50, "it has more parameters than this program supports (2^50)");

@@ -3,7 +3,7 @@ import math
 
 from plot_bench import REST, bar, text
 from plot_loss import COLORS, spread, ticks
-from tables import GRANULARITIES, LAYERS, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, RECIPES, seeds_of_bf16
+from tables import GRANULARITIES, LAYERS, PAPER_FIGURE_4B, PAPER_GAP, PAPER_TABLE_2, RECIPES, place, seeds_of_bf16
 
 DARK, LIGHT = "#1a202c", "#718096"
 
@@ -223,6 +223,9 @@ def models(result):
     return picture(40 + 650 * len(names), 76 + 44 * max(len({r["way"] for r in result["rows"].values()}), 1), parts)
 
 
+TOKENS = 65536e-6  # millions a step of the convergence runs
+
+
 def means(values, width):
     """(middle, mean) of neighbours, `width` at a time; what was skipped is left out."""
     for first in range(0, len(values) - width + 1, width):
@@ -244,20 +247,41 @@ def last_losses(panel, rows, colors):
                         for loss, fill in zip(losses, (color, "#ffffff")) if loss is not None]
 
 
+def gaps(rows, colors, left, top, width, steps, title, note, dashed=None):
+    """A panel of runs' training losses less that of bf16, from one step to another; `dashed`: a value to hold them against."""
+    (first, last), base, length = steps, rows["bf16"]["train"], len(rows["bf16"]["train"]) // 40
+    lines = {}
+    for name in colors:
+        pairs = list(zip(rows[name]["train"], base))[:last] if name in rows else []
+        points = means([None if None in pair else pair[0] - pair[1] for pair in pairs], max(1, length))
+        lines[name] = [(step * TOKENS, gap) for step, gap in points if step >= first]
+    lines = {name: points for name, points in lines.items() if points}
+    values = [gap for points in lines.values() for _, gap in points] + [0, dashed or 0]
+    low, high, x_range = min(values) - 0.001, max(values) + 0.001, (first * TOKENS, last * TOKENS)
+    panel = Panel(left, top, width, 350, x_range, (low, high), title, f"means of {length} steps{note}")
+    panel.axes("million tokens", [(x, f"{x:g}") for x in ticks(*x_range, 5)], ticks(low, high, 7))
+    if dashed:
+        panel.line([(x, dashed) for x in x_range], LIGHT, "5 4")
+    panel.line([(x, 0) for x in x_range], DARK, "1 0")
+    for name, points in lines.items():
+        panel.line(points, colors[name])
+    panel.names([(points[-1][1], name, colors[name]) for name, points in lines.items()])
+    return panel.parts
+
+
 def convergence(result):
     rows = result["rows"]
     steps = max(len(row["train"]) for row in rows.values())
-    millions = 65536e-6  # tokens a step
     whole = {name: row for name, row in rows.items() if len(row["train"]) == steps}
     shown = {name: whole[name] for name in RECIPES if name in whole} or whole  # seeds and ablations are in the table
     colors = dict(zip(shown, COLORS * len(shown)))
     late = [loss for row in shown.values() for step, loss in row["validation"] if step >= steps // 5]
-    low, high, last = min(late) - 0.02, max(late) + 0.02, steps * millions
+    low, high, last = min(late) - 0.02, max(late) + 0.02, steps * TOKENS
     left = Panel(56, 70, 300, 350, (last / 5, last), (low, high), "Validation loss, nats a token",
                  "GPT-2 124M; every recipe, from a fifth of the run on")
     left.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 5, last, 5)], ticks(low, high, 7))
     for name, row in shown.items():
-        left.line([(step * millions, loss) for step, loss in row["validation"] if step >= steps // 5], colors[name])
+        left.line([(step * TOKENS, loss) for step, loss in row["validation"] if step >= steps // 5], colors[name])
     parts, base = left.parts, rows.get("bf16")
     ends = [loss for row in whole.values() for loss in (row["validation"][-1][1], row.get("read_in_bf16")) if loss is not None]
     if base:
@@ -265,25 +289,16 @@ def convergence(result):
                        "full: as trained; hollow: the same weights read in BF16")
         last_losses(middle, whole, colors)
         parts += middle.parts
-    width = max(1, steps // 40)
-    gaps = {}
-    for name, row in shown.items():
-        if base and name != "bf16":
-            pairs = [None if None in pair else pair[0] - pair[1] for pair in zip(row["train"], base["train"])]
-            gaps[name] = [(step * millions, value) for step, value in means(pairs, width) if step >= steps / 3]
-    if gaps and all(gaps.values()):
-        values = [value for points in gaps.values() for _, value in points] + [0, PAPER_GAP["coat"]]
-        low, high = min(values) - 0.001, max(values) + 0.001
-        right = Panel(800, 70, 400, 350, (last / 3, last), (low, high), "Training loss less that of bf16, same seed and data",
-                      f"means of {width} steps, from a third of the run on; dashes: the paper's {PAPER_GAP['coat']:+.3f} for COAT")
-        right.axes("million tokens", [(x, f"{x:g}") for x in ticks(last / 3, last, 5)], ticks(low, high, 7))
-        right.line([(last / 3, PAPER_GAP["coat"]), (last, PAPER_GAP["coat"])], LIGHT, "5 4")
-        right.line([(last / 3, 0), (last, 0)], DARK, "1 0")
-        for name, points in gaps.items():
-            right.line(points, colors[name])
-        right.names([(points[-1][1], name, colors[name]) for name, points in gaps.items()])
-        parts = parts + right.parts
-    return picture(1330, 480, parts)
+        late, paper = (steps / 3, steps), PAPER_GAP["coat"]
+        parts += gaps(rows, {name: color for name, color in colors.items() if name != "bf16"}, 800, 70, 400, late,
+                      "Training loss less that of bf16, same seed and data", f"; dashes: the paper's {paper:+.3f} for COAT", paper)
+        of_coat = ("te", "activations only", "optimizer only", "without expansion", "coat")
+        parts += gaps(rows, dict(zip(of_coat, COLORS[1:])), 56, 550, 460, late, "The same of COAT's parts", "; te: FP8 in linear layers alone")
+        groups = sorted((name for name in rows if " in groups of " in name), key=place)
+        last = max((len(rows[name]["train"]) for name in groups), default=steps)
+        parts += gaps(rows, {"coat": DARK, **dict(zip(groups, [*COLORS[:5], LIGHT] * len(groups)))}, 740, 550, 350, (last / 10, last),
+                      "The same of other group sizes", "; coat: activations in 16, moments in 128")
+    return picture(1330, 960, parts)
 
 
 def finetune(result):

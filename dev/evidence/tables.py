@@ -227,8 +227,8 @@ def same_seed(name):
 
 
 def place(name):
-    """Recipes in their order, then ablations."""
-    return RECIPES.index(name.split()[0]) if name.split()[0] in RECIPES else len(RECIPES), name
+    """Recipes in their order, then ablations; numbers in names by their size."""
+    return RECIPES.index(name.split()[0]) if name.split()[0] in RECIPES else len(RECIPES), re.sub(r"\d+", lambda n: n[0].zfill(4), name)
 
 
 def gap(rows, name, end):
