@@ -273,7 +273,6 @@ constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD, QKV_
 
 struct WorkRow {
     Work work;
-    const char* name;
     uint32_t phases;
     int64_t bytes;
 };
@@ -317,42 +316,40 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     }
 
     return {
-        {Work::GemmScratch, "GEMM scratch", ALWAYS, 32 << 20},
-        {Work::NormPartials, "partial sums of gains' gradients", ALWAYS, 8 * facts.multiprocessors * C * 4},
-        {Work::Tokens, "tokens", ALWAYS, N * 4},
-        {Work::Targets, "targets", ALWAYS, N * 4},
-        {Work::EmbeddingOrder, "tokens in order", ALWAYS, s.B * s.T * 4},
-        {Work::EmbeddingChunks, "runs of equal tokens", ALWAYS, s.B * s.T * 16},
-        {Work::Losses, "losses", ALWAYS, N * 4},
-        {Work::NormStatistics, "norms' statistics", ALWAYS, N * 8},
-        {Work::RopeTable, "sines and cosines", ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
-        {Work::Scales, "per-tensor scales", ALWAYS, (parameter_rows + 12 * c.L) * 16},
-        {Work::Segments, "table of parameters", ALWAYS, parameter_rows * 128},
-        {Work::Results, "results", ALWAYS, 16 << 10},
-        {Work::KeptWeights, "FP8 weights and transposes", ALWAYS, facts.keep_fp8_weights ? weights_both_ways : 0},
-        {Work::Residual, "residual stream", FORWARD, groups ? N * C * stream : 0},
+        {Work::GemmScratch, ALWAYS, 32 << 20},
+        {Work::NormPartials, ALWAYS, 8 * facts.multiprocessors * C * 4},
+        {Work::Tokens, ALWAYS, N * 4},
+        {Work::Targets, ALWAYS, N * 4},
+        {Work::EmbeddingOrder, ALWAYS, s.B * s.T * 4},
+        {Work::EmbeddingChunks, ALWAYS, s.B * s.T * 16},
+        {Work::Losses, ALWAYS, N * 4},
+        {Work::NormStatistics, ALWAYS, N * 8},
+        {Work::RopeTable, ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
+        {Work::Scales, ALWAYS, (parameter_rows + 12 * c.L) * 16},
+        {Work::Segments, ALWAYS, parameter_rows * 128},
+        {Work::Results, ALWAYS, 16 << 10},
+        {Work::KeptWeights, ALWAYS, facts.keep_fp8_weights ? weights_both_ways : 0},
+        {Work::Residual, FORWARD, groups ? N * C * stream : 0},
         // Without recomputation prompts and evaluation still need them.
-        {Work::Operand, "operand x", FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
-        {Work::Hidden, "operand x of the down projection", FORWARD_DOWN | DOWN_WGRAD, operand(F)},
-        {Work::Weight, "operand w", FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
-        {Work::Qkv, "q, k, v of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
-        {Work::AttentionOutput, "attention's output, of one layer", FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
-        {Work::Up, "feed-forward input", FORWARD_UP, groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * stream : 0},
-        {Work::Branch, "a branch's output or its gradient",
-         FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
-        {Work::FinalNorm, "final norm's output", HEAD, std::min(N, HEAD_TOKENS) * C * stream},
-        {Work::Logits, "logits", HEAD, std::min(N, HEAD_TOKENS) * V * stream},
-        {Work::HeadGradient, "head's gradient in FP32", HEAD, head_sum_apart(r.stream, N) ? V * C * 4 : 0},
-        {Work::Gradient, "operand g", codes_phases, codes_phases ? gradient(std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U})) : 0},
-        {Work::GradientTransposed, "operand g, transposed", DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD,
-         fp8 ? gradient(std::max({C, U, QKV})) : 0},
-        {Work::HiddenGradient, "gradient of the activation", DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
-        {Work::QkvGradient, "gradient of q, k, v", ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
+        {Work::Operand, FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
+        {Work::Hidden, FORWARD_DOWN | DOWN_WGRAD, operand(F)},
+        {Work::Weight, FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
+        {Work::Qkv, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
+        {Work::AttentionOutput, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
+        {Work::Up, FORWARD_UP, groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * stream : 0},
+        {Work::Branch, FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
+        {Work::FinalNorm, HEAD, std::min(N, HEAD_TOKENS) * C * stream},
+        {Work::Logits, HEAD, std::min(N, HEAD_TOKENS) * V * stream},
+        {Work::HeadGradient, HEAD, head_sum_apart(r.stream, N) ? V * C * 4 : 0},
+        {Work::Gradient, codes_phases, codes_phases ? gradient(std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U})) : 0},
+        {Work::GradientTransposed, DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? gradient(std::max({C, U, QKV})) : 0},
+        {Work::HiddenGradient, DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
+        {Work::QkvGradient, ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
          dqkv_in_place ? 0 : N * QKV * stream},
-        {Work::Attention, "attention's scratch", ATTENTION_BACKWARD, attention_bytes(c, r.stream, s.B, s.T)},
-        {Work::ColumnPartials, "partial sums of biases' gradients", DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
+        {Work::Attention, ATTENTION_BACKWARD, attention_bytes(c, r.stream, s.B, s.T)},
+        {Work::ColumnPartials, DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
          c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0},
-        {Work::EmbeddingPartials, "partial sums of embeddings' gradients", EMBEDDING_BACKWARD, s.B * s.T * C * 4},
+        {Work::EmbeddingPartials, EMBEDDING_BACKWARD, s.B * s.T * C * 4},
     };
 }
 

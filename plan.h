@@ -65,11 +65,39 @@ Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moment
 // What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics, RopeTable, Scales, Segments,
-    Results, KeptWeights,
+    GemmScratch,         // cuBLASLt's workspace
+    NormPartials,        // (8 a multiprocessor, C) partial sums of gains' gradients, FP32
+    Tokens,              // (N)
+    Targets,             // (N)
+    EmbeddingOrder,      // (B T) places of the batch in the order of their tokens
+    EmbeddingChunks,     // (B T) runs of equal tokens among them
+    Losses,              // (N) FP32
+    NormStatistics,      // (N, 2) a norm's mean and reciprocal deviation
+    RopeTable,           // (T, HS/2) sine and cosine
+    Scales,              // per-tensor scales of weights and of a layer's operands
+    Segments,            // AdamW's table of parameters
+    Results,             // numbers that the host reads
+    KeptWeights,         // FP8 weights of all layers, and their transposes
     // in some phases of it
-    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient, Gradient, GradientTransposed,
-    HiddenGradient, QkvGradient, Attention, ColumnPartials, EmbeddingPartials, Count
+    Residual,            // (N, C) residual stream
+    Operand,             // (N, C) operand x, or its transpose
+    Hidden,              // (N, F) operand x of the down projection, or its transpose
+    Weight,              // operand w of one linear layer, or its transpose
+    Qkv,                 // (N, QKV) q, k, v of one layer
+    AttentionOutput,     // (N, Q) of one layer
+    Up,                  // (N, U) feed-forward input, where it is kept in groups
+    Branch,              // (N, C or Q) a branch's output, or its gradient
+    FinalNorm,           // (chunk, C) final norm's output
+    Logits,              // (chunk, V)
+    HeadGradient,        // (V, C) the head's gradient in FP32, summed over chunks
+    Gradient,            // operand g
+    GradientTransposed,  // operand g, transposed
+    HiddenGradient,      // (N, F) gradient of the activation's output
+    QkvGradient,         // (N, QKV) gradient of q, k, v
+    Attention,           // what attention's backward needs
+    ColumnPartials,      // partial sums of biases' gradients
+    EmbeddingPartials,   // (B T, C) partial sums of the embedding's gradient
+    Count
 };
 
 struct Place {

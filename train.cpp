@@ -327,14 +327,18 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
             line(flag.name, shown(flags.text(flag.name)));
 }
 
-// Linux grants more memory than there is and kills the program later: so the plan is compared with the machine first.
-void need_memory(const Setup& setup) {
-    // Beyond the plan the reference has FP32 copies of the weights, gradients in FP32, and the largest of both once more.
+// Bytes of a run on a CPU: beyond the plan the reference has FP32 copies of the weights, gradients in FP32, and the largest of both once more.
+int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t copies = parameter_count(setup.config) * (4 + 4 - info(setup.recipe.stream).bytes) + 2 * 4 * largest;
     const int64_t batches = 2 * 2 * 4 * setup.accumulate * setup.B * setup.T;  // this step's and the next one's tokens and targets
-    const int64_t needed = total_bytes(memory_plan(setup)) + copies + batches;
+    return total_bytes(memory_plan(setup)) + copies + batches;
+}
+
+// Linux grants more memory than there is and kills the program later: so what is needed is compared with the machine first.
+void need_memory(const Setup& setup) {
+    const int64_t needed = cpu_memory(setup);
     const int64_t present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     if (needed > present)
         throw Error("This run needs " + std::to_string(needed >> 20) + " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
@@ -888,8 +892,9 @@ int run(int argc, char** argv) {
     try {
         return train(device, flags, *corpus, setup, origin);
     } catch (const std::bad_alloc&) {
-        throw Error("The memory ran out: this run needs " + std::to_string(total_bytes(memory_plan(setup)) >> 20) +
-                    " MiB and workspace; choose a smaller --model, --batch, --seq or --accumulate.");
+        const bool cpu = !std::strcmp(device.name, "cpu");
+        const std::string needs = cpu ? ": this run needs " + std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace" : "";
+        throw Error("The machine's memory ran out" + needs + "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
 

@@ -3,6 +3,7 @@
 // lost or half-written. Then the plan, whose functions are also tested by themselves.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -257,6 +258,11 @@ TEST_CASE("program: what flags, paths and files say is told on one line, and wit
     check_refused(folder, "--device cpu --recipe \"$(printf 'a\\nb\\033[31mc')\"", "a\\nb?[31mc");
     check_refused(folder, "--device cpu --resume \"$(printf 'a\\nb')\"", "a\\nb");
     check_refused(folder, "--device cpu --resume ''", "--resume");
+    // A model that has learnt nothing writes bytes of all kinds.
+    const Ended sampled = train(folder, "--device cpu --data text --batch 2 --seq 256 --steps 1 --lr 0 --eval-every 0 --sample-every 1 --out ''");
+    require_success(sampled);
+    CHECK(sampled.out.find("\xEF\xBF\xBD") != std::string::npos);
+    CHECK(std::none_of(sampled.out.begin(), sampled.out.end(), [](unsigned char c) { return (c < 32 && c != '\n' && c != '\t') || c == 127; }));
 }
 
 TEST_CASE("program: a folder belongs to one run at a time") {
