@@ -258,7 +258,7 @@ def gaps(rows, colors, left, top, width, steps, title, note, dashed=None):
     lines = {name: points for name, points in lines.items() if points}
     values = [gap for points in lines.values() for _, gap in points] + [0, dashed or 0]
     low, high, x_range = min(values) - 0.001, max(values) + 0.001, (first * TOKENS, last * TOKENS)
-    panel = Panel(left, top, width, 350, x_range, (low, high), title, f"means of {length} steps{note}")
+    panel = Panel(left, top, width, 350, x_range, (low, high), title, f"means of {length} steps, from {first * TOKENS:.0f} million tokens on{note}")
     panel.axes("million tokens", [(x, f"{x:g}") for x in ticks(*x_range, 5)], ticks(low, high, 7))
     if dashed:
         panel.line([(x, dashed) for x in x_range], LIGHT, "5 4")
