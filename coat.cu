@@ -1,4 +1,4 @@
-// coat.cu - the method on the GPU, in the paper's order: formats, quantizers, the precision flow's fused kernels, the ends of
+// coat.cu - the method on the GPU: formats, quantizers, the precision flow's fused kernels, the ends of
 // the network, and the FP8 optimizer (interface and rules: coat.cuh; the same operators on the CPU: reference.cpp).
 //
 // All of it is bound by memory bandwidth, so three shapes of kernel do nearly everything:
@@ -40,7 +40,7 @@ bool in_groups(const Quant& q) { return q.format == Format::E4M3 && q.granularit
 unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
 
 // =====================================================================================================================
-// Formats (paper section 2)
+// Formats (the paper's preliminaries)
 
 struct Fp8 {  // what kernels need of a format, as an argument
     bool e5m2;
@@ -992,7 +992,7 @@ __global__ void __launch_bounds__(TILE_THREADS) measure_kernel(Source x, int64_t
             const float group = scales.of_groups() ? Grouped::group_scale(v[p]) : 0.0f;  // here, where both of its lanes are
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.of_groups() ? group : scales.at(format, at.row + i, col + j);
-                const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // half a step beyond still rounds to max
+                const float limit = format.max * scale * (1 + (format.e5m2 ? 0x1p-4f : 0x1p-5f));  // a little below half a step beyond
                 const float back = decode2(format.e5m2, encode2(format.e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
@@ -2334,7 +2334,7 @@ struct AdamArguments {
     const GradientState* state;
 };
 
-// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w) (paper algorithm 1)
+// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // The old moments come as m and v to be multiplied with keep_m and keep_v: b1 and b2 times what their formats scale by.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m, float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // with the 0 no -0 remains

@@ -103,7 +103,7 @@ void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int lengt
                       cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The residual pair (paper figure 3): the stream x goes on in stream format while `next.in` is what the next norm reads and what
+// The residual pair (paper section 5): the stream x goes on in stream format while `next.in` is what the next norm reads and what
 // backward gets. These also leave next.stats and, if not null, the amax of the norm's output in y_slot.
 
 // sum = x + a; x_out = round(sum); next.in = Q(sum). x_out may be x; it is none where next.in holds the same numbers.

@@ -2,8 +2,8 @@
 //
 // Here are the words: number formats, granularities, the recipe table, model shapes, the tables of parameters, of
 // optimizer state and of saved activations, and the Model that train.cpp drives. There is no arithmetic of the method in
-// this file. reference.cpp tells it on the CPU and coat.cu / model.cu tell it on the GPU, independently, so that a test
-// that compares the two can fail.
+// this file, but for what must have the same bits on both sides: first weights, the random bits of stochastic rounding, the growth of norms.
+// reference.cpp tells it on the CPU and coat.cu / model.cu tell it on the GPU, independently, so that a test that compares the two can fail.
 //
 // Letters: B sequences, T tokens each, N = B*T tokens; L layers, C hidden size, NH query heads, NKV key/value heads,
 // HS head size, F feed-forward size, V vocabulary. All matrices are row-major; a weight is (out, in).
@@ -32,7 +32,7 @@ struct Error : std::runtime_error {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Formats (paper section 2). FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate. FP16 is for moments alone.
+// Formats. FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate. FP16 is for moments alone.
 
 enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
@@ -58,7 +58,7 @@ constexpr bool is_fp8(Format f) { return info(f).bytes == 1; }
 constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  // its range is so short that codes come with a scale
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5.1).
+// Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5).
 
 struct Granularity {
     int rows, cols;
@@ -78,6 +78,7 @@ struct Quant {
     Granularity granularity = PER_TENSOR;
     Format scale = Format::F32;
 
+    constexpr bool operator==(const Quant& o) const { return format == o.format && granularity == o.granularity && scale == o.scale; }
     bool fp8() const { return is_fp8(format); }
     // Scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix; tails get a scale of their own.
     int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
@@ -104,7 +105,7 @@ struct Quant {
 };
 
 // A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. A scale is always the number that a code is
-// multiplied by to get the value back. Nothing passes a bare pointer and a bare scale side by side.
+// multiplied by to get the value back. Operators pass these views; moments have (max, k) in place of a scale (reference.h).
 struct QuantizedView {
     void* codes;   // (rows, cols) of quant.format
     void* scales;  // (scale_rows, scale_cols) of quant.scale; unused unless quant.fp8()
@@ -124,7 +125,7 @@ enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tenso
 
 struct Recipe {
     const char* name;
-    Format stream;        // residual stream, attention's arithmetic, outputs of GEMMs and of dgrad, gradients, head
+    Format stream;        // residual stream, what attention reads and writes, outputs of products, gradients, head
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
     Quant nonlinear;      // inputs of norms and activation functions, which are what is saved for backward
     Quant attention;      // what attention reads (q, k, v) and its output, also saved: the stream's format, or groups
@@ -273,8 +274,9 @@ inline void validate(const ModelConfig& c) {
     };
     need(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
          "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    need(c.L < 100000 && c.C <= 1 << 20 && c.F <= 1 << 20 && c.NH <= 1 << 16 && c.NKV <= 1 << 16 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 24,
-         "a size is larger than this program supports (heads 2^16, hidden and feed-forward 2^20, vocabulary and positions 2^24)");
+    need(c.L < 100000 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 16 && c.NKV <= 1 << 16 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 24,
+         "a size is larger than this program supports (99,999 layers, hidden size 2^14, heads 2^16, feed-forward 2^20, vocabulary and positions "
+         "2^24)");
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs want 16; and no group lies in two tensors that share a row
     need(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
                                                  " must be multiples of " + std::to_string(side));
@@ -295,7 +297,7 @@ struct Role {
     bool linear;     // an operand of the recipe's GEMMs
     bool gain;       // starts at 1; others start random, or at 0 where init_std is 0
 };
-inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: BF16 GEMM
+inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: a product in the stream's format
 inline constexpr Role LINEAR{true, true, true, false};
 inline constexpr Role GAIN{false, false, false, true};
 inline constexpr Role BIAS{false, false, false, false};
@@ -365,7 +367,7 @@ inline int64_t parameter_count(const ModelConfig& c) {  // without the padding r
 // The value that element i of parameter p starts from: a sum of four uniform integers stands for a normal variate, so that
 // the CPU and the GPU start from the same bits (no logarithm, one rounding).
 COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // splitmix64
+    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
@@ -533,7 +535,7 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
 
 struct QuantStats {  // of one kind of tensor
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
-    int64_t elements = 0, saturated = 0, flushed = 0;  // |x| beyond the largest code; non-zero x that became zero
+    int64_t elements = 0, saturated = 0, flushed = 0;  // |x| well beyond the largest code (add_stats); non-zero x that became zero
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
 };
 
@@ -562,7 +564,7 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    bool skipped;      // a gradient or the loss was not finite: nothing was changed (where no gradients are kept: in that unit)
+    bool skipped;      // the loss, a gradient or what went to FP8 was not finite: nothing was changed (where no gradients are kept: in that unit)
     std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
 };
 // From those norms, by unit.
@@ -576,15 +578,17 @@ inline double growth_at(const AdamW& a, int64_t unit) { return a.growth.empty() 
 class Model {
 public:
     virtual ~Model() = default;
+    // Tokens and targets lie in [0, V), else Error. Where a name is that of no tensor: Error.
     // Forward, backward and update. tokens and targets: (accumulate, B, T).
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
     // Mean loss of one micro-batch, no gradient. tokens and targets: (B, T).
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
-    // Logits (V) of the token that follows these n <= T.
+    // Logits (V) of the token that follows these n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // One micro-batch, forward and backward without an update, with every quantization measured; and the state's k.
     virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // Any tensor of weight_tensors() or optimizer_tensors(), or "<param>.gradient" (FP32, read only), by name, contiguous.
+    // Any tensor of weight_tensors() or optimizer_tensors(), or "<param>.gradient" (FP32, read only; of the last step, until the next forward
+    // pass; only with Setup::keep_gradients), by name, contiguous.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;

@@ -45,7 +45,7 @@ int32_t scale_mode(const Granularity& g) {
     throw Error("A matrix product was called wrongly: no product scales by such blocks.");
 }
 
-// An operand by the direction that the product contracts: along its columns (`deep` = false) or along its rows, as it lies or transposed.
+// An operand by the direction that the product contracts: along its columns (`along_rows` = false) or along its rows, as it lies or transposed.
 // wants_contiguous: the transposition under which cuBLAS contracts contiguous numbers.
 Side side(const Operand& x, bool along_rows, bool wants_contiguous) {
     const View& v = x.view;

@@ -843,7 +843,8 @@ public:
         : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
           state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()),
           targets_(batch_capacity()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(units()) {
-        static_assert(sizeof(Results) <= 16 << 10, "plan.cpp counts 16 KiB");
+        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 && sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
+                      sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128, "as work_rows() in plan.cpp counts them");
         start();
         warm_up();
         start();

@@ -26,6 +26,7 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Memory modes, and what cannot work
 
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
@@ -107,7 +108,7 @@ void validate(const Setup& s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The precision flow, in the order of a step (paper section 5, figure 3)
+// The precision flow, in the order of a step (paper section 5)
 
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;
@@ -212,7 +213,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = {
         {Category::Weights, "weights" + format(stream), elements * info(stream).bytes, "parameter", live},
         {Category::Weights, "rest of the FP32 master", stream == Format::F32 || !s.master ? 0 : elements * 2, "parameter", live},
-        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of one linear layer") + format(stream),
+        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest unit") + format(stream),
          gradient_elements(s) * info(stream).bytes, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
@@ -452,56 +453,6 @@ std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
 int64_t gpu_positions(const Setup& s) { return std::max(s.T, std::min(round_up(s.T, 16), s.config.max_T)); }
 int64_t gpu_tokens(const Setup& s) { return std::max(s.B * s.T, gpu_positions(s)); }
 
-namespace {
-
-std::string version_text(int number, int major) { return std::to_string(number / major) + "." + std::to_string(number % major); }
-
-}  // namespace
-
-Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
-    Recipe changed = r;
-    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
-    return changed;
-}
-
-std::string why_not(const OptimizerFormat& o) {
-    const bool whole = o.granularity == PER_TENSOR;
-    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
-        if (format == Format::F16 && !whole)
-            return std::string(flag) + info(format).name +
-                   " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
-        if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
-            return "--optimizer " + std::string(o.name) +
-                   " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
-    }
-    return "";
-}
-
-std::string why_not(const Recipe& r, int capability) {
-    for (const Quant& q : {r.x, r.w, r.g})
-        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
-            return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
-                   ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
-    return "";
-}
-
-std::string why_not(const GpuFound& found) {
-    auto version = [](int v) { return version_text(v / 10, 100); };
-    const std::string capability = version_text(found.capability, 10);
-    if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
-    if (found.driver_too_old)
-        return "the NVIDIA driver knows CUDA " + version(found.driver) + " and this program needs " + version(found.runtime) +
-               ": update the driver, or run make again with an older CUDA toolkit";
-    if (!found.error.empty()) return "CUDA does not start (" + found.error + "): check nvidia-smi";
-    if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
-    if (found.capability < BF16_CAPABILITY)
-        return "this GPU has compute capability " + capability + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
-    if (!found.kernels_fit)
-        return "this program was built for another GPU than this one of compute capability " + capability + ": run make clean, then make GPU_ARCH=" +
-               std::to_string(found.capability) + (found.capability >= 90 ? "a" : "");
-    return "";
-}
-
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t stream = info(s.recipe.stream).bytes, elements = padded_elements(s.config);
     GpuLayout layout{};
@@ -553,14 +504,71 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Why a GPU cannot
+
+namespace {
+
+std::string version_text(int number, int major) { return std::to_string(number / major) + "." + std::to_string(number % major); }
+
+}  // namespace
+
+Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
+    Recipe changed = r;
+    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
+    return changed;
+}
+
+std::string why_not(const OptimizerFormat& o) {
+    const bool whole = o.granularity == PER_TENSOR;
+    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
+        if (format == Format::F16 && !whole)
+            return std::string(flag) + info(format).name +
+                   " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
+        if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
+            return "--optimizer " + std::string(o.name) +
+                   " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
+    }
+    return "";
+}
+
+std::string why_not(const Recipe& r, int capability) {
+    for (const Quant& q : {r.x, r.w, r.g})
+        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
+            return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
+                   ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+    for (const Quant& q : {r.nonlinear, r.attention})
+        if (q.fp8() && !(q == Q_GROUP))
+            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " for backward, which the CPU reference alone does; keep " + Q_GROUP.text() +
+                   ", or use --device cpu.";
+    return "";
+}
+
+std::string why_not(const GpuFound& found) {
+    auto version = [](int v) { return version_text(v / 10, 100); };
+    const std::string capability = version_text(found.capability, 10);
+    if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
+    if (found.driver_too_old)
+        return "the NVIDIA driver knows CUDA " + version(found.driver) + " and this program needs " + version(found.runtime) +
+               ": update the driver, or run make again with an older CUDA toolkit";
+    if (!found.error.empty()) return "CUDA does not start (" + found.error + "): check nvidia-smi";
+    if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    if (found.capability < BF16_CAPABILITY)
+        return "this GPU has compute capability " + capability + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
+    if (!found.kernels_fit)
+        return "this program was built for another GPU than this one of compute capability " + capability + ": run make clean, then make GPU_ARCH=" +
+               std::to_string(found.capability) + (found.capability >= 90 ? "a" : "");
+    return "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Printing
 
 namespace {
 
 double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
-void print_memory_line(const char* name, int64_t bytes, double per_unit, int64_t beside, double beside_per_unit, const char* unit) {
-    std::printf("  %-38s %11.1f MiB %10.3f   %11.1f MiB %10.3f   %s\n", name, mib(bytes), per_unit, mib(beside), beside_per_unit, unit);
+void print_memory_line(const char* name, int64_t bytes, double of_one, int64_t beside, double beside_of_one, const char* per) {
+    std::printf("  %-38s %11.1f MiB %10.3f   %11.1f MiB %10.3f   %s\n", name, mib(bytes), of_one, mib(beside), beside_of_one, per);
 }
 
 // As far as it can be told without a GPU.
@@ -624,7 +632,7 @@ void print_memory_plan(const Setup& s) {
     for (size_t i = 0; i < plan.size(); i++) {
         const MemoryRow& row = plan[i];
         const bool both = i < beside.size();
-        print_memory_line(row.name.c_str(), row.bytes, row.per_unit(), both ? beside[i].bytes : 0, both ? beside[i].per_unit() : 0, row.unit);
+        print_memory_line(row.name.c_str(), row.bytes, row.of_one(), both ? beside[i].bytes : 0, both ? beside[i].of_one() : 0, row.per);
     }
     std::printf("\n");
     for (int category = 0; category < static_cast<int>(Category::Workspace); category++) {

@@ -1,5 +1,5 @@
 // plan.h - what can be said of a run before it starts: the learning rate of every step, the format of every tensor and the
-// bytes of every category (the paper's table of memory, for any model). Nothing here allocates or trains.
+// bytes of every category (the paper's table of memory, for any model). Nothing here allocates or trains; but model.cu allocates by gpu_layout().
 #pragma once
 #include "coat.h"
 
@@ -31,7 +31,7 @@ const std::vector<MemoryMode>& memory_modes();
 // Sizes of a run, or modes, that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
 void validate(const Setup& s);
 
-// The precision flow (paper figure 3): format and granularity of what every operator reads, writes and keeps for backward.
+// The precision flow (paper section 5): format and granularity of what every operator reads, writes and keeps for backward.
 struct PrecisionRow {
     std::string part, name, input, weights, output, saved;
 };
@@ -46,9 +46,9 @@ struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* unit;  // what the figure beside the bytes is per
-    int64_t units;     // how many of those there are
-    double per_unit() const { return static_cast<double>(bytes) / static_cast<double>(units); }
+    const char* per;  // what the figure beside the bytes is of one of
+    int64_t count;    // how many of those there are
+    double of_one() const { return static_cast<double>(bytes) / static_cast<double>(count); }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
 
@@ -62,33 +62,34 @@ Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moment
 // ---------------------------------------------------------------------------------------------------------------------
 // One GPU: everything lies in one allocation, laid out here, so that the plan can be printed where there is no GPU.
 
-// What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both.
+// What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both; what a recipe does not need
+// has 0 bytes. N here: gpu_tokens(); Q, QKV, U: columns of attention's output, of q, k and v, and of what the up product makes (ModelConfig).
 enum class Work : uint8_t {
     // for the whole step
     GemmScratch,         // cuBLASLt's workspace
-    NormPartials,        // (8 a multiprocessor, C) partial sums of gains' gradients, FP32
+    NormPartials,        // (2 x 4 a multiprocessor, C) partial sums of gains' and biases' gradients, FP32
     Tokens,              // (N)
     Targets,             // (N)
     EmbeddingOrder,      // (B T) places of the batch in the order of their tokens
     EmbeddingChunks,     // (B T) runs of equal tokens among them
     Losses,              // (N) FP32
     NormStatistics,      // (N, 2) a norm's mean and reciprocal deviation
-    RopeTable,           // (T, HS/2) sine and cosine
-    Scales,              // per-tensor scales of weights and of a layer's operands
+    RopeTable,           // (gpu_positions(), HS/2) cosine and sine
+    Scales,              // TensorScale, of every parameter and then of 12 operands of every layer (max and k of moments: GpuLayout::scales)
     Segments,            // AdamW's table of parameters
     Results,             // numbers that the host reads
     KeptWeights,         // FP8 weights of all layers, and their transposes
     // in some phases of it
     Residual,            // (N, C) residual stream
-    Operand,             // (N, C) operand x, or its transpose
+    Operand,             // (N, C or Q) operand x, or its transpose
     Hidden,              // (N, F) operand x of the down projection, or its transpose
     Weight,              // operand w of one linear layer, or its transpose
     Qkv,                 // (N, QKV) q, k, v of one layer
     AttentionOutput,     // (N, Q) of one layer
-    Up,                  // (N, U) feed-forward input, where it is kept in groups
+    Up,                  // (up to UP_TOKENS, U; all N unless scales are per tensor) what activation functions read, before it goes to groups
     Branch,              // (N, C or Q) a branch's output, or its gradient
-    FinalNorm,           // (chunk, C) final norm's output
-    Logits,              // (chunk, V)
+    FinalNorm,           // (up to HEAD_TOKENS, C) final norm's output
+    Logits,              // (up to HEAD_TOKENS, V)
     HeadGradient,        // (V, C) the head's gradient in FP32, summed over chunks
     Gradient,            // operand g
     GradientTransposed,  // operand g, transposed
@@ -137,7 +138,7 @@ struct UnitRange {
 std::vector<UnitRange> unit_ranges(const std::vector<Param>& params);  // by unit
 
 int64_t gpu_positions(const Setup& s);  // the longest sequence, of a micro-batch or of a prompt padded to a multiple of 16
-int64_t gpu_tokens(const Setup& s);
+int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a micro-batch's, or a longer prompt's
 // Kept gradients: a layer's are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
 // (With more, the sum over micro-batches has to outlive the next forward pass.)
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
@@ -145,7 +146,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
 // A GPU without FP8 products runs the recipe's linear layers in the stream's format.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
-// A batch's logits, and its feed-forward inputs before they are quantized, never exist whole: so many tokens' at a time do.
+// A batch's logits, and what activation functions read before it is quantized, never exist whole: so many tokens' at a time do.
 inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
 // The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
 inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }

@@ -1,9 +1,9 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop, as the paper says it. Read this file first.
 //
-// The order is the paper's: formats (section 2), quantizers and group scaling (5), the FP8 optimizer with dynamic range expansion
-// (4), the operators of the precision flow (5), and then the whole training step for Llama and GPT-2 in any recipe of
-// coat.h. It is short and obvious rather than fast, it knows nothing of the GPU, and every GPU kernel is tested against it.
-// It is also a real backend: ./train uses it where there is no GPU.
+// In the order in which each needs the one before: formats, quantizers and group scaling (paper section 5), the FP8 optimizer with dynamic
+// range expansion (4), the operators of the precision flow (5), and then the whole training step for Llama and GPT-2 in any recipe of
+// coat.h. It is short and obvious first (only products and quantizers are also written for speed), it knows nothing of the GPU, and every
+// GPU kernel is tested against it. It is also a real backend: ./train uses it where there is no GPU.
 //
 // One rule for every loop that runs in parallel: an element of an output is made by one thread in one fixed order, so the bits
 // do not depend on the number of threads.
@@ -21,7 +21,7 @@
 namespace coat::reference {
 
 // =====================================================================================================================
-// Formats (paper section 2)
+// Formats (the paper's preliminaries)
 
 namespace {
 
@@ -55,8 +55,7 @@ inline uint32_t encode_magnitude(uint32_t bits) {
     constexpr float adder = 1.5f * static_cast<float>(1 << 23) * info(F).min;
     const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
     const uint32_t code = bits < smallest_normal ? subnormal : normal;
-    const uint32_t finite = bits >= 0x7F000000u ? f.max_code : std::min(code, f.max_code);
-    return bits > 0x7F800000u ? f.nan_code : finite;
+    return bits > 0x7F800000u ? f.nan_code : std::min(code, f.max_code);
 }
 
 template <Format F>
@@ -133,7 +132,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 }
 
 // =====================================================================================================================
-// Quantizers (paper section 5.1)
+// Quantizers (paper section 5)
 
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : std::numeric_limits<float>::quiet_NaN();
@@ -204,7 +203,7 @@ void add_stats(QuantStats& s, Format f, const float* x, const uint8_t* codes, fl
         s.signal += static_cast<double>(x[i]) * x[i];
         s.noise += error * error;
         s.flushed += x[i] != 0 && (codes[i] & 0x7F) == 0;
-        // Half a step beyond the largest code still rounds to it; what lies further is cut off.
+        // What lies half a step beyond the largest code still rounds to it; counted is from 1/32 (E4M3) or 1/16 (E5M2) of it on, a little below.
         s.saturated += std::abs(x[i]) > info(f).max * scale * (1 + std::ldexp(1.0f, -info(f).mantissa - 2));
     }
     s.elements += n;
@@ -318,10 +317,10 @@ void DelayedScale::end_step(Format fp8, int margin) {
 
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
-    const float range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log2 of the format's dynamic range
-    const float ratio = std::log2(max) - std::log2(min_nonzero);              // log2 of the group's (paper eq. 4: k = log_R_X R_fp8)
-    if (!(ratio * k_max > range)) return k_max;                               // nearly equal magnitudes
-    return std::max(std::floor(16.0f * range / ratio) / 16.0f, 1.0f / 16.0f);
+    const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // of the format
+    const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // of the group (paper eq. 4: k = log_R_X R_fp8)
+    if (!(log_ratio * k_max > log_range)) return k_max;                           // nearly equal magnitudes
+    return std::max(std::floor(16.0f * log_range / log_ratio) / 16.0f, 1.0f / 16.0f);
 }
 
 namespace {
@@ -607,7 +606,7 @@ Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
 constexpr double GELU_SCALE = 0.79788456080286536, GELU_CUBE = 0.044715;  // sqrt(2 / pi), and GPT-2's tanh form
 
 template <class Real>
-Real gelu_tanh(Real x) { return std::tanh(static_cast<Real>(GELU_SCALE) * (x + static_cast<Real>(GELU_CUBE) * x * x * x)); }
+Real tanh_of_gelu(Real x) { return std::tanh(static_cast<Real>(GELU_SCALE) * (x + static_cast<Real>(GELU_CUBE) * x * x * x)); }
 
 }  // namespace
 
@@ -617,7 +616,7 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* up, Real* 
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
             const Real a = up[gated ? n * 2 * F + f : n * F + f];
-            h[n * F + f] = gated ? a * sigmoid(a) * up[n * 2 * F + F + f] : Real(0.5) * a * (1 + gelu_tanh(a));
+            h[n * F + f] = gated ? a * sigmoid(a) * up[n * 2 * F + F + f] : Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
 
@@ -633,7 +632,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* up, const
                 dup[lift] = d * a * s;
                 dup[gate] = d * up[lift] * s * (1 + a * (1 - s));
             } else {
-                const Real a = up[n * F + f], t = gelu_tanh(a);
+                const Real a = up[n * F + f], t = tanh_of_gelu(a);
                 const Real slope = static_cast<Real>(GELU_SCALE) * (1 + 3 * static_cast<Real>(GELU_CUBE) * a * a);
                 dup[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -798,7 +797,7 @@ INSTANTIATE(double)
 #undef INSTANTIATE
 
 // =====================================================================================================================
-// The whole step: the precision flow (paper section 5, figure 3)
+// The whole step: the precision flow (paper section 5)
 
 namespace {
 
@@ -973,6 +972,7 @@ private:
         if (!q.g.granularity.same_both_ways()) g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, Contracts::Rows);
         matmul<Real>(w.rows, w.cols, N_, {g8.data(), 1, w.rows}, {x8.data(), w.cols, 1}, dw.data());  // wgrad
         add_gradient(i, dw);
+        // A bias adds up the gradient as the products read it, but for the rounding to FP8.
         if (config.arch.bias) add_gradient(index(name + ".bias"), column_sums(q.g.fp8() ? dy : g8, w.rows));
         return rounded(dx);
     }
@@ -1123,6 +1123,8 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        check(tokens, setup_.accumulate * setup_.B * setup_.T);
+        check(targets, setup_.accumulate * setup_.B * setup_.T);
         clear_gradients();
         network_.forget_amaxes();
         network_.finite = true;
@@ -1154,10 +1156,13 @@ public:
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        check(tokens, setup_.B * setup_.T);
+        check(targets, setup_.B * setup_.T);
         return network_.run(tokens, targets, setup_.B, setup_.T, 0) / static_cast<double>(setup_.B * setup_.T);
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        check(tokens, n);
         const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; what follows n is not seen
         std::vector<int32_t> context(padded, tokens[n - 1]);
         std::copy(tokens, tokens + n, context.begin());
@@ -1169,6 +1174,8 @@ public:
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        check(tokens, setup_.B * setup_.T);
+        check(targets, setup_.B * setup_.T);
         QuantReport report;
         network_.stats = report.kinds;
         clear_gradients();
@@ -1211,6 +1218,12 @@ private:
     Setup setup_;
     Network<float> network_;
     std::vector<State> states_;
+
+    void check(const int32_t* tokens, int64_t n) const {
+        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return t < 0 || t >= setup_.config.V; }))
+            throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
+                        "; choose --data and --model that belong together.");
+    }
 
     // The weights that the network computes with, in the stream's format.
     void refresh(size_t i) {

@@ -7,7 +7,7 @@
 
 namespace coat::reference {
 
-// --- Formats (paper section 2): round to nearest even, saturate to the largest finite value, NaN stays NaN ---------
+// --- Formats: round to nearest even, saturate to the largest finite value, NaN stays NaN -----------------------------
 uint8_t encode(Format fp8, float x);
 float decode(Format fp8, uint8_t code);
 uint16_t to_f16(float x);        // as FP8: 65504 is the largest, and no cast makes an infinity
@@ -25,7 +25,7 @@ float join_master(uint16_t weight, int16_t remainder);
 // A weight without a master: element i of the flat order, rounded to BF16 so that the expected value is x (coat.h, rounding_bits).
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
-// --- Quantizers (paper section 5.1) --------------------------------------------------------------------------------
+// --- Quantizers (paper section 5) ----------------------------------------------------------------------------------
 // A QuantizedView that owns its memory. F32 and BF16 hold values themselves and have no scales.
 struct Quantized {
     std::vector<uint8_t> codes, scales;
@@ -41,7 +41,7 @@ struct Quantized {
 // Codes are made with inverse = 1 / s in FP32: code = encode(x * inverse).
 float scale_of(const Quant& q, float amax);
 
-// amax of n values, NaN and infinity included (as infinity). In two stages (group scaling, paper section 5.2): maxima of 1xG groups, then
+// amax of n values, NaN and infinity included (as infinity). In two stages (group scaling, paper section 5): maxima of 1xG groups, then
 // the maximum of those; the same number as in one stage, since a maximum does not round.
 float amax(const float* x, int64_t n);
 
@@ -65,7 +65,7 @@ struct DelayedScale {
 };
 
 // --- FP8 optimizer (paper section 4) -------------------------------------------------------------------------------
-// Moments of n consecutive elements, in groups of MOMENT_GROUP; the last may be short. One (max, k) a group:
+// Moments of n consecutive elements, in groups of MOMENT_GROUP; the last may be short. codes (n), and one (max, k) a group, k null without expansion:
 //   code = sign(x) encode(FMAX (|x|/max)^k)      value = sign max (|code|/FMAX)^(1/k)
 // k = floor(16 log_ratio(FMAX / FMIN)) / 16 with ratio = max / smallest non-zero magnitude, clamped to [1/16, 64] (paper
 // eq. 4; the released code's 1/16 steps). Without expansion k = 1 and an element that would flush to zero keeps the smallest code
@@ -89,12 +89,14 @@ struct Moment {
     void store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats = nullptr);
 };
 
-// AdamW with decoupled weight decay, eps outside the root, in FP32 (paper algorithm 1; torch.optim.AdamW's arithmetic):
+// AdamW with decoupled weight decay, eps outside the root, in FP32 (torch.optim.AdamW's arithmetic):
 //   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // where g = gradient * gradient_scale. The weight moves with the unrounded moments.
-struct AdamWFactors {  // computed once a step in double, so that CPU and GPU use the same floats
+// Powers of beta and clipping (gradient_scale = min(1, clip / norm)) are worked out in double. The GPU has its own (coat.cu, Factors).
+struct AdamWFactors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
 };
+// Of one step and parameter; decays: whether weight decay applies; grad_norm: of the whole gradient, before clipping.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
@@ -111,7 +113,7 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 template <class Real>  // bias and dbias are null for RMSNorm
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* gain, const Real* dy, Real* dx, Real* dgain, Real* dbias);
 
-template <class Real>  // h (N, F) = silu(gate) * up with up (N, 2F) = [gate | up]; or gelu_tanh(up) with up (N, F)
+template <class Real>  // h (N, F) = silu(gate) * up with up (N, 2F) = [gate | up]; or gelu(up), GPT-2's with tanh, with up (N, F)
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* up, Real* h);
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* up, const Real* dh, Real* dup);

@@ -53,7 +53,7 @@ struct Flag {
     const char* about;
 };
 
-constexpr double COUNT = 1e15;  // no number of steps or a seed is larger; a double holds it exactly
+constexpr double MOST = 1e15;  // no number of steps or a seed is larger; a double holds it exactly
 const Flag FLAGS[] = {
     {"device", Value::Text, "auto", "auto", 0, 0, Resume::Free, "auto, cpu or gpu; auto is the GPU if there is one"},
     {"model", Value::Text, "llama-tiny", "llama-30m", 0, 0, Resume::Same, "a named model, or a Hugging Face folder to start from"},
@@ -70,18 +70,18 @@ const Flag FLAGS[] = {
     {"batch", Value::Count, "16", "32", 1, 1 << 20, Resume::Same, "sequences in a micro-batch"},
     {"seq", Value::Count, "128", "1024", 1, 1 << 24, Resume::Same, "tokens in a sequence"},
     {"accumulate", Value::Count, "1", "1", 1, 1 << 20, Resume::Same, "micro-batches in a step"},
-    {"steps", Value::Count, "250", "900", 0, COUNT, Resume::Kept, "steps in all; 0 evaluates the model and stops"},
+    {"steps", Value::Count, "250", "900", 0, MOST, Resume::Kept, "steps in all; 0 evaluates the model and stops"},
     {"lr", Value::Real, "3e-3", "1e-3", 0, 10, Resume::Same, "peak of the learning rate"},
-    {"warmup", Value::Count, "100", "100", 0, COUNT, Resume::Same, "steps of linear warm-up"},
+    {"warmup", Value::Count, "100", "100", 0, MOST, Resume::Same, "steps of linear warm-up"},
     {"schedule", Value::Text, "cosine", "cosine", 0, 0, Resume::Same, "what the learning rate does after the warm-up"},
     {"weight-decay", Value::Real, "0.1", "0.1", 0, 10, Resume::Same, "decoupled, on matrices only"},
     {"clip", Value::Real, "1", "1", 0, 1e9, Resume::Same, "largest global norm of the gradient; 0: no clipping"},
-    {"seed", Value::Count, "1", "1", 0, COUNT, Resume::Same, "of the first weights, the order of the data, and the samples"},
+    {"seed", Value::Count, "1", "1", 0, MOST, Resume::Same, "of the first weights, the order of the data, and the samples"},
     {"out", Value::Text, "out", "out", 0, 0, Resume::Free, "folder of the checkpoints; \"\": none is saved"},
-    {"save-every", Value::Count, "0", "0", 0, COUNT, Resume::Kept, "steps; 0: only at the end"},
+    {"save-every", Value::Count, "0", "0", 0, MOST, Resume::Kept, "steps; 0: only at the end"},
     {"resume", Value::Text, "", "", 0, 0, Resume::Free, "a checkpoint, or a folder of them: go on from the newest"},
-    {"eval-every", Value::Count, "50", "150", 0, COUNT, Resume::Kept, "steps between validations; 0: only first and last"},
-    {"sample-every", Value::Count, "125", "300", 0, COUNT, Resume::Kept, "steps between samples of generated text; 0: never"},
+    {"eval-every", Value::Count, "50", "150", 0, MOST, Resume::Kept, "steps between validations; 0: only first and last"},
+    {"sample-every", Value::Count, "125", "300", 0, MOST, Resume::Kept, "steps between samples of generated text; 0: never"},
     {"prompt", Value::Text, "\n", "\n", 0, 0, Resume::Kept, "what samples begin with"},
     {"log", Value::Text, "", "", 0, 0, Resume::Free, "file to write JSON lines to"},
     {"plan", Value::None, "", "", 0, 0, Resume::Free, "print precision and memory of the run, and stop"},
@@ -123,7 +123,7 @@ std::string number(double x) {  // as short as it can be told
 std::string limits(const Flag& flag) {
     if (flag.value == Value::Text) return "a value";
     const std::string kind = flag.value == Value::Count ? "a whole number" : "a number";
-    return kind + (flag.most < COUNT ? " from " + number(flag.least) + " to " + number(flag.most) : " of at least " + number(flag.least));
+    return kind + (flag.most < MOST ? " from " + number(flag.least) + " to " + number(flag.most) : " of at least " + number(flag.least));
 }
 
 // The number in text, or an error that names the flag. NaN fails both comparisons; what overflows is out of every range.
@@ -291,6 +291,7 @@ OptimizerFormat choose_optimizer(Flags& flags, const Recipe& recipe) {
 void choose_accumulation(Flags& flags, Recipe& recipe) {
     for (const Accumulation& row : accumulations())
         if (flags.text("accumulation").empty() && std::equal(row.fast, row.fast + 3, recipe.fast_accumulation)) flags.set("accumulation", row.name);
+    if (flags.text("accumulation").empty()) return;  // the recipe's own choice has no name
     const Accumulation& chosen = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
     std::copy(chosen.fast, chosen.fast + 3, recipe.fast_accumulation);
 }
@@ -630,8 +631,8 @@ private:
         return 0;
     }
 
-    // How the gradient's norm grows, where no step before tells: of a step without a learning rate, clipped to nothing. It leaves the weights as they
-    // are, and moments of zero, which others than a first step's are not: those decay a little. Delayed scales see the batch twice. Empty if the
+    // How the gradient's norm grows through backward, where no step before tells: of a step with learning rate 0 and gradients clipped to nothing.
+    // Weights stay. Moments decay by a step, so that a first step's, which are zero, stay zero. Delayed scales see the batch twice. Empty if the
     // norm is not finite.
     std::vector<double> measured_growth(const Batch& batch, float clip) {
         AdamW measure{1, 0.0f};
@@ -729,7 +730,8 @@ private:
                     {"skipped", state_.step - state_.updates}, {"seconds", took}, {"tokens_per_second", rate}});
     }
 
-    // How well FP8 did: one batch of the validation data, forward and backward, and the moments as they are.
+    // How well FP8 did: one batch of the validation data, forward and backward; what encoding the moments that it would lead to loses; and the k
+    // in use.
     void report_quantization() {
         validation_.seek({});
         Batch batch(1, setup_.B * setup_.T);

@@ -226,7 +226,7 @@ TEST_CASE("quantize: FP32 and BF16 hold values themselves and have no scales") {
         }
 }
 
-TEST_CASE("quantize: smaller blocks keep outliers from drowning the rest (paper section 5.1)") {
+TEST_CASE("quantize: smaller blocks keep outliers from drowning the rest (paper section 5)") {
     FRESH_RANDOM(rng);
     std::vector<float> x = rng.normals<float>(64 * 256);
     for (int i = 0; i < 8; i++) x[size_t(rng.below(int64_t(x.size())))] = 3e4f;

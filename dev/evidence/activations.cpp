@@ -1,4 +1,4 @@
-// activations.cpp - how much each way of scaling FP8 hurts the forward pass of a trained model, layer by layer (paper section 5.1, figure 4a).
+// activations.cpp - how much each way of scaling FP8 hurts the forward pass of a trained model, layer by layer (paper section 5, figure 4a).
 //
 //   build/evidence_activations CHECKPOINT [BATCH] > activations.json      BATCH: sequences, else as many as the run had in a micro-batch
 //

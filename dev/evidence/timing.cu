@@ -1,4 +1,4 @@
-// timing.cu - what only a card can tell: the time of an amax (paper section 5.2, figure 4b), the speed of matrix products in each scaling
+// timing.cu - what only a card can tell: the time of an amax (paper section 5, figure 4b), the speed of matrix products in each scaling
 // against their size, and the bytes that the card gives up for saved activations (table 2).
 //
 //   build/evidence_timing [amax] [products] [memory] > timing.json      without a word: all three
