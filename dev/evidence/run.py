@@ -7,7 +7,7 @@
     python3 dev/evidence/run.py timing             figure 4b, table 2 and matrix products on a GPU; about two minutes
     python3 dev/evidence/run.py layer              table 6: one layer; about three minutes
     python3 dev/evidence/run.py models             table 7: whole models, every recipe; about nine minutes
-    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, nine runs of six minutes and ten of two and a half
+    python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, twelve runs of six minutes and seven of two and a half
     python3 dev/evidence/run.py finetune           from the weights of two of those runs, on another text; four minutes
     python3 dev/evidence/run.py ablations          of the small model, group sizes too, on a CPU; an hour on two cores
     python3 dev/evidence/run.py moments activations --training gpt2      of the bf16 run of `convergence`
