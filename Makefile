@@ -75,7 +75,7 @@ $(O)/libtrace.so: dev/trace.cpp
 	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUDA)/extras/CUPTI/include -I$(CUDA)/include -o $@ $< $(CUPTI) -Wl,-rpath=$(dir $(CUPTI))
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
-	python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg
+	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg; fi  # with --only there is none
 need-nvcc:
 	@echo "make bench measures a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 

@@ -629,7 +629,7 @@ Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps, co
 using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
-    Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--optimizer", "coat"}, {"--batch", ""},
+    Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--optimizer", ""}, {"--batch", ""},
                 {"--seq", ""},   {"--accumulate", ""}, {"--steps", "20"},       {"--json", ""},  {"--only", ""}};
     std::string known;
     for (const auto& [flag, value] : flags) known += " " + flag;
@@ -652,10 +652,11 @@ int64_t number(const Flags& flags, const char* flag, int64_t otherwise) {
 std::vector<Setup> setups(const Flags& flags) {
     std::vector<Setup> list;
     const std::string& wanted = flags.at("--model");
+    const Recipe& recipe = find_row(recipes(), flags.at("--recipe"), "--recipe");
+    const std::string optimizer = flags.at("--optimizer").empty() ? recipe.optimizer : flags.at("--optimizer");
     auto add = [&](const Run& r) {
-        Setup s{find_row(models(), r.model, "--model"), find_row(recipes(), flags.at("--recipe"), "--recipe"),
-                find_row(optimizers(), flags.at("--optimizer"), "--optimizer"), number(flags, "--batch", r.batch), number(flags, "--seq", r.seq),
-                number(flags, "--accumulate", r.accumulate)};
+        Setup s{find_row(models(), r.model, "--model"), recipe, find_row(optimizers(), optimizer, "--optimizer"), number(flags, "--batch", r.batch),
+                number(flags, "--seq", r.seq), number(flags, "--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
         validate(s);
         if (s.B * s.T % 16) throw Error("--batch x --seq must be a multiple of 16 here, as FP8's matrix products want it.");

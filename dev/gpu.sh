@@ -49,9 +49,10 @@ sanitize() {  # pattern
     local tool test chosen='--source-file=*test_coat_gpu*,*test_attention_gpu*' commas=${GPUS//[^,]/}
     [ -z "$1" ] || chosen=--test-case=$1
     build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' | grep '^gpu: ' > "$logs/names.txt"
+    [ -s "$logs/names.txt" ] || { echo "No kernel test has a name like $1."; exit 1; }
     for tool in racecheck memcheck initcheck; do
         while read -r test; do printf '%s\0%s\0%s\0' "$logs" "$tool" "$test"; done < "$logs/names.txt"
-    done | xargs -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=PLACE bash -c 'sanitize_one "$PLACE" "$@"' queue | tee "$logs/sanitize.txt"
+    done | xargs -r -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=PLACE bash -c 'sanitize_one "$PLACE" "$@"' queue | tee "$logs/sanitize.txt"
     for tool in racecheck memcheck initcheck; do
         note "$tool: $(grep -c "^0 $tool" "$logs/sanitize.txt") of $(wc -l < "$logs/names.txt") tests clean"
     done

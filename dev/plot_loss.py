@@ -61,6 +61,8 @@ def ticks(low, high, count):
 
 def spread(labels, gap, bottom):
     """Moves labels (y, ...) apart so that they stay readable, and all of them up if the last would leave the picture."""
+    if not labels:
+        return []
     labels = sorted(labels)
     for i in range(1, len(labels)):
         labels[i][0] = max(labels[i][0], labels[i - 1][0] + gap)

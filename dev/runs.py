@@ -13,6 +13,8 @@ library is needed (and `tokenizers` for the text).
 """
 import argparse
 import concurrent.futures
+import contextlib
+import functools
 import json
 import os
 import queue
@@ -62,9 +64,13 @@ GROUPS = {
 }
 
 
+@functools.lru_cache
 def commit():
+    """What the first call finds: a commit made while runs go on is not theirs."""
+    if os.environ.get("COAT_COMMIT") or not shutil.which("git"):
+        return os.environ.get("COAT_COMMIT") or "unknown"
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return os.environ.get("COAT_COMMIT") or said.stdout.strip() or "unknown"
+    return said.stdout.strip() or "unknown"
 
 
 def make_text():
@@ -112,37 +118,66 @@ def log_of(group, name):
 def train(group, name, flags, gpu):
     """Runs ./train; a row of the table."""
     log = log_of(group, name)
-    environment = dict(os.environ, OMP_WAIT_POLICY="passive")
+    new = os.path.join("build", os.path.basename(log))  # takes the old one's place when the run has ended well
+    environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    command = ["./train", "--out", "", "--log", os.path.relpath(log, ROOT)] + flags.split()
+    place = [] if gpu is None or "--device" in flags.split() else ["--device", "gpu"]  # never the CPU in its stead
+    command = ["./train", "--out", "", "--log", new] + place + flags.split()
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(ROOT, new))
     with MemoryWatch(gpu) as memory:
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         return {"name": name, "flags": flags, "failed": ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else f"exit {ended.returncode}"}
-    steps, timed, validations = read(log)
+    steps, timed, validations = read(os.path.join(ROOT, new))
+    shutil.move(os.path.join(ROOT, new), log)
     return {"name": name, "flags": flags, "steps": len(steps), "rate": statistics.median(s["tokens_per_second"] for s in timed),
             "ms": statistics.median(s["ms"] for s in timed), "memory": memory.most,
             "train": (steps[0]["loss"], steps[-1]["loss"]), "validation": (validations[0]["loss"], validations[-1]["loss"])}
 
 
-def markdown(shared, rows):
-    lines = [f"`./train {shared}` and what the row says. Medians over the steps but the first.", "",
-             "| run | flags | steps | tokens/s | ms a step | most memory in use, MiB | training loss | validation loss | commit |",
-             "|---|---|---|---|---|---|---|---|---|"]
+def figure(loss, digits):
+    return "not a number" if loss is None else f"{loss:.{digits}f}"
+
+
+def markdown(group, rows):
+    shared, timed = GROUPS[group][0], group != "gpt2"  # those may share a card, and are of losses
+    lines = [f"`./train {shared}` and what the row says." + (" Medians over the steps but the first." if timed else ""), "",
+             "| run | flags | steps |" + (" tokens/s | ms a step | most memory in use, MiB |" if timed else "") + " training loss | validation loss | commit |",
+             "|---|---|---|" + ("---|---|---|" if timed else "") + "---|---|---|"]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['name']} | `{row['flags']}` | | | | | {row['failed']} | | {row['commit']} |")
+            lines.append(f"| {row['name']} | `{row['flags']}` | |" + (" | | |" if timed else "") + f" {row['failed']} | | {row['commit']} |")
             continue
         memory = f"{row['memory']:,} ({row['memory'] * 2**20 / 1e9:.1f} GB)" if row["memory"] else ""
-        lines.append(f"| {row['name']} | `{row['flags']}` | {row['steps']} | {row['rate']:,.0f} | {row['ms']:.1f} | "
-                     f"{memory} | {row['train'][0]:.3f} -> {row['train'][1]:.3f} | "
-                     f"{row['validation'][0]:.4f} -> {row['validation'][1]:.4f} | {row['commit']} |")
+        speed = f" {row['rate']:,.0f} | {row['ms']:.1f} | {memory} |" if timed else ""
+        train, validation = (" -> ".join(figure(loss, digits) for loss in row[key]) for key, digits in (("train", 3), ("validation", 4)))
+        lines.append(f"| {row['name']} | `{row['flags']}` | {row['steps']} |{speed} {train} | {validation} | {row['commit']} |")
     return "\n".join(lines) + "\n"
 
 
+def draw(group):
+    """The figure of a group's losses, where all its logs are there: of this call, or of earlier ones."""
+    drawn = GROUPS[group][1]
+    logs = [log_of(group, name) for name in drawn]
+    if not logs or not all(os.path.exists(log) for log in logs):
+        return
+    drawing = subprocess.run([sys.executable, "dev/plot_loss.py", *(f"{name}={log}" for name, log in zip(drawn, logs))], cwd=ROOT, capture_output=True,
+                             text=True, check=True)
+    with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
+        svg.write(drawing.stdout)
+
+
+def chosen(name, only):
+    """Whether --only, a name or parts of names by commas, means this run."""
+    whole = {run for _, _, runs in GROUPS.values() for run, _ in runs}
+    parts = [part.strip() for part in only.split(",") if part.strip()]
+    return name == only if only in whole else not parts or any(part in name for part in parts)
+
+
 def run_group(group, gpus, only):
-    shared, drawn, runs = GROUPS[group]
+    shared, _, runs = GROUPS[group]
     free = queue.Queue()
     for gpu in gpus:
         free.put(gpu)
@@ -161,11 +196,11 @@ def run_group(group, gpus, only):
             json.dump(rows, file, indent=1)
             file.write("\n")
         with open(table, "w", encoding="utf-8") as file:
-            file.write(markdown(shared, [rows[name] for name, _ in runs if name in rows]))
+            file.write(markdown(group, [rows[name] for name, _ in runs if name in rows]))
 
     chains = {}  # runs that follow each other on one card: where speeds are compared, those of one model, which is the name's first word
     for run in runs:
-        if any(part in run[0] for part in only.split(",")):
+        if chosen(run[0], only):
             chains.setdefault(run[0].split()[0] if group == "speed" else run[0], []).append(run)
     chains = sorted(chains.values(), key=len, reverse=True)
 
@@ -183,17 +218,12 @@ def run_group(group, gpus, only):
         done[run[0]] = row
         with writing:
             keep(row)
-        told = row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {row['validation'][1]:.4f}"
+        told = row.get("failed") or f"{row['rate']:,.0f} tok/s, {row['memory']:,} MiB, validation {figure(row['validation'][1], 4)}"
         print(f"{group}: {row['name']}: {told}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(chain, chains))
-    logs = [log_of(group, name) for name in drawn]
-    broken = any("failed" in done.get(name, {}) for name in drawn)
-    if logs and not broken and all(os.path.exists(log) for log in logs):  # of this call or of earlier ones; else the figure stays
-        with open(os.path.join(RESULTS, f"loss-{group}.svg"), "w", encoding="utf-8") as svg:
-            named = [f"{name}={log}" for name, log in zip(drawn, logs)]
-            subprocess.run([sys.executable, "dev/plot_loss.py", *named], cwd=ROOT, stdout=svg, check=True)
+    draw(group)
     return all("failed" not in row for row in done.values())
 
 
@@ -204,9 +234,11 @@ def main():
     parser.add_argument("--only", default="", help="parts of runs' names, by commas")
     arguments = parser.parse_args()
     names = list(dict.fromkeys(name for group in arguments.groups for name, _ in GROUPS[group][2]))
-    unknown = [part for part in arguments.only.split(",") if not any(part in name for name in names)]
-    if unknown:
-        parser.error(f"--only {','.join(unknown)} is in no run's name: there are " + "; ".join(names))
+    if not any(chosen(name, arguments.only) for name in names):
+        parser.error(f"--only {arguments.only} is in no run's name: there are " + "; ".join(names))
+    commit()
+    if subprocess.run(["make", "train"], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+        sys.exit("make train failed; what it says is above.")
     os.makedirs(RESULTS, exist_ok=True)
     os.makedirs(os.path.join(ROOT, "build"), exist_ok=True)
     good = True

@@ -57,9 +57,10 @@ def work_off(jobs, gpus, seconds):
                 return job
         return None
 
-    def promised(place):  # a job for this place may still become possible
-        return any((job.place == HOST) == (place == HOST) and job.seconds <= left() and job.needs <= done | running | {j.name for j in waiting}
-                   for job in waiting) and bool(running)
+    def promised(place):  # a job for this place may still become possible; what another place is about to begin counts too
+        ahead = bool(running) or any(job.seconds <= left() and job.needs <= done for job in waiting)
+        return ahead and any((job.place == HOST) == (place == HOST) and job.seconds <= left() and
+                             job.needs <= done | running | {j.name for j in waiting} for job in waiting)
 
     def serve(place):
         while True:
@@ -86,8 +87,16 @@ def work_off(jobs, gpus, seconds):
     threads = [threading.Thread(target=serve, args=(place,)) for place in [*gpus, HOST]]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # the programs that run have it too
+        with changed:
+            waiting.clear()
+            changed.notify_all()
+        for thread in threads:
+            thread.join()
+        raise SystemExit("interrupted; what was measured is kept") from None
     if waiting:
         say("left for another time: " + ", ".join(job.name for job in waiting))
     return not waiting and not failed
@@ -103,6 +112,14 @@ def load(part):
             return json.load(file)
     except FileNotFoundError:
         return {"commands": [f"python3 dev/evidence/run.py {part}"], "trained_at": None, "rows": {}}
+
+
+def need_same(part, **also):
+    """Before a run: what the heading of all rows says has to be true of its row too."""
+    report = load(part)
+    for key in also.keys() & report.keys() if report["rows"] else ():
+        if report[key] != also[key]:
+            raise Failed(f"dev/results/evidence-{part}.json holds rows of another {key}; move it away, or bring back what they were run with")
 
 
 def keep(part, name, row, **also):
@@ -175,15 +192,16 @@ def logged(name, flags, gpu, seconds, program, until=None):
         with open(log, encoding="utf-8") as file:
             whole = [json.loads(line) for line in file if line.endswith("\n")]
         return sum(line["kind"] == "step" for line in whole) >= until
-    on_gpu([program, *flags.split(), *out, "--log", log], gpu, seconds, enough)
+    place = [] if gpu is None or "--device" in flags.split() else ["--device", "gpu"]  # never the CPU in its stead
+    on_gpu([program, *flags.split(), *place, *out, "--log", log], gpu, seconds, enough)
     steps, timed, validations = runs.read(log)
     last = until or len(steps)
     return steps[:last], timed[:last - 1] or steps, [line for line in validations if line["step"] <= last]
 
 
-def validate(name, flags, gpu, seconds, program="./train"):
+def validate(name, flags, gpu, seconds):
     """The validation loss of a run without steps."""
-    return logged(name, flags, gpu, seconds, program)[2][-1]["loss"]
+    return logged(name, flags, gpu, seconds, "./train")[2][-1]["loss"]
 
 
 def train(name, flags, gpu, seconds, program="./train", until=None):

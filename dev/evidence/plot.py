@@ -75,8 +75,8 @@ def moments(result):
         before, after = r["log10_range"], r["log10_range_expanded"]
         top = 1.1 * highest(before, after)
         note = f"% of {r['groups']:,} groups; {result['training']}, step {result['step']}"
-        panel = Panel(left, 70, 380, 190, (0, 8), (0, top), f"{title}: dynamic range of groups of 128", note)
-        panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 9, 2)], ticks(0, top, 4))
+        panel = Panel(left, 70, 380, 190, (0, 12), (0, top), f"{title}: dynamic range of groups of 128", note)
+        panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 13, 2)], ticks(0, top, 4))
         panel.histogram(before, COLORS[5], 0.55)
         panel.histogram(after, COLORS[0], 0.85)
         limit = math.log10(448 * 512)
@@ -93,7 +93,7 @@ def moments(result):
 
 
 def activations(result):
-    colors = dict(zip(["linear layers only, per tensor", "per tensor", "1x16", "1x128", "4x4"], [COLORS[0], *COLORS[1:]]))
+    colors = dict(zip(["linear layers only, per tensor", "per tensor", "1x16", "1x128", "4x4"], COLORS))
     streams = [s for s in result["streams"] if s["way"] not in ("FP32", "BF16")]  # both are beneath the others' lines
     high = 110 * max(v for s in streams for v in s["noise_to_signal"])
     panel = Panel(66, 70, 380, 330, (1, max(2, result["layers"])), (0, high), "Error of the residual stream after each layer",

@@ -5,7 +5,7 @@
     python3 dev/evidence/run.py activations        figure 4a
     python3 dev/evidence/run.py memory             table 2, computed; no GPU
     python3 dev/evidence/run.py timing             figure 4b, table 2 and matrix products on a GPU; about two minutes
-    python3 dev/evidence/run.py layer              table 6: one layer; about three minutes
+    python3 dev/evidence/run.py layer              table 6: one layer; about seven minutes
     python3 dev/evidence/run.py models             table 7: whole models, every recipe; about nine minutes
     python3 dev/evidence/run.py convergence        GPT-2 124M on 0.2 billion tokens, twelve runs of six minutes and seven of two and a half
     python3 dev/evidence/run.py finetune           from the weights of two of those runs, on another text; four minutes
@@ -19,13 +19,14 @@ command does next. With --only, parts of `convergence`:
     python3 dev/evidence/run.py convergence finetune layer --gpus 0,1,2,3 --seconds 560 --only bf16,coat,te,rowwise
 
 dev/results gets evidence-PART[-TRAINING].json, in which the commands and the commit stand, and a figure of that name; the folder $OUT gets the former
-too, as soon as there is something new. A training run whose checkpoint lies in build/evidence is not run again, nor is one whose row is in the
-results. Only Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless COAT_TEXT names a folder where it lies
+too, as soon as there is something new. A run of `convergence` whose row is in the results is not run again, unless its checkpoint is wanted and is not
+in build/evidence; nor is the small model's. Only Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless COAT_TEXT names a folder where it lies
 packed).
 """
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -55,6 +56,7 @@ def train_tiny():
     done = os.path.join(ROOT, f"{folder}.commit")  # written when the run has ended
     if not os.path.isfile(done):
         os.makedirs(jobs.BUILD, exist_ok=True)
+        shutil.rmtree(os.path.join(ROOT, folder), ignore_errors=True)  # an interrupted run's, which ./train would not take
         jobs.on_gpu(command.split(), None, 3600)
         with open(done, "w", encoding="utf-8") as file:
             file.write(runs.commit())
@@ -103,7 +105,8 @@ def jobs_of(part, options):
     running = {"bf16", "coat"} if "convergence" in options.parts else set()  # what fine-tuning and the checkpoint's evidence wait for
     if options.only:
         running &= set(options.only.split(","))
-    running -= {name for name in running if trainings.has_ended(name) and trainings.checkpoint(os.path.join(ROOT, trainings.SAVED[name]))}
+    running -= {run.name for run in trainings.RUNS if run.name in running and trainings.has_ended(run)
+                and trainings.checkpoint(os.path.join(ROOT, trainings.SAVED[run.name]))}
     if part in ("moments", "activations"):
         act = lambda gpu, left: measure(part, options.training, gpu, left)
         return [jobs.Job(part, 60 if gpt2 else 10, act, {"bf16"} & running if gpt2 else (), jobs.HOST)]
@@ -151,12 +154,15 @@ def main():
     parser.add_argument("--only", default="", help="names of convergence runs, by commas")
     options = parser.parse_args()
     unknown = set(filter(None, options.only.split(","))) - {run.name for run in trainings.RUNS}
+    if options.only and "convergence" not in options.parts:
+        parser.error("--only chooses among the runs of convergence")
     if unknown:
         parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(run.name for run in trainings.RUNS))
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))
-        subprocess.run(["make", *targets], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        if subprocess.run(["make", *targets], cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode:
+            sys.exit("make " + " ".join(targets) + " failed; what it says is above.")
     if {"models", "convergence", "finetune"} & set(options.parts):
         trainings.text()
     wanted = [job for part in options.parts for job in jobs_of(part, options)]

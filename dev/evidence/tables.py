@@ -128,7 +128,11 @@ def memory(results):
                      f"{r['bytes'] / 2**20:,.0f}"])
     head = [f"U = 2BTC bytes; a layer of {result['model']}", "norm", "activation function", "RoPE", "attention", "linear", "total", "on the card",
             "times less than the paper's BF16", "times less than our bf16", f"MiB at {result['batch']} x {result['seq']}"]
-    return origin(result, "memory") + table(head, rows)
+    others = [results[part] for part in ("timing", "layer") if part in results]
+    lines = origin(result, "memory")
+    if others:
+        lines += ["On the card: " + "; ".join(f"`{r['commands'][0]}` on {r['where']}, commit {r['commit']}" for r in others) + ".", ""]
+    return lines + table(head, rows)
 
 
 def products(results):
@@ -231,6 +235,9 @@ def place(name):
     return RECIPES.index(name.split()[0]) if name.split()[0] in RECIPES else len(RECIPES), re.sub(r"\d+", lambda n: n[0].zfill(4), name)
 
 
+BLOCK = 30  # steps whose mean is taken for independent of the next ones', as those of single steps are not
+
+
 def gap(rows, name, end):
     """Mean difference of training losses from BF16's of the same seed, over the tenth of its steps that ends with `end`; and its standard error."""
     base = rows.get(same_seed(name))
@@ -239,7 +246,8 @@ def gap(rows, name, end):
     first = end - len(base["train"]) // 10
     pairs = zip(rows[name]["train"][first:end], base["train"][first:end])
     differences = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
-    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+    blocks = [statistics.mean(differences[i:i + BLOCK]) for i in range(0, len(differences) - BLOCK + 1, BLOCK)]
+    return statistics.mean(differences), statistics.stdev(blocks) / len(blocks) ** 0.5
 
 
 ABOVE = 0.03  # nats above the mean of BF16's last losses, which every recipe worth its name reaches before its last step
@@ -283,10 +291,10 @@ def convergence(results):
                       f"{losses(row) - losses(base):+.4f}" if base and base is not row else "",
                       f"{read:.4f}" if read else "not run yet",
                       f"{apart[0]:+.4f} ({apart[1]:.4f})" if apart else "", f"{published:+.3f}" if published else "",
-                      f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib'] or 0:,}"])
+                      f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,}" if row["mib"] else "", row["commit"]])
     head = ["run", "flags", "validation loss", "less the mean of `bf16`", "less `bf16`, same seed", "its weights read in BF16",
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
-            f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB"]
+            f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB", "commit"]
     lines += table(head, cells)
     ends = [steps * fifths // 5 for fifths in range(1, 6)]
     cells = []
@@ -306,7 +314,7 @@ def finetune(results):
     lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of the same "
              f"vocabulary. `./train --model CHECKPOINT --recipe RECIPE {result['shared']}`.", ""]
     lines += origin(result, "finetune")
-    rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}", f"{statistics.mean(row['train'][-40:]):.4f}"]
+    rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}", f"{statistics.mean(loss for loss in row['train'][-40:] if loss is not None):.4f}"]
             for name, row in result["rows"].items()]
     return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)
 

@@ -1,7 +1,6 @@
 """The parts of the evidence that train: whole models on one card (table 7), convergence of every recipe, fine-tuning, and ablations. Each is a list
 of jobs."""
 import array
-import glob
 import json
 import os
 import re
@@ -71,14 +70,16 @@ RUNS = [*RECIPES, *PARTS, *group_runs(SMALLEST_ON_A_GPU, PART, 145)]
 SAVED = {"bf16": "build/evidence/gpt2-bf16", "coat": "build/evidence/gpt2-coat"}  # runs whose checkpoints are used again
 
 
-def has_ended(name):
-    """A run in the results need not run again, unless its checkpoint is wanted and is not here."""
-    return name in jobs.load("convergence")["rows"]
+def has_ended(run):
+    """A run in the results need not run again, unless its weights were not read in BF16, or its checkpoint is wanted and is not here."""
+    row = jobs.load("convergence")["rows"].get(run.name)
+    return row is not None and (run.steps < STEPS or run.name.startswith("bf16") or "read_in_bf16" in row)
 
 
 def checkpoint(folder):
-    """The newest checkpoint in a folder, or None."""
-    return max(glob.glob(os.path.join(folder, "step-*")), default=None)
+    """That of the last step, or None: an interrupted run leaves an earlier one."""
+    last = os.path.join(folder, f"step-{STEPS:06}")
+    return last if os.path.isdir(last) else None
 
 
 # What a recipe learned, apart from what its rounding does to the measurement: every run's weights are read in BF16 too.
@@ -112,6 +113,8 @@ def converge(run):
     program = os.path.join(jobs.BUILD, "train-{}-{}".format(*run.group), "train") if run.group else "./train"
 
     def act(gpu, left):
+        jobs.need_same("convergence", text=text()["python"], shared=CONVERGENCE, read=READ)
+
         def keep():
             jobs.keep("convergence", run.name, dict(row, flags=run.flags, group=run.group), text=text()["python"], shared=CONVERGENCE, read=READ)
         if run.steps < STEPS:
@@ -136,7 +139,7 @@ def convergence(only, wanted_checkpoints):
     wanted = []
     for run in RUNS:
         saved = run.name in SAVED and checkpoint(os.path.join(jobs.ROOT, SAVED[run.name]))
-        if (only and run.name not in only) or (has_ended(run.name) and (run.name not in wanted_checkpoints or saved)):
+        if (only and run.name not in only) or (has_ended(run) and (run.name not in wanted_checkpoints or saved)):
             continue
         building = f"./train, {run.name}"
         if run.group:
@@ -155,6 +158,7 @@ FINETUNE_SECONDS = 60
 
 def finetune_one(start, recipe):
     def act(gpu, left):
+        jobs.need_same("finetune", text=text()["headers"], shared=FINETUNE)
         weights = checkpoint(os.path.join(jobs.ROOT, SAVED[start]))
         if not weights:
             raise jobs.Failed(f"there is no checkpoint in {SAVED[start]}")
@@ -212,7 +216,7 @@ def largest_batch(model, flags, gpu, left):
     """./train refuses a batch that is too large and says which is not; it does so before it allocates anything."""
     data = f"{TEXT}/train.bin,{few_held_out(1)}"
     try:
-        jobs.on_gpu(["./train", *f"--model {model} {flags} --batch 4096 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
+        jobs.on_gpu(["./train", "--device", "gpu", *f"--model {model} {flags} --batch 4096 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
     except jobs.Failed as refusal:
         found = re.search(r"the largest --batch that fits is (\d+)", str(refusal))
         if found:
