@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import argparse
 import array
+import fractions
 import json
 import os
 import re
@@ -72,10 +73,12 @@ def read_texts(paths):
 
 
 def divide(texts, part):
-    """Every nth of many texts is held out, or the end of each of few, cut at the end of a line where there is one."""
-    every = max(2, round(1 / part))
+    """A share of many texts is held out, evenly among them, or the end of each of few, cut at the end of a line where there is one."""
+    every, share = max(2, round(1 / part)), fractions.Fraction(part).limit_denominator(1000)
     if len(texts) >= every:
-        return [t for i, t in enumerate(texts) if i % every != every // 2], texts[every // 2 :: every]
+        before = [int((i + (every - 1) // 2) * share) for i in range(len(texts) + 1)]  # how many are held out of those before text i
+        held = [later > earlier for earlier, later in zip(before, before[1:])]
+        return [t for t, out in zip(texts, held) if not out], [t for t, out in zip(texts, held) if out]
     cuts = [text.rfind("\n", 0, int(len(text) * (1 - part))) + 1 or int(len(text) * (1 - part)) for text in texts]
     return [t[:cut] for t, cut in zip(texts, cuts)], [t[cut:] for t, cut in zip(texts, cuts)]
 

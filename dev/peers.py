@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -202,6 +203,11 @@ def main():
     if options.only:
         return kinds[options.only[0]](options.models[0], options.only[1], options.steps)
 
+    for model in options.models:
+        if model not in SHAPES:
+            parser.error(f"{model} is not known; there are " + ", ".join(SHAPES))
+    if not shutil.which("nvidia-smi"):
+        sys.exit("peers.py measures a GPU, and there is no nvidia-smi.")
     gpus = options.gpus.split(",")
     if len(gpus) not in (1, len(options.models)):
         sys.exit(f"--gpus wants one number, or one for each of the {len(options.models)} models.")
@@ -212,15 +218,19 @@ def main():
              "| model, tokens a step | | tokens/s | against PyTorch bf16 | ms a step (least, most) | memory, MiB |", "|---|---|---|---|---|---|"]
     rows, writing = {}, threading.Lock()
 
+    partial = options.out.with_suffix(".part.md")
+
     def tell(model, of_model):
         with writing:
             rows[model] = of_model
-            options.out.write_text("\n".join(lines + [row for name in options.models for row in rows.get(name, [])]) + "\n")
+            partial.write_text("\n".join(lines + [row for name in options.models for row in rows.get(name, [])]) + "\n")
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         for done in [pool.submit(compare, model, gpus[i % len(gpus)], options.steps, tell) for i, model in enumerate(options.models)]:
             done.result()
-    print(options.out.read_text())
+    print(partial.read_text())
+    if set(options.models) == set(SHAPES) or options.out != parser.get_default("out"):
+        partial.replace(options.out)  # the table of all models is replaced by one of all
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import typing
 
 import corpus
@@ -194,8 +195,11 @@ def few_held_out(batch):
         count = min(header[2], batch * SEQUENCE + 1)
         header[2] = count
         tokens = file.read(2 * count)
-    with open(path, "wb") as file:
-        file.write(header.tobytes() + tokens)
+    if not os.path.exists(path):  # another run may have it mapped
+        new = f"{path}.{threading.get_ident()}"
+        with open(new, "wb") as file:
+            file.write(header.tobytes() + tokens)
+        os.replace(new, path)
     return os.path.relpath(path, jobs.ROOT)
 
 
