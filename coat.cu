@@ -9,7 +9,7 @@
 // What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (stream format or
 // FP8 groups) is a Held type inside of it. Sources are to kernels what Computed is to launchers.
 //
-// Determinism: every sum has a fixed order; the only atomics are maxima (and the counters of a report).
+// Determinism: every sum has a fixed order; the only atomics are maxima (and a report's counters and sums, whose last bits may differ).
 #include "coat.cuh"
 
 #include <cuda_bf16.h>

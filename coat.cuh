@@ -23,7 +23,7 @@ void check(cudaError_t error, const char* what);
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales. A per-tensor FP8 view's `scales` points to one of these on the device (the GEMM wants scales 16-byte aligned).
 // amax is order-free: an atomicMax on the bits of |x|, in which infinity and then NaN come last. Zero the slots (cudaMemsetAsync) before
-// their amax is taken; quantize() writes the scale that it used, reference.h's scale_of(amax).
+// their amax is taken; quantize() writes the just-in-time scale that it used, reference.h's scale_of(amax).
 
 struct alignas(16) TensorScale {
     float scale, amax, unused[2];

@@ -265,7 +265,7 @@ inline const std::vector<ModelConfig>& models() {
     return table;
 }
 
-inline constexpr int64_t MAX_VOCABULARY = 1 << 24;
+inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of logits in FP32 has room in what is lent to a GPU's products
 
 // Shapes that cannot work, told before anything is allocated.
 inline void validate(const ModelConfig& c) {
@@ -274,9 +274,9 @@ inline void validate(const ModelConfig& c) {
     };
     need(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
          "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    need(c.L < 100000 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 16 && c.NKV <= 1 << 16 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 24,
-         "a size is larger than this program supports (99,999 layers, hidden size 2^14, heads 2^16, feed-forward 2^20, vocabulary and positions "
-         "2^24)");
+    need(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
+         "a size is larger than this program supports (2^12 layers, hidden size 2^14, heads 2^15, feed-forward 2^20, vocabulary 2^22, positions "
+         "2^21)");
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs want 16; and no group lies in two tensors that share a row
     need(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
                                                  " must be multiples of " + std::to_string(side));

@@ -25,13 +25,14 @@ enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 class Gemms {
 public:
     static constexpr size_t SCRATCH = 32 << 20;  // what cuBLAS asks for on Hopper
-    // scratch: SCRATCH bytes of device memory, for this object alone. fast_accumulation: by kind, as in Recipe.
+    // scratch: SCRATCH bytes of device memory; between products others may use it. fast_accumulation: by kind, as in Recipe.
     Gemms(void* scratch, const bool (&fast_accumulation)[3]);
     ~Gemms();
     Gemms(const Gemms&) = delete;
     Gemms& operator=(const Gemms&) = delete;
 
-    // out: F32 or BF16; accumulate adds to it. bias (out) in out's format, or null; for Fprop.
+    // a, b: (x, w), (g, w) or (g, x), by kind. out: F32 or BF16; accumulate adds to it. Shapes or formats that do not fit: Error.
+    // bias (out) in out's format, or null; for Fprop.
     void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s);
 
     // While this is on, the first product of each shape that does not accumulate times the candidates on its own operands. Only those count

@@ -94,10 +94,10 @@ void validate(const Setup& s) {
     if (s.T > s.config.max_T)
         throw Error("--seq " + std::to_string(s.T) + " is longer than the " + std::to_string(s.config.max_T) + " positions of " +
                     s.config.name + "; use at most --seq " + std::to_string(s.config.max_T) + ".");
-    // Kernels count the elements of one micro-batch's widest matrix, and that of the logits, in 64 bits, but its rows in 32.
-    if (s.B > INT32_MAX / s.T)
-        throw Error("--batch " + std::to_string(s.B) + " times --seq " + std::to_string(s.T) +
-                    " is more than 2^31 tokens; use a smaller --batch and more --accumulate.");
+    // A GPU has 65,535 blocks in the second and third direction of a grid: of sequences, and of tiles of 128 tokens.
+    if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
+        throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) + " is more than " + std::to_string(MAX_SEQUENCES) +
+                    " sequences or " + std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
     const std::string recipe = s.recipe.name;
     const std::string in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
     if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
@@ -524,6 +524,9 @@ std::string why_not(const OptimizerFormat& o) {
         if (format == Format::F16 && !whole)
             return std::string(flag) + info(format).name +
                    " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
+        if (!whole && is_fp8(format) && !o.expand && !o.keep_positive)
+            return "--optimizer " + std::string(o.name) +
+                   " lets least numbers in groups of 128 become zero, which the CPU reference alone does; use --device cpu.";
         if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
             return "--optimizer " + std::string(o.name) +
                    " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
@@ -537,9 +540,9 @@ std::string why_not(const Recipe& r, int capability) {
             return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
                    ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
     for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == Q_GROUP))
-            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " for backward, which the CPU reference alone does; keep " + Q_GROUP.text() +
-                   ", or use --device cpu.";
+        if (q.fp8() && !(q == Q_GROUP && r.stream == Format::BF16))
+            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " beside " + info(r.stream).name +
+                   " for backward, which the CPU reference alone does; keep " + Q_GROUP.text() + " beside bf16, or use --device cpu.";
     return "";
 }
 

@@ -66,7 +66,7 @@ Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moment
 // has 0 bytes. N here: gpu_tokens(); Q, QKV, U: columns of attention's output, of q, k and v, and of what the up product makes (ModelConfig).
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch,         // cuBLASLt's workspace
+    GemmScratch,         // cuBLASLt's workspace, and between products room for what becomes FP32
     NormPartials,        // (2 x 4 a multiprocessor, C) partial sums of gains' and biases' gradients, FP32
     Tokens,              // (N)
     Targets,             // (N)
@@ -104,6 +104,7 @@ enum class Work : uint8_t {
 struct Place {
     int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
 };
+inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 // What CUDA, cuBLASLt and the loaded kernels take beside it: measured on an H200 with CUDA 13.0; it depends on the driver and the GPU.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;

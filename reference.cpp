@@ -1163,7 +1163,7 @@ public:
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         check(tokens, n);
-        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; what follows n is not seen
+        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; attention does not see what follows n
         std::vector<int32_t> context(padded, tokens[n - 1]);
         std::copy(tokens, tokens + n, context.begin());
         const auto x = network_.forward(context.data(), 1, padded);

@@ -623,7 +623,7 @@ GPU_TEST_CASE("the memory plan is what the driver reports, within 2%") {
 }
 
 GPU_TEST_CASE("too little memory is told before any step, with the largest batch that fits") {
-    Setup setup = tiny_setup(find_row(models(), "llama-2-7b", "--model"), "coat", "coat", 1 << 16, 2048);
+    Setup setup = tiny_setup(find_row(models(), "llama-2-7b", "--model"), "coat", "coat", 1 << 11, 2048);
     setup.config.V = 32000;
     std::string message;
     try {

@@ -196,11 +196,12 @@ TEST_CASE("program: shapes and sizes that cannot work are refused before anythin
     fs::create_directory(folder.path / "empty");
     check_refused(folder, "--device cpu --data text --model empty", "config.json");
     check_refused(folder, "--device cpu --data text --seq 512", "--seq");  // llama-tiny has 256 positions
-    check_refused(folder, "--plan --model llama-3-8b --batch 1048576 --seq 8192", "--batch");
+    check_refused(folder, "--plan --model llama-3-8b --batch 4096 --seq 8192", "--batch");
+    check_refused(folder, "--plan --batch 65536 --seq 16", "--batch");
     check_refused(folder, "--plan --recipe fp32 --attention groups", "--attention groups");
     check_refused(folder, "--plan --recipe fp32 --master none", "--master none");
     check_refused(folder, "--plan --gradients none --accumulate 2", "--accumulate 1");
-    check_refused(folder, "--device cpu --data text --model llama-30b --batch 100000 --seq 2048", "memory");
+    check_refused(folder, "--device cpu --data text --model llama-30b --batch 4000 --seq 2048", "memory");
     check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'", "--prompt");
     check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
 }
@@ -631,6 +632,9 @@ TEST_CASE("plan: moments that no kernel holds are refused for the GPU, with the 
     }
     whole.expand = true;
     CHECK(why_not(whole).find("--optimizer fp8lm expands") == 0);
+    OptimizerFormat flushing = find_row(optimizers(), "fp8", "");
+    flushing.keep_positive = false;
+    CHECK(why_not(flushing).find("--optimizer fp8 lets least numbers") == 0);
 }
 
 TEST_CASE("plan: scales that a GPU's products do not know are refused there, with the cure; Hopper's know all, and one without FP8 products wants none") {
@@ -642,7 +646,11 @@ TEST_CASE("plan: scales that a GPU's products do not know are refused there, wit
     }
     Recipe squares = find_row(recipes(), "coat", "");
     squares.nonlinear = {Format::E4M3, {4, 4}};
-    CHECK(why_not(squares, 90) == "--recipe coat keeps e4m3 4x4 for backward, which the CPU reference alone does; keep e4m3 1x16, or use --device cpu.");
+    CHECK(why_not(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
+                                    "--device cpu.");
+    Recipe groups = find_row(recipes(), "fp32", "");
+    groups.nonlinear = Q_GROUP;
+    CHECK(why_not(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
     CHECK(why_not(find_row(recipes(), "rowwise", ""), 89) ==
           "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
 }

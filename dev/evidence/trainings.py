@@ -220,13 +220,13 @@ def largest_batch(model, flags, gpu, left):
     """./train refuses a batch that is too large and says which is not; it does so before it allocates anything."""
     data = f"{TEXT}/train.bin,{few_held_out(1)}"
     try:
-        jobs.on_gpu(["./train", "--device", "gpu", *f"--model {model} {flags} --batch 4096 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
+        jobs.on_gpu(["./train", "--device", "gpu", *f"--model {model} {flags} --batch 2048 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
     except jobs.Failed as refusal:
         found = re.search(r"the largest --batch that fits is (\d+)", str(refusal))
         if found:
             return int(found.group(1))
         raise
-    raise jobs.Failed("a batch of 4096 fits, so that the largest is not known")
+    raise jobs.Failed("a batch of 2048 fits, so that the largest is not known")
 
 
 def model_runs(model, common):
