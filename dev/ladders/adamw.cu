@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t G = MOMENT_GROUP;
 constexpr float FMAX = 448.0f, RANGE = 17.807355f;  // of E4M3, and log2(FMAX / FMIN)
-constexpr AdamW SETTINGS{10, 1e-2f};
+const AdamW SETTINGS{10, 1e-2f};
 
 struct Moment {
     uint8_t* codes;
