@@ -289,9 +289,11 @@ OptimizerFormat choose_optimizer(Flags& flags, const Recipe& recipe) {
 
 // The recipe's own accumulation into the flag, or the flag's into the recipe.
 void choose_accumulation(Flags& flags, Recipe& recipe) {
-    for (const Accumulation& row : accumulations())
-        if (flags.text("accumulation").empty() && std::equal(row.fast, row.fast + 3, recipe.fast_accumulation)) flags.set("accumulation", row.name);
-    if (flags.text("accumulation").empty()) return;  // the recipe's own choice has no name
+    if (flags.text("accumulation").empty()) {  // and stays so where no row has the recipe's choice
+        for (const Accumulation& row : accumulations())
+            if (std::equal(row.fast, row.fast + 3, recipe.fast_accumulation)) flags.set("accumulation", row.name);
+        return;
+    }
     const Accumulation& chosen = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
     std::copy(chosen.fast, chosen.fast + 3, recipe.fast_accumulation);
 }

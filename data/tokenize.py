@@ -26,7 +26,7 @@ import re
 
 MAGICS = {"H": (20240520, 1), "I": (20240801, 1)}  # by array's type codes: magic and version
 MOST_TOKENS = 2**31 - 1  # the header's count is an int32
-MOST_PIECES = 2**24  # a vocabulary that ./train can hold (coat.h)
+MOST_PIECES = 2**22  # a vocabulary that ./train can hold (coat.h, MAX_VOCABULARY)
 TABLE_VERSION = 1
 CHUNK = 1 << 20  # characters that are tokenized at once: long texts cost a tokenizer much memory
 

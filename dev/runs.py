@@ -111,6 +111,11 @@ def read(log):
     return steps, steps[1:] or steps, [line for line in lines if line["kind"] == "validation"]
 
 
+def placed(flags, gpu):
+    """The flags, as words, of a run on a GPU: where there is none it ends, and does not take the CPU."""
+    return flags.split() + ([] if gpu is None or "--device" in flags.split() else ["--device", "gpu"])
+
+
 def log_of(group, name):
     return os.path.join(RESULTS, f"{group}-{name.replace(', ', '-').replace(' ', '-')}.jsonl")
 
@@ -122,8 +127,7 @@ def train(group, name, flags, gpu):
     environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    place = [] if gpu is None or "--device" in flags.split() else ["--device", "gpu"]  # never the CPU in its stead
-    command = ["./train", "--out", "", "--log", new] + place + flags.split()
+    command = ["./train", "--out", "", "--log", new] + placed(flags, gpu)
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(ROOT, new))
     with MemoryWatch(gpu) as memory:
@@ -169,14 +173,14 @@ def draw(group):
         svg.write(drawing.stdout)
 
 
-def chosen(name, only):
-    """Whether --only, a name or parts of names by commas, means this run."""
-    whole = {run for _, _, runs in GROUPS.values() for run, _ in runs}
-    parts = [part.strip() for part in only.split(",") if part.strip()]
-    return name == only if only in whole else not parts or any(part in name for part in parts)
+def chosen(only, names):
+    """The runs that --only means, a run's name or parts of names by commas; and those parts that are in no name."""
+    parts = [only] if only in names else [part.strip() for part in only.split(",") if part.strip()]
+    found = {name for name in names if not parts or (name == only if only in names else any(part in name for part in parts))}
+    return found, [part for part in parts if not any(part in name for name in names)]
 
 
-def run_group(group, gpus, only):
+def run_group(group, gpus, wanted):
     shared, _, runs = GROUPS[group]
     free = queue.Queue()
     for gpu in gpus:
@@ -200,7 +204,7 @@ def run_group(group, gpus, only):
 
     chains = {}  # runs that follow each other on one card: where speeds are compared, those of one model, which is the name's first word
     for run in runs:
-        if chosen(run[0], only):
+        if run[0] in wanted:
             chains.setdefault(run[0].split()[0] if group == "speed" else run[0], []).append(run)
     chains = sorted(chains.values(), key=len, reverse=True)
 
@@ -234,9 +238,10 @@ def main():
     parser.add_argument("--only", default="", help="parts of runs' names, by commas")
     arguments = parser.parse_args()
     names = list(dict.fromkeys(name for group in arguments.groups for name, _ in GROUPS[group][2]))
-    if not any(chosen(name, arguments.only) for name in names):
-        parser.error(f"--only {arguments.only} is in no run's name: there are " + "; ".join(names))
-    commit()
+    wanted, unknown = chosen(arguments.only, names)
+    if unknown:
+        parser.error(f"--only {','.join(unknown)} is in no run's name: there are " + "; ".join(names))
+    commit()  # before anything is built
     if subprocess.run(["make", "train"], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
         sys.exit("make train failed; what it says is above.")
     os.makedirs(RESULTS, exist_ok=True)
@@ -245,7 +250,7 @@ def main():
     for group in arguments.groups:
         if TEXT in GROUPS[group][0]:
             make_text()
-        good &= run_group(group, arguments.gpus.split(","), arguments.only)
+        good &= run_group(group, arguments.gpus.split(","), wanted)
     sys.exit(0 if good else 1)
 
 

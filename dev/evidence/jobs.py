@@ -192,8 +192,7 @@ def logged(name, flags, gpu, seconds, program, until=None):
         with open(log, encoding="utf-8") as file:
             whole = [json.loads(line) for line in file if line.endswith("\n")]
         return sum(line["kind"] == "step" for line in whole) >= until
-    place = [] if gpu is None or "--device" in flags.split() else ["--device", "gpu"]  # never the CPU in its stead
-    on_gpu([program, *flags.split(), *place, *out, "--log", log], gpu, seconds, enough)
+    on_gpu([program, *runs.placed(flags, gpu), *out, "--log", log], gpu, seconds, enough)
     steps, timed, validations = runs.read(log)
     last = until or len(steps)
     return steps[:last], timed[:last - 1] or steps, [line for line in validations if line["step"] <= last]

@@ -249,11 +249,11 @@ def last_losses(panel, rows, colors):
 
 def gaps(rows, colors, left, top, width, steps, title, note, dashed=None):
     """A panel of runs' training losses less that of bf16, from one step to another; `dashed`: a value to hold them against."""
-    (first, last), base, length = steps, rows["bf16"]["train"], len(rows["bf16"]["train"]) // 40
+    (first, last), base, length = steps, rows["bf16"]["train"], max(1, len(rows["bf16"]["train"]) // 40)
     lines = {}
     for name in colors:
         pairs = list(zip(rows[name]["train"], base))[:last] if name in rows else []
-        points = means([None if None in pair else pair[0] - pair[1] for pair in pairs], max(1, length))
+        points = means([None if None in pair else pair[0] - pair[1] for pair in pairs], length)
         lines[name] = [(step * TOKENS, gap) for step, gap in points if step >= first]
     lines = {name: points for name, points in lines.items() if points}
     values = [gap for points in lines.values() for _, gap in points] + [0, dashed or 0]

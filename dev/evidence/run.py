@@ -20,8 +20,8 @@ command does next. With --only, parts of `convergence`:
 
 dev/results gets evidence-PART[-TRAINING].json, in which the commands and the commit stand, and a figure of that name; the folder $OUT gets the former
 too, as soon as there is something new. A run of `convergence` whose row is in the results is not run again, unless its checkpoint is wanted and is not
-in build/evidence; nor is the small model's. Only Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless COAT_TEXT names a folder where it lies
-packed).
+in build/evidence; nor is the small model's. Only Python's standard library is needed (and `tokenizers` to make the text of the GPT-2 runs, unless
+COAT_TEXT names a folder where it lies packed).
 """
 import argparse
 import json
@@ -158,6 +158,7 @@ def main():
         parser.error("--only chooses among the runs of convergence")
     if unknown:
         parser.error(f"--only {','.join(sorted(unknown))}: there are " + ", ".join(run.name for run in trainings.RUNS))
+    runs.commit()  # before anything is built
     targets = list(dict.fromkeys(target for part in options.parts for target in PROGRAMS[part]))
     if targets:
         jobs.say("building " + " ".join(targets))

@@ -291,7 +291,8 @@ def convergence(results):
                       f"{losses(row) - losses(base):+.4f}" if base and base is not row else "",
                       f"{read:.4f}" if read else "not run yet",
                       f"{apart[0]:+.4f} ({apart[1]:.4f})" if apart else "", f"{published:+.3f}" if published else "",
-                      f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,}" if row["mib"] else "", row["commit"]])
+                      f"{reached:.0f}" if reached else "not reached", f"{row['tokens_per_second']:,.0f}", f"{row['mib']:,}" if row["mib"] else "",
+                      row["commit"]])
     head = ["run", "flags", "validation loss", "less the mean of `bf16`", "less `bf16`, same seed", "its weights read in BF16",
             "training loss less that of `bf16`, same seed, mean of the last tenth (its standard error)", "paper, 22 billion tokens",
             f"seconds to a validation loss of {target:.3f}" if target else "seconds", "tokens/s", "most memory in use, MiB", "commit"]
@@ -314,7 +315,8 @@ def finetune(results):
     lines = [f"{text['text']}: {text['files']:,} files of {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million tokens of the same "
              f"vocabulary. `./train --model CHECKPOINT --recipe RECIPE {result['shared']}`.", ""]
     lines += origin(result, "finetune")
-    rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}", f"{statistics.mean(loss for loss in row['train'][-40:] if loss is not None):.4f}"]
+    rows = [[name, f"{row['validation'][0][1]:.4f}", f"{row['validation'][-1][1]:.4f}",
+             f"{statistics.mean(loss for loss in row['train'][-40:] if loss is not None):.4f}"]
             for name, row in result["rows"].items()]
     return lines + table(["trained in, then fine-tuned in", "validation loss before", "after", "training loss, mean of the last 40 steps"], rows)
 

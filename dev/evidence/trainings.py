@@ -190,12 +190,12 @@ STEPS_AT_COMMON, STEPS_AT_LARGEST = 9, 5  # the largest batches take seconds a s
 def few_held_out(batch):
     """A file with one batch of held-out tokens, since validation is not what is measured."""
     path = os.path.join(jobs.ROOT, TEXT, f"val-{batch}.bin")
-    with open(os.path.join(jobs.ROOT, TEXT, "val.bin"), "rb") as file:
-        header = array.array("i", file.read(corpus.HEADER))
-        count = min(header[2], batch * SEQUENCE + 1)
-        header[2] = count
-        tokens = file.read(2 * count)
     if not os.path.exists(path):  # another run may have it mapped
+        with open(os.path.join(jobs.ROOT, TEXT, "val.bin"), "rb") as file:
+            header = array.array("i", file.read(corpus.HEADER))
+            count = min(header[2], batch * SEQUENCE + 1)
+            header[2] = count
+            tokens = file.read(2 * count)
         new = f"{path}.{threading.get_ident()}"
         with open(new, "wb") as file:
             file.write(header.tobytes() + tokens)
@@ -220,7 +220,7 @@ def largest_batch(model, flags, gpu, left):
     """./train refuses a batch that is too large and says which is not; it does so before it allocates anything."""
     data = f"{TEXT}/train.bin,{few_held_out(1)}"
     try:
-        jobs.on_gpu(["./train", "--device", "gpu", *f"--model {model} {flags} --batch 2048 --data {data} {SHORT}".split(), "--out", ""], gpu, left())
+        jobs.on_gpu(["./train", *runs.placed(f"--model {model} {flags} --batch 2048 --data {data} {SHORT}", gpu), "--out", ""], gpu, left())
     except jobs.Failed as refusal:
         found = re.search(r"the largest --batch that fits is (\d+)", str(refusal))
         if found:
