@@ -22,9 +22,7 @@ using bf16 = __nv_bfloat16;
 constexpr float LOG2E = 1.44269504f;
 constexpr int WARP = 32;
 
-void check(cudaError_t e, const char* what) {
-    if (e != cudaSuccess) throw Error(std::string("CUDA failed in ") + what + ": " + cudaGetErrorString(e) + ".");
-}
+using sm90::check;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where things lie
@@ -628,9 +626,14 @@ AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(s.format == Format::F32 || s.format == Format::BF16))
         throw Error("Attention on the GPU needs fp32 or bf16, a head size that is a multiple of 8 up to 256, and query heads that are a "
                     "multiple of key/value heads; change the model's config.");
-    if (wanted != AttentionKernel::Best) return wanted;
-    if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
-    return is_hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
+    const bool fits = tensor_cores_fit(s);
+    if (wanted == AttentionKernel::Best)
+        return !fits ? AttentionKernel::Simple : is_hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
+    if (wanted != AttentionKernel::Simple && !fits)
+        throw Error("Attention on tensor cores needs bf16 and a head size of 64 or 128; ask for AttentionKernel::Best.");
+    if (wanted == AttentionKernel::Hopper && !is_hopper())
+        throw Error("Attention with wgmma needs a Hopper GPU; ask for AttentionKernel::Best.");
+    return wanted;
 }
 
 size_t delta_bytes(const AttentionShape& s) { return round_up(s.B * s.NH * s.T * int64_t(sizeof(float)), 256); }

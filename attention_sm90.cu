@@ -35,10 +35,6 @@ constexpr int PANEL = 64;              // elements of a 128-byte row: what TMA's
 constexpr int BOX = 64;                // rows that one TMA instruction moves
 constexpr int BOX_BYTES = BOX * PANEL * 2;
 
-void check(cudaError_t e, const char* what) {
-    if (e != cudaSuccess) throw Error(std::string("CUDA failed in ") + what + ": " + cudaGetErrorString(e) + ".");
-}
-
 struct Dims {
     int B, T, NH, NKV;
     float scale;  // 1 / sqrt(HS)
@@ -506,6 +502,7 @@ struct Scratch {
     float* stats;  // (2, QUERIES): log-sum-exp / ln 2 (infinity beyond T, which makes p zero), delta
     float* dq;     // (QUERIES, HS), blocks of eight columns exclusive-ored with the row's last two bits: see store_dq
     int* added;    // how many blocks have added their part of dq
+    int* next;     // one for all: the number of the next block to start
     int tiles;
 };
 
@@ -513,8 +510,8 @@ struct Scratch {
 struct Block {
     int n, b, kv, first, tiles;  // tile of keys, sequence, key/value head; first tile of queries, and their number
     template <class F>
-    __device__ static Block make(const Dims& d, int tiles) {
-        const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = blockIdx.x / key_tiles, n = key_tiles - 1 - blockIdx.x % key_tiles;
+    __device__ static Block make(const Dims& d, int tiles, int number) {
+        const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = number / key_tiles, n = key_tiles - 1 - number % key_tiles;
         return {n, head / d.NKV, head % d.NKV, n * F::KEYS / F::QUERIES, tiles};
     }
 };
@@ -551,7 +548,7 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
 
 // dq of a tile of queries is a sum over blocks of keys. It is added up in global memory, in FP32 and in a fixed order, so the bits are always
 // the same: first the keys on the diagonal, then those before them, down to the first. Nobody waits long, because a block starts on its own
-// diagonal, one step behind the block of the next keys, which was launched before it (and so is running: no deadlock).
+// diagonal, one step behind the block of the next keys. That block has a lower number and so has started already: see backward_kernel.
 template <class F>
 __device__ void dq_writer(const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Block& block, const Scratch& scratch) {
     int step = 0;
@@ -716,7 +713,8 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
     bulk_wait_read();
 }
 
-// A block a tile of keys, the last of a head first: see dq_writer.
+// A block owns a tile of keys, the last of a head first: see dq_writer. Blocks take their numbers from a counter as they start, since CUDA may
+// start them in any order. So whoever a block waits for has started before it, and there is no deadlock.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout, const __grid_constant__ CUtensorMap dqkv,
@@ -725,9 +723,13 @@ __global__ void __launch_bounds__(F::THREADS, 1)
     extern __shared__ uint8_t raw[];
     const uint32_t shared = (shared_address(raw) + 1023) & ~1023u;
     const BackwardBarriers<F> barriers{shared + F::BARRIERS};
-    const Block block = Block::make<F>(d, scratch.tiles);
-    if (threadIdx.x == 0) barriers.init();
+    __shared__ int number;
+    if (threadIdx.x == 0) {
+        number = atomicAdd(scratch.next, 1);
+        barriers.init();
+    }
     __syncthreads();
+    const Block block = Block::make<F>(d, scratch.tiles, number);
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
         give_registers<24>();
         const int thread = threadIdx.x - F::CONSUMERS * WARPGROUP;
@@ -776,7 +778,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
         stats[row] = t < d.T ? lse[head * d.T + t] * LOG2E : INFINITY;
         stats[F::QUERIES + row] = delta;
     }
-    if (threadIdx.x == 0) scratch.added[tile] = 0;
+    if (threadIdx.x == 0) scratch.added[tile] = 0, *scratch.next = 0;
 }
 
 // After: dq in BF16.
@@ -847,10 +849,11 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
 
 // The parts of the workspace, one after the other.
 struct Layout {
-    int64_t stats, dq, added, end;  // bytes
+    int64_t stats, dq, added, next, end;  // bytes
     Layout(const AttentionShape& s, int queries) {
         const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries);
-        stats = 0, dq = stats + tiles * 2 * queries * 4, added = dq + tiles * queries * s.HS * 4, end = round_up(added + tiles * 4, 256);
+        stats = 0, dq = stats + tiles * 2 * queries * 4, added = dq + tiles * queries * s.HS * 4;
+        next = added + tiles * 4, end = round_up(next + 4, 256);
     }
 };
 
@@ -860,7 +863,8 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     const Layout layout(s, F::QUERIES);
     uint8_t* bytes = static_cast<uint8_t*>(workspace);
     const Scratch scratch{reinterpret_cast<float*>(bytes + layout.stats), reinterpret_cast<float*>(bytes + layout.dq),
-                          reinterpret_cast<int*>(bytes + layout.added), int(ceil_div(s.T, F::QUERIES))};
+                          reinterpret_cast<int*>(bytes + layout.added), reinterpret_cast<int*>(bytes + layout.next),
+                          int(ceil_div(s.T, F::QUERIES))};
     const dim3 tiles(static_cast<unsigned>(s.NH), static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(s.B));
     const unsigned blocks = static_cast<unsigned>(s.B * s.NKV * ceil_div(s.T, F::KEYS));
     launch(prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<const uint4*>(out),

@@ -5,6 +5,13 @@
 
 namespace coat::sm90 {
 
+// For attention.cu too. Clears the error, which the next launch would report as its own.
+inline void check(cudaError_t e, const char* what) {
+    if (e == cudaSuccess) return;
+    cudaGetLastError();
+    throw Error(std::string("CUDA failed in ") + what + ": " + cudaGetErrorString(e) + ".");
+}
+
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream);
 void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
                         void* workspace, cudaStream_t stream);

@@ -278,12 +278,12 @@ struct WorkRow {
     int64_t bytes;
 };
 
-// What attention's backward needs on any GPU (attention.cu): FP32 sums of dq and statistics by tiles of queries (attention_sm90.cu,
-// Layout) where the tensor cores do it, a number for each query and head elsewhere.
+// What attention's backward needs on any GPU (attention.cu): FP32 sums of dq and statistics by tiles of queries, and a counter
+// (attention_sm90.cu, Layout), where the tensor cores do it, a number for each query and head elsewhere.
 int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t T) {
     const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64, tiles = B * c.NH * ceil_div(T, tile);
     const bool tensor_cores = stream == Format::BF16 && (c.HS() == 64 || c.HS() == 128);
-    return tensor_cores ? std::max(simple, round_up(tiles * (2 * tile + tile * c.HS() + 1) * 4, GPU_ALIGNMENT)) : simple;
+    return tensor_cores ? std::max(simple, round_up((tiles * (2 * tile + tile * c.HS() + 1) + 1) * 4, GPU_ALIGNMENT)) : simple;
 }
 
 std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
