@@ -35,19 +35,20 @@ public:
     // bias (out) in out's format, or null; for Fprop.
     void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s);
 
-    // While this is on, the first product of each shape that does not accumulate times the candidates on its own operands. Only those count
-    // whose result has the same bits as the first candidate's, so that the clock decides on speed and on nothing else.
+    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's algorithms on its own operands. Only those
+    // count whose output has the same bits as the first one's, so that the clock decides on speed and on nothing else. An output that has
+    // many zeros cannot tell algorithms apart: then the next GEMM of this shape tries again.
     void tune(bool on) { tuning_ = on; }
+    int64_t tuned() const;  // shapes whose algorithm was chosen by the clock
 
 private:
     struct Problem;
     struct Call;
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;  // formats of a, b, out; scale modes of a, b
 
-    Problem& problem(const Key& key, const Call& call);
     cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
-    void choose(Problem& p, const Call& call);
-    uint64_t hash(const View& out, cudaStream_t s) const;
+    Problem& launch_first(const Key& key, const Call& call);
+    void choose_fastest(Problem& p, const Call& call);
 
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
