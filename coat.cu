@@ -20,7 +20,9 @@
 namespace coat::gpu {
 
 void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // clears it: else the next launch would report it as its own
+    throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
 }
 
 namespace {
@@ -493,10 +495,10 @@ struct ActivationBackwardSource {
                 const float s = sigmoid(x), silu = __fmul_rn(x, s);
                 v[0][j] = __fmul_rn(__fmul_rn(d[j], second[j]), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
                 v[PLANES - 1][j] = __fmul_rn(d[j], silu);
-            } else {  // gelu' = s + x s (1 - s) 2z'
-                const float s = gelu_sigmoid(x), slope = __fmaf_rn(3 * GELU_2AB, __fmul_rn(x, x), GELU_2A);
-                const float bend = __fmul_rn(__fmul_rn(x, __fsub_rn(1.0f, s)), slope);
-                v[0][j] = __fmul_rn(d[j], __fmul_rn(s, __fadd_rn(1.0f, bend)));
+            } else {  // gelu' = s + x s (1 - s) 2z'. From |x| = 11 on, s or 1 - s is zero: the slope may be anything finite
+                const float s = gelu_sigmoid(x), slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(x, x), 128.0f), GELU_2A);
+                const float bend = __fmul_rn(__fmul_rn(x, s), __fsub_rn(1.0f, s));
+                v[0][j] = __fmul_rn(d[j], __fmaf_rn(bend, slope, s));
             }
         }
     }
@@ -1437,19 +1439,22 @@ void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorSca
     CHECK_LAUNCH("residual row");
 }
 
-// A thread's own columns of a parameter gradient, over the rows that its block has seen: halves of chunks apart, so that
-// neighbouring threads meet different banks.
+// A thread's own columns of a parameter gradient, over the rows that its block has seen. In shared memory the halves of chunks lie apart, so that
+// neighbouring threads meet different banks; in global memory they lie as they are wanted.
+template <bool SHARED>
 struct ColumnSums {
-    float4 *lo, *hi;
-    __device__ ColumnSums(float* sums, int64_t C) : lo(reinterpret_cast<float4*>(sums)), hi(lo + C / CHUNK) {}
-    __device__ void zero(int64_t col) const { lo[col / CHUNK] = hi[col / CHUNK] = float4{}; }
+    float4* sums;
+    int64_t apart;  // from the first half of a chunk to the second
+    __device__ ColumnSums(float* sums, int64_t C) : sums(reinterpret_cast<float4*>(sums)), apart(SHARED ? C / CHUNK : 1) {}
+    __device__ float4* at(int64_t col) const { return sums + col / CHUNK * (SHARED ? 1 : 2); }
+    __device__ void zero(int64_t col) const { at(col)[0] = at(col)[apart] = float4{}; }
     __device__ void add(int64_t col, const Values& v) const {
-        float4 &a = lo[col / CHUNK], &b = hi[col / CHUNK];
+        float4 &a = at(col)[0], &b = at(col)[apart];
         a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
         b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
     }
     __device__ void read(int64_t col, Values& v) const {
-        const float4 a = lo[col / CHUNK], b = hi[col / CHUNK];
+        const float4 a = at(col)[0], b = at(col)[apart];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
 };
@@ -1459,7 +1464,7 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
     for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C; col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
         for (int team = 0; team < blockDim.y; team++) {
-            ColumnSums(const_cast<float*>(sums) + team * C, C).read(col, one);
+            ColumnSums<true>(const_cast<float*>(sums) + team * C, C).read(col, one);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
@@ -1469,8 +1474,8 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
 
 // xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
 // its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then
-// through partials.
-template <class Held, bool RMS>
+// through partials. Where shared memory is too small, a block is one team, and it adds to its row of the partials.
+template <class Held, bool RMS, bool SHARED>
 __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
                                                                        Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
                                                                        int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
@@ -1478,7 +1483,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
     using T = typename Held::Stream;
     constexpr bool EARLY = sizeof(T) < 4;  // FP32 rows leave no registers for g
     extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
-    const ColumnSums dgain(sums + threadIdx.y * C, C), dbias(sums + (blockDim.y + threadIdx.y) * C, C);
+    const ColumnSums<SHARED> dgain(SHARED ? sums + threadIdx.y * C : partials + blockIdx.x * C, C);
+    const ColumnSums<SHARED> dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * C : partials + (gridDim.x + blockIdx.x) * C, C);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= C) continue;
@@ -1551,12 +1557,15 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
         }
     }
     if (slot) raise_by_warp(&slot->amax, magnitude(top));
+    if (!SHARED) return;
     __syncthreads();
     write_partials(sums, C, {partials});
     if (!RMS) write_partials(sums + blockDim.y * C, C, {partials + gridDim.x * C});
 }
 
 constexpr int NORM_BLOCKS_PER_SM = 4;
+// Of the 99 KiB that a block has on every GPU with BF16; the rest is for sums over a row. Some have more, but all shall take the same path.
+constexpr size_t NORM_SHARED = 98 << 10;
 int device_attribute(cudaDeviceAttr which) {
     int device = 0, n = 0;
     check(cudaGetDevice(&device), "Asking for the GPU failed");
@@ -1579,8 +1588,8 @@ void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, 
     const int64_t rows = n.in.rows, C = n.in.cols;
     const dim3 block = row_block(C);
     const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
-    const size_t shared = (RMS ? 1 : 2) * block.y * C * sizeof(float);
-    auto kernel = norm_backward_kernel<Held, RMS>;
+    const size_t sums = (RMS ? 1 : 2) * block.y * C * sizeof(float), shared = sums <= NORM_SHARED ? sums : 0;
+    const auto kernel = shared ? norm_backward_kernel<Held, RMS, true> : norm_backward_kernel<Held, RMS, RMS>;  // RMSNorm's always fit
     if (shared > 40 << 10)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
     kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
@@ -1997,11 +2006,12 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
                                                                            GradientState* state) {
     const double squares = block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]);
     if (threadIdx.x != 0) return;
-    const bool finite = isfinite(squares) && (!loss || isfinite(*loss));
     state->squares += squares;
     state->norm = sqrt(state->squares);
     const double norm = state->norm * clip.growth;
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
+    // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can represent: FP32 ends at 2^128. NaN fails too.
+    const bool finite = sqrt(squares) * state->scale < 0x1p62 && (!loss || isfinite(*loss));
     state->skip = !finite;
     state->skipped |= !finite;
 }

@@ -282,6 +282,7 @@ inline void validate(const ModelConfig& c) {
                                                  " must be multiples of " + std::to_string(side));
     need(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     need(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
+    need(c.q_cols() <= 1 << 20, "heads x head size is " + std::to_string(c.q_cols()) + ", and this program supports at most 2^20");
     need(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of " + std::to_string(side));
     need(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
     const double a_layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F), around = 2.0 * c.C * (double(c.V) + c.max_T);
@@ -564,7 +565,8 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    bool skipped;      // the loss, a gradient or what went to FP8 was not finite: nothing was changed (where no gradients are kept: in that unit)
+    bool skipped;      // the loss, a gradient or what went to FP8 was not finite, or the gradient's norm, clipped, was 2^62 or more: nothing was
+                       // changed (where no gradients are kept: in that unit)
     std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
 };
 // From those norms, by unit.

@@ -74,15 +74,30 @@ public:
 private:
     cudaGraphExec_t graph_ = nullptr;
 
+    struct Capture {  // ends with its scope, also where an exception leaves it
+        const cudaStream_t stream;
+        bool open = true;
+        cudaGraph_t graph = nullptr;
+
+        explicit Capture(cudaStream_t s) : stream(s) {
+            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
+        }
+        ~Capture() {
+            if (open) cudaStreamEndCapture(stream, &graph), cudaGetLastError();  // an exception is on its way already
+            if (graph) cudaGraphDestroy(graph);
+        }
+        void end() {
+            open = false;
+            check(cudaStreamEndCapture(stream, &graph), "Recording a CUDA graph failed");
+        }
+    };
+
     template <class Work>
     void record(cudaStream_t s, Work work) {
-        cudaGraph_t graph = nullptr;
-        check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
+        Capture capture(s);
         work();
-        check(cudaStreamEndCapture(s, &graph), "Recording a CUDA graph failed");
-        const cudaError_t error = cudaGraphInstantiate(&graph_, graph, 0);
-        cudaGraphDestroy(graph);
-        check(error, "Making a CUDA graph failed");
+        capture.end();
+        check(cudaGraphInstantiate(&graph_, capture.graph, 0), "Making a CUDA graph failed");
     }
 };
 
@@ -855,6 +870,7 @@ public:
         clear_outcome();
         network_.begin_delayed_step();
         network_.prepare();
+        const Hooks hooks{network_};
         if (!setup_.keep_gradients)
             network_.unit_done = [&](int64_t unit) {
                 check_loss();
@@ -865,7 +881,6 @@ public:
             run(a, setup_.accumulate);
             if (setup_.keep_gradients) check_loss();
         }
-        network_.unit_done = nullptr;
         if (setup_.keep_gradients) state_.update(adamw, results());
         network_.end_delayed_step(results());
         network_.weights_changed();
@@ -901,11 +916,11 @@ public:
         check_and_pin(tokens, targets, setup_.B * setup_.T);
         clear(results()->stats, sizeof(results()->stats), stream_);
         clear_outcome();
+        const Hooks hooks{network_};
         network_.stats = results()->stats;
         network_.prepare();
         network_.unit_done = [&](int64_t unit) { state_.measure(state_.units[unit], results()->stats); };
         run(0, 1);
-        network_.stats = nullptr, network_.unit_done = nullptr;
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
         stream_.wait();
@@ -923,6 +938,11 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
+    struct Hooks {  // what one call asks of the network, taken back at its end, also by an exception
+        Network& network;
+        ~Hooks() { network.stats = nullptr, network.unit_done = nullptr; }
+    };
+
     const Setup setup_;
     Stream stream_;
     Arena arena_;

@@ -633,7 +633,8 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* up, const
                 dup[gate] = d * up[lift] * s * (1 + a * (1 - s));
             } else {
                 const Real a = up[n * F + f], t = tanh_of_gelu(a);
-                const Real slope = static_cast<Real>(GELU_SCALE) * (1 + 3 * static_cast<Real>(GELU_CUBE) * a * a);
+                const Real square = std::min(a * a, Real(1000));  // beyond, t is 1 or -1, and 0 x infinity would be NaN
+                const Real slope = static_cast<Real>(GELU_SCALE) * (1 + 3 * static_cast<Real>(GELU_CUBE) * square);
                 dup[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
         }
@@ -1134,8 +1135,10 @@ public:
         auto update_if_finite = [&](const Range& which, double growth) {
             const double here = squares_of(which);
             squares += here;
-            const bool good = network_.finite && std::isfinite(here);
-            if (good) update(which, adamw, std::sqrt(squares) * growth);
+            const double norm = std::sqrt(squares) * growth, scale = adamw_factors(adamw, false, norm).gradient_scale;
+            // The square of a scaled gradient is below 2^124, so a second moment of any format can represent it. NaN fails this too.
+            const bool good = network_.finite && std::sqrt(here) * scale < 0x1p62;
+            if (good) update(which, adamw, norm);
             skipped |= !good;
         };
         std::vector<double> norms;  // by unit, of its gradients and all later ones'

@@ -217,4 +217,13 @@ TEST_CASE("gpu: attention on Hopper, head sizes 64 and 128" * doctest::skip(!hop
 GPU_TEST_CASE("attention refuses head sizes that it cannot do") {
     for (int64_t HS : {4, 264})
         CHECK_THROWS_AS(attention_forward({1, 16, 2, 2, HS, Format::BF16}, nullptr, nullptr, nullptr, nullptr), Error);
+    auto refused = [](const AttentionShape& s, AttentionKernel kernel) {
+        CHECK_THROWS_AS(attention_forward(s, nullptr, nullptr, nullptr, nullptr, kernel), Error);
+        CHECK_THROWS_AS(attention_backward(s, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kernel), Error);
+    };
+    for (AttentionKernel kernel : {AttentionKernel::TensorCores, AttentionKernel::Hopper}) {  // asked for by name
+        refused({1, 16, 2, 2, 80, Format::BF16}, kernel);
+        refused({1, 16, 2, 2, 64, Format::F32}, kernel);
+    }
+    if (!hopper()) refused({1, 16, 2, 2, 64, Format::BF16}, AttentionKernel::Hopper);
 }

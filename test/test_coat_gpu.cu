@@ -661,6 +661,29 @@ GPU_TEST_CASE("activations forward and backward") {
             }
 }
 
+GPU_TEST_CASE("activations forward and backward are finite for inputs of any size") {
+    const Floats sizes = {1, 4, 9, 11, 12, 88, 90, 1e3f, 1e10f, 1e20f, 1e30f, 3e38f};
+    for (Pair p : PAIRS)
+        for (bool gated : {true, false}) {
+            const int64_t N = static_cast<int64_t>(sizes.size()) * 2, F = 16, cols = gated ? 2 * F : F;
+            Floats up(N * cols, 1.0f);  // a row for each size and sign; gates' others are 1
+            for (int64_t i = 0; i < N; i++)
+                for (int64_t j = 0; j < F; j++) up[i * cols + j] = (i % 2 ? -1 : 1) * sizes[i / 2];
+            const Tensor x(up, N, cols, p.nonlinear), dh(Floats(N * F, 1.0f), N, F, Quant{p.stream});
+            Tensor h(N, F, Q_F32), dup(N, cols, Q_F32);
+            gpu::quantize(gpu::activation(gated, x.view()), h.operand(), nullptr, 0);
+            gpu::quantize(gpu::activation_backward(gated, x.view(), dh.view()), dup.operand(), nullptr, 0);
+            const Floats in = x.values(), forward = h.values(), backward = dup.values();
+            for (int64_t i = 0; i < N; i++) {
+                CAPTURE(gated);
+                CAPTURE(in[i * cols]);
+                CHECK(std::isfinite(forward[i * F]));
+                for (int64_t j : {int64_t(0), cols - 1}) CHECK(std::isfinite(backward[i * cols + j]));
+                if (sizes[i / 2] >= 90) CHECK(backward[i * cols] == doctest::Approx(i % 2 ? 0 : 1).epsilon(1e-6));
+            }
+        }
+}
+
 GPU_TEST_CASE("what an activation reads goes to groups and leaves the activation's amax") {
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
@@ -838,7 +861,9 @@ GPU_TEST_CASE("gradient norm, clipping, and steps to skip") {
                 CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));  // chunks of 8 in FP32, the rest in double
                 CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
-                CHECK(state_of(g, f, 1.0, {0.0f}).scale == 1.0f);
+                const gpu::GradientState whole = state_of(g, f, 1.0, {0.0f});  // not clipped
+                CHECK(whole.scale == 1.0f);
+                CHECK(whole.skip == (s.norm >= 0x1p62));
                 for (double growth : {1.0, 2.5, 1e3}) {
                     const double norm = s.norm * growth;
                     CHECK(state_of(g, f, 1.0, {1.0f, growth}).scale == (norm > 1 ? static_cast<float>(1 / norm) : 1.0f));

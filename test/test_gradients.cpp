@@ -180,8 +180,7 @@ TEST_CASE("gradients: SiLU(gate) * up and GELU, by their definition and by diffe
 
 TEST_CASE("gradients: activations in FP32 stay finite for inputs of any size") {
     for (bool gated : {true, false})
-        for (float x : {-3e38f, -1e10f, -1e3f, -90.0f, -88.0f, 88.0f, 90.0f, 1e3f, 1e10f}) {
-            if (!gated && std::fabs(x) > 1e10f) continue;
+        for (float x : {-3e38f, -1e20f, -1e10f, -1e3f, -90.0f, -88.0f, 88.0f, 90.0f, 1e3f, 1e10f, 1e20f, 3e38f}) {
             float up[2] = {x, 1.0f}, dh = 1, h, dup[2] = {0, 0};
             activation_forward(gated, 1, 1, up, &h);
             activation_backward(gated, 1, 1, up, &dh, dup);

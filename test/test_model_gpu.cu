@@ -250,6 +250,39 @@ GPU_TEST_CASE("a matrix product whose algorithm was chosen by the clock has the 
     }
 }
 
+GPU_TEST_CASE("no GEMM algorithm is chosen on an output of zeros: the next GEMM of that shape tries again") {
+    FRESH_RANDOM(rng);
+    const int64_t tokens = 1024, out = 1024, in = 8192;
+    for (const Quant& q : {Q_BF16, Q_E4M3}) {
+        const DeviceOperand zeros(Floats(tokens * in), tokens, in, q), x(rng.normals<float>(tokens * in), tokens, in, q);
+        const DeviceOperand w(rng.normals<float>(out * in), out, in, q);
+        std::vector<std::vector<uint8_t>> results;
+        for (bool tune : {false, true}) {
+            Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH), y(tokens * out * 2);
+            gpu::Gemms gemms(scratch.get(), {false, false, false});
+            gemms.tune(tune);
+            auto run = [&](const DeviceOperand& a) {
+                gemms.run(Gemm::Fprop, a.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16}, false, nullptr, nullptr);
+                succeeded(cudaDeviceSynchronize());
+            };
+            run(zeros);
+            CHECK(gemms.tuned() == 0);
+            for (int turn : {0, 1}) {  // the clock chooses in the first; the second uses its choice
+                run(x);
+                CHECK(gemms.tuned() == (tune ? 1 : 0));
+                results.push_back(y.read());
+            }
+        }
+        for (const auto& result : results) CHECK(same_bytes(results[0], result));
+    }
+}
+
+GPU_TEST_CASE("a CUDA error is told once") {
+    void* none = nullptr;
+    CHECK_THROWS_AS(gpu::check(cudaMalloc(&none, size_t(1) << 60), "Allocating an exabyte failed"), Error);
+    CHECK(cudaGetLastError() == cudaSuccess);
+}
+
 GPU_TEST_CASE("matrix products refuse what no GPU can do") {
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH), y(64 * 64 * 2);
     gpu::Gemms gemms(scratch.get(), {false, false, false});
@@ -264,7 +297,17 @@ GPU_TEST_CASE("matrix products refuse what no GPU can do") {
     const DeviceOperand squares(ones, 64, 64, Q_BLOCK);
     Operand groups = e4m3.operand();
     groups.view.quant = Q_GROUP;
-    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, squares.operand(), squares.operand(), out, false, nullptr, nullptr), Error);  // one side has to be vectors
+    auto why = [&] {  // one side has to be vectors
+        try {
+            gemms.run(Gemm::Fprop, squares.operand(), squares.operand(), out, false, nullptr, nullptr);
+        } catch (const Error& e) {
+            return std::string(e.what());
+        }
+        return std::string();
+    };
+    const std::string reason = why();
+    CHECK(reason != "");
+    CHECK(why() == reason);  // nothing half-built is left to be launched
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, groups, groups, out, false, nullptr, nullptr), Error);
 }
 
@@ -537,6 +580,15 @@ GPU_TEST_CASE("a step whose loss or gradient is not finite changes nothing, and 
                 INFO(std::string(recipe), " ", std::string(name), " ", poison);
                 check_poisoned_weight(training, name, poison);
             }
+}
+
+GPU_TEST_CASE("a gradient whose square is beyond FP32 skips the step unless it is clipped, with every optimizer") {
+    for (const char* recipe : {"fp32", "bf16", "coat"})
+        for (const OptimizerFormat& optimizer : optimizers()) {
+            Training training = training_on(make_gpu, with_optimizer(setup_of(recipe), optimizer.name));
+            INFO(std::string(recipe), " ", std::string(optimizer.name));
+            check_huge_gradients(training);
+        }
 }
 
 GPU_TEST_CASE("evaluate is the forward pass of a step and changes nothing") {

@@ -655,6 +655,14 @@ TEST_CASE("plan: scales that a GPU's products do not know are refused there, wit
           "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
 }
 
+TEST_CASE("plan: heads x head size is bounded, not only each of them") {
+    ModelConfig c = find_row(models(), "gpt2", "");
+    c.NH = c.NKV = 1 << 12, c.head_size = 256;
+    CHECK_NOTHROW(validate(c));
+    c.NH = c.NKV = 1 << 15;  // a GPU's grid has too few blocks for so many rows of a weight
+    CHECK_THROWS_AS(validate(c), Error);
+}
+
 TEST_CASE("plan: a recipe whose products Hopper cannot do is refused in one sentence with the cure") {
     auto why = [](const Recipe& r) -> std::string {
         Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};

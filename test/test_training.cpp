@@ -341,6 +341,17 @@ TEST_CASE("training: clipping bounds the gradient, and 0 turns it off") {
     }
 }
 
+TEST_CASE("training: a gradient whose square is beyond FP32 skips the step unless it is clipped, with every optimizer") {
+    for (const char* recipe : RECIPES)
+        for (const OptimizerFormat& optimizer : optimizers()) {
+            Setup setup = setup_of(recipe);
+            setup.optimizer = optimizer;
+            Training training(setup);
+            INFO(std::string(recipe), " ", std::string(optimizer.name));
+            check_huge_gradients(training);
+        }
+}
+
 TEST_CASE("training: norms and biases keep FP32 moments and do not decay, the vocabulary's padding stays zero") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         Training training(setup_of("coat", arch));

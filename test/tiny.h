@@ -153,4 +153,41 @@ inline void check_poisoned_weight(Training& training, const std::string& name, f
     CHECK((snapshot(*training.model) != good));
 }
 
+// Layer 1's gates are 0, so its feed-forward half adds 0 whatever W_up and W_down are. Backward, the gradient of a gate is a product of both:
+// about 2^80, which every format of a gradient can represent, but whose square is beyond FP32. Not clipped, the step changes nothing; clipped, it
+// is taken, and the optimizer's state stays finite.
+inline void check_huge_gradients(Training& training) {
+    const ModelConfig& c = training.model->setup().config;
+    losses(training, 1);
+    Snapshot state = snapshot(*training.model);
+    auto fill = [&](const std::string& name, int64_t first, int64_t n, float value) {
+        const uint16_t bits = reference::to_bf16(value);
+        for (int64_t i = first; i < first + n; i++) std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
+        if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
+    };
+    fill("layers.1.up", 0, c.F * c.C, 0.0f);
+    fill("layers.1.up", c.F * c.C, c.F * c.C, 0x1p50f);
+    fill("layers.1.down", 0, c.C * c.F, 0x1p40f);
+    fill("layers.1.down", 0, c.C * c.F / 2, -0x1p39f);  // else the sum over a row of the gradient might cancel
+    restore(*training.model, state);
+    training.adamw.clip = 0;
+    const StepResult huge = training.step();
+    CHECK(huge.grad_norm >= 0x1p62);
+    CHECK(std::isfinite(huge.grad_norm));
+    CHECK(huge.skipped);
+    CHECK((snapshot(*training.model) == state));
+    training.adamw.clip = 1;
+    training.adamw.step--;
+    CHECK(!training.step().skipped);
+    const Snapshot after = snapshot(*training.model);
+    CHECK((after != state));
+    for (const StateTensor& t : state_tensors(training.model->setup())) {
+        if (t.dtype != std::string("F32")) continue;
+        int64_t finite = 0;
+        for (float v : read_as<float>(*training.model, t.name, t.size())) finite += std::isfinite(v);
+        INFO(t.name);
+        CHECK(finite == t.size());
+    }
+}
+
 }  // namespace coat::test
