@@ -628,7 +628,9 @@ AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
                     "multiple of key/value heads; change the model's config.");
     const bool fits = tensor_cores_fit(s);
     if (wanted == AttentionKernel::Best)
-        return !fits ? AttentionKernel::Simple : is_hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
+        return !fits         ? AttentionKernel::Simple
+               : is_hopper() ? AttentionKernel::Hopper
+                             : AttentionKernel::TensorCores;
     if (wanted != AttentionKernel::Simple && !fits)
         throw Error("Attention on tensor cores needs bf16 and a head size of 64 or 128; ask for AttentionKernel::Best.");
     if (wanted == AttentionKernel::Hopper && !is_hopper())

@@ -548,7 +548,8 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
 
 // dq of a tile of queries is a sum over blocks of keys. It is added up in global memory, in FP32 and in a fixed order, so the bits are always
 // the same: first the keys on the diagonal, then those before them, down to the first. Nobody waits long, because a block starts on its own
-// diagonal, one step behind the block of the next keys. That block has a lower number and so has started already: see backward_kernel.
+// diagonal, one step behind the block of the next keys. That block has a lower number and so has started already:
+// see backward_kernel.
 template <class F>
 __device__ void dq_writer(const BackwardBarriers<F>& at, uint32_t shared, const Dims& d, const Block& block, const Scratch& scratch) {
     int step = 0;
@@ -713,8 +714,9 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const BackwardBarrier
     bulk_wait_read();
 }
 
-// A block owns a tile of keys, the last of a head first: see dq_writer. Blocks take their numbers from a counter as they start, since CUDA may
-// start them in any order. So whoever a block waits for has started before it, and there is no deadlock.
+// A block owns a tile of keys, the last of a head first: see dq_writer. Blocks take their numbers from a counter as
+// they start, since CUDA may start them in any order. A block waits only for lower numbers, which have started before
+// it, so there is no deadlock.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     backward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap dout, const __grid_constant__ CUtensorMap dqkv,
@@ -863,8 +865,8 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     const Layout layout(s, F::QUERIES);
     uint8_t* bytes = static_cast<uint8_t*>(workspace);
     const Scratch scratch{reinterpret_cast<float*>(bytes + layout.stats), reinterpret_cast<float*>(bytes + layout.dq),
-                          reinterpret_cast<int*>(bytes + layout.added), reinterpret_cast<int*>(bytes + layout.next),
-                          int(ceil_div(s.T, F::QUERIES))};
+                          reinterpret_cast<int*>(bytes + layout.added),
+                          reinterpret_cast<int*>(bytes + layout.next), int(ceil_div(s.T, F::QUERIES))};
     const dim3 tiles(static_cast<unsigned>(s.NH), static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(s.B));
     const unsigned blocks = static_cast<unsigned>(s.B * s.NKV * ceil_div(s.T, F::KEYS));
     launch(prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<const uint4*>(out),

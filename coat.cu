@@ -495,8 +495,9 @@ struct ActivationBackwardSource {
                 const float s = sigmoid(x), silu = __fmul_rn(x, s);
                 v[0][j] = __fmul_rn(__fmul_rn(d[j], second[j]), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
                 v[PLANES - 1][j] = __fmul_rn(d[j], silu);
-            } else {  // gelu' = s + x s (1 - s) 2z'. From |x| = 11 on, s or 1 - s is zero: the slope may be anything finite
-                const float s = gelu_sigmoid(x), slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(x, x), 128.0f), GELU_2A);
+            } else {  // gelu' = s + x s (1 - s) 2z'. From |x| = 11 on, s or 1 - s is zero: any finite slope will do
+                const float s = gelu_sigmoid(x), square = fminf(__fmul_rn(x, x), 128.0f);
+                const float slope = __fmaf_rn(3 * GELU_2AB, square, GELU_2A);
                 const float bend = __fmul_rn(__fmul_rn(x, s), __fsub_rn(1.0f, s));
                 v[0][j] = __fmul_rn(d[j], __fmaf_rn(bend, slope, s));
             }
@@ -1439,13 +1440,14 @@ void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorSca
     CHECK_LAUNCH("residual row");
 }
 
-// A thread's own columns of a parameter gradient, over the rows that its block has seen. In shared memory the halves of chunks lie apart, so that
-// neighbouring threads meet different banks; in global memory they lie as they are wanted.
+// A thread's own columns of a parameter gradient, summed over the rows that its block has seen. In shared memory the
+// halves of chunks lie apart, so that neighbouring threads access different banks; in global memory, side by side.
 template <bool SHARED>
 struct ColumnSums {
     float4* sums;
     int64_t apart;  // from the first half of a chunk to the second
-    __device__ ColumnSums(float* sums, int64_t C) : sums(reinterpret_cast<float4*>(sums)), apart(SHARED ? C / CHUNK : 1) {}
+    __device__ ColumnSums(float* sums, int64_t C)
+        : sums(reinterpret_cast<float4*>(sums)), apart(SHARED ? C / CHUNK : 1) {}
     __device__ float4* at(int64_t col) const { return sums + col / CHUNK * (SHARED ? 1 : 2); }
     __device__ void zero(int64_t col) const { at(col)[0] = at(col)[apart] = float4{}; }
     __device__ void add(int64_t col, const Values& v) const {
@@ -1474,7 +1476,7 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
 
 // xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
 // its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then
-// through partials. Where shared memory is too small, a block is one team, and it adds to its row of the partials.
+// through partials. Where shared memory is too small, a block is one team and adds to its row of the partials.
 template <class Held, bool RMS, bool SHARED>
 __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
                                                                        Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
@@ -1483,8 +1485,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
     using T = typename Held::Stream;
     constexpr bool EARLY = sizeof(T) < 4;  // FP32 rows leave no registers for g
     extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
-    const ColumnSums<SHARED> dgain(SHARED ? sums + threadIdx.y * C : partials + blockIdx.x * C, C);
-    const ColumnSums<SHARED> dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * C : partials + (gridDim.x + blockIdx.x) * C, C);
+    const int64_t row_of_dgain = SHARED ? threadIdx.y : blockIdx.x, teams = SHARED ? blockDim.y : gridDim.x;
+    float* const all = SHARED ? sums : partials;
+    const ColumnSums<SHARED> dgain(all + row_of_dgain * C, C), dbias(all + (teams + row_of_dgain) * C, C);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= C) continue;
@@ -1564,7 +1567,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
 }
 
 constexpr int NORM_BLOCKS_PER_SM = 4;
-// Of the 99 KiB that a block has on every GPU with BF16; the rest is for sums over a row. Some have more, but all shall take the same path.
+// Of the 99 KiB that a block has on every GPU with BF16; the rest is for sums over a row. Some GPUs have more, but the
+// limit is the same for all, so that a test on any of them takes both paths.
 constexpr size_t NORM_SHARED = 98 << 10;
 int device_attribute(cudaDeviceAttr which) {
     int device = 0, n = 0;
@@ -1589,7 +1593,8 @@ void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, 
     const dim3 block = row_block(C);
     const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
     const size_t sums = (RMS ? 1 : 2) * block.y * C * sizeof(float), shared = sums <= NORM_SHARED ? sums : 0;
-    const auto kernel = shared ? norm_backward_kernel<Held, RMS, true> : norm_backward_kernel<Held, RMS, RMS>;  // RMSNorm's always fit
+    // RMSNorm's sums always fit.
+    const auto kernel = shared ? norm_backward_kernel<Held, RMS, true> : norm_backward_kernel<Held, RMS, RMS>;
     if (shared > 40 << 10)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
     kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
@@ -2010,7 +2015,8 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
     state->norm = sqrt(state->squares);
     const double norm = state->norm * clip.growth;
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
-    // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can represent: FP32 ends at 2^128. NaN fails too.
+    // Scaled gradients below 2^62 have squares below 2^124, which a second moment of any format can represent: FP32 ends
+    // at 2^128. NaN fails too.
     const bool finite = sqrt(squares) * state->scale < 0x1p62 && (!loss || isfinite(*loss));
     state->skip = !finite;
     state->skipped |= !finite;

@@ -186,7 +186,8 @@ struct Segment {       // one row a parameter, in the flat order; a device table
 struct GradientState {
     double squares, norm;  // of all units so far, before clipping
     float scale;           // of this unit's gradients: clip / (growth norm) or 1
-    uint32_t skip;         // 1: the loss is not finite, or the norm of this unit's scaled gradients is not below 2^62; nothing is updated
+    uint32_t skip;         // 1: the loss is not finite, or this unit's gradients times scale have no norm below 2^62;
+                           // its update changes nothing
     uint32_t skipped;      // 1: so it was for some unit of this step
 };
 // *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.

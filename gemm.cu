@@ -83,11 +83,12 @@ T make(const char* what, Create create, Args... args) {
     return T(handle);
 }
 MatrixLayout layout(Format f, int64_t rows, int64_t cols) {
-    return make<MatrixLayout>("Describing a matrix to cuBLASLt failed", cublasLtMatrixLayoutCreate, data_type(f), rows, cols, rows);
+    return make<MatrixLayout>("Describing a matrix to cuBLASLt failed", cublasLtMatrixLayoutCreate, data_type(f), rows,
+                              cols, rows);
 }
 
-// What tells one algorithm's output from another's: a sum over all words, each mixed with its index, so that the order of the additions
-// does not matter; and how many words are zero.
+// What tells one algorithm's output from another's: a sum over all words, each mixed with its index, so that the order
+// of the additions does not matter; and how many words are zero.
 struct Fingerprint {
     unsigned long long bits, zeros;
 };
@@ -107,9 +108,9 @@ __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint
 
 constexpr int CANDIDATES = 16;  // asked for 64, cuBLASLt 13.1 gave 8 for every shape of a 7B, a 1.1B and a 124M model
 constexpr size_t ROUNDS = 5;
-// With fewer outputs, two orders of summation could give the same ones by chance, and there is little time to win.
+// With fewer outputs, two orders of summation could give the same bits by chance; and little time is to be won.
 constexpr int64_t WORTH_TIMING = 1 << 20;
-constexpr int64_t FEW_ZEROS = 16;  // at most one in so many words of an output may be zero, or the comparison says nothing
+constexpr int64_t FEW_ZEROS = 16;  // with more than one zero in so many words of an output, a comparison says nothing
 
 }  // namespace
 
@@ -152,7 +153,8 @@ struct Gemms::Problem {
 
     template <class T>
     void set(cublasLtMatmulDescAttributes_t name, T value) {
-        succeed(cublasLtMatmulDescSetAttribute(operation.get(), name, &value, sizeof value), "Describing a GEMM to cuBLASLt failed");
+        succeed(cublasLtMatmulDescSetAttribute(operation.get(), name, &value, sizeof value),
+                "Describing a GEMM to cuBLASLt failed");
     }
     void point_to(const Call& c) {
         if (c.a.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.a.scale);
@@ -162,9 +164,11 @@ struct Gemms::Problem {
 
     // In cuBLAS's own order of preference, without sums in the output's format. None: an Error.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) const {
-        const auto preference = make<Preference>("Describing a preference to cuBLASLt failed", cublasLtMatmulPreferenceCreate);
+        const auto preference =
+            make<Preference>("Describing a preference to cuBLASLt failed", cublasLtMatmulPreferenceCreate);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            succeed(cublasLtMatmulPreferenceSetAttribute(preference.get(), name, &value, sizeof value), "Setting a preference of cuBLASLt failed");
+            succeed(cublasLtMatmulPreferenceSetAttribute(preference.get(), name, &value, sizeof value),
+                    "Setting a preference of cuBLASLt failed");
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -173,8 +177,9 @@ struct Gemms::Problem {
             prefer(name, uint32_t(16));
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
-        const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, operation.get(), a.get(), b.get(), out.get(), out.get(),
-                                                                     preference.get(), CANDIDATES, found, &n);
+        const cublasStatus_t status =
+            cublasLtMatmulAlgoGetHeuristic(handle, operation.get(), a.get(), b.get(), out.get(), out.get(),
+                                           preference.get(), CANDIDATES, found, &n);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -195,13 +200,14 @@ Gemms::~Gemms() {
 cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =
-        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes, p.out.get(),
-                       c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
+        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes,
+                       p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
     if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next kernel's launch would be blamed for it
     return status;
 }
 
-// Builds the entry of a shape and launches its first GEMM, by the first algorithm that can do it. Nothing is kept where one of these fails.
+// Builds the entry of a shape and launches its first GEMM, by the first algorithm that can do it. Nothing is kept where
+// one of these fails.
 Gemms::Problem& Gemms::launch_first(const Key& key, const Call& c) {
     auto fresh = std::make_unique<Problem>(c, fast_accumulation_[static_cast<int>(std::get<0>(key))]);
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
@@ -214,8 +220,8 @@ Gemms::Problem& Gemms::launch_first(const Key& key, const Call& c) {
     return *problems_.emplace(key, std::move(fresh)).first->second;
 }
 
-// Launches the GEMM in rounds of all candidates, back to back: where the GPU's power limit slows it down, it does so for all of them
-// alike, and the median leaves out what else happens.
+// Launches the GEMM in rounds of all candidates, back to back: where the GPU's power limit slows it down, it does so for
+// all of them alike, and the median leaves out what else happens.
 void Gemms::choose_fastest(Problem& p, const Call& c) {
     const int64_t words = c.out.quant.code_bytes(c.out.rows, c.out.cols) / 4;
     auto fingerprint = [&] {  // the scratch is free when a GEMM is done
@@ -223,7 +229,8 @@ void Gemms::choose_fastest(Problem& p, const Call& c) {
         check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), "Clearing a fingerprint failed");
         fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.codes), words, total);
         check(cudaGetLastError(), "Launching fingerprint failed");
-        check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream), "Reading a fingerprint failed");
+        check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream),
+              "Reading a fingerprint failed");
         check(cudaStreamSynchronize(c.stream), "Timing a GEMM failed");
         return result;
     };
@@ -234,7 +241,8 @@ void Gemms::choose_fastest(Problem& p, const Call& c) {
         if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits) equal.push_back(candidate);
 
     std::vector<Event> marks(ROUNDS * equal.size() + 1);
-    for (Event& mark : marks) mark = make<Event>("Creating an event failed", cudaEventCreateWithFlags, unsigned(cudaEventDefault));
+    for (Event& mark : marks)
+        mark = make<Event>("Creating an event failed", cudaEventCreateWithFlags, unsigned(cudaEventDefault));
     auto mark = [&](size_t i) { check(cudaEventRecord(marks[i].get(), c.stream), "Timing a GEMM failed"); };
     mark(0);
     for (size_t i = 0; i + 1 < marks.size(); i++) {

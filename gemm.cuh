@@ -35,9 +35,10 @@ public:
     // bias (out) in out's format, or null; for Fprop.
     void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s);
 
-    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's algorithms on its own operands. Only those
-    // count whose output has the same bits as the first one's, so that the clock decides on speed and on nothing else. An output that has
-    // many zeros cannot tell algorithms apart: then the next GEMM of this shape tries again.
+    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's algorithms on its own
+    // operands. Only those count whose output has the same bits as the first one's, so that the clock decides on speed
+    // and on nothing else. An output with many zeros cannot tell algorithms apart: then the next GEMM of this shape
+    // tries again.
     void tune(bool on) { tuning_ = on; }
     int64_t tuned() const;  // shapes whose algorithm was chosen by the clock
 
