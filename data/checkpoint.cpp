@@ -611,7 +611,7 @@ std::string hash_file(const std::string& path) {
     constexpr int64_t PART = 1 << 20;
     const MappedFile file = map_file(path);
     std::vector<uint64_t> parts(static_cast<size_t>(ceil_div(file.bytes, PART)));
-#pragma omp parallel for
+#pragma omp parallel for if (parts.size() > 16)
     for (size_t i = 0; i < parts.size(); i++) {
         const int64_t begin = static_cast<int64_t>(i) * PART;
         parts[i] = hash_bytes(file.data() + begin, std::min(PART, file.bytes - begin));

@@ -245,6 +245,7 @@ TEST_CASE("bad files: a config.json that is not true of the weights is refused b
     std::string config = read_bytes(path);
     replace(config, "\"intermediate_size\": 176", "\"intermediate_size\": 1048576");
     replace(config, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 4096");
+    replace(config, "\"vocab_size\": 50", "\"vocab_size\": 256");
     std::ofstream(path, std::ios::binary) << config;  // 52 TB
     check_refused(shell(folder, TINY + "--out '' --model " + checkpoint), "model.safetensors");
     check_refused([&] { check_weights(checkpoint, read_model_config(checkpoint)); }, "model.safetensors");
