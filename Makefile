@@ -114,7 +114,8 @@ sanitize:
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
 FUZZ_SECONDS ?= 60
-FUZZ_CXX     ?= clang++ -std=c++17 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined
+FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
+                -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
 $(O)/fuzz/%.o: %.cpp | need-json
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) -MMD -MP -c $< -o $@

@@ -13,7 +13,11 @@ namespace coat {
 inline size_t utf8_character(const std::string& text, size_t at, uint32_t* point) {
     constexpr uint32_t SMALLEST[] = {0, 0, 0x80, 0x800, 0x10000};  // code point that needs so many bytes
     const auto first = static_cast<unsigned char>(text[at]);
-    const size_t length = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
+    const size_t length = first < 0x80       ? 1
+                          : first >> 5 == 6  ? 2
+                          : first >> 4 == 14 ? 3
+                          : first >> 3 == 30 ? 4
+                                             : 0;
     if (length == 0 || length > text.size() - at) return 0;
     *point = length == 1 ? first : first & (0x7Fu >> length);
     for (size_t k = 1; k < length; k++) {
@@ -54,7 +58,7 @@ inline std::string printable(const std::string& text, Lines lines = Lines::One) 
 // A value in a message: on one line, and without its middle where it has many more bytes than `most`.
 inline std::string shown(const std::string& text, size_t most = 200) {
     if (text.size() <= most) return printable(text);
-    auto inside = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80; };  // of a character
+    auto inside = [&](size_t at) { return (text[at] & 0xC0) == 0x80; };  // a character
     size_t head = most / 2, tail = text.size() - most / 2;
     for (int i = 0; i < 3 && inside(head); i++) head--;
     for (int i = 0; i < 3 && tail < text.size() && inside(tail); i++) tail++;

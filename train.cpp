@@ -780,7 +780,7 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
     try {
         theirs.take(settings);
         theirs.take_defaults(false);
-        theirs.typed();
+        theirs.typed();  // reads every number
         choose_rows(theirs, ignored);
     } catch (const Error& error) {
         throw Error("The settings in trainer.json of --resume " + checkpoint + " are damaged: " + error.what());

@@ -51,10 +51,12 @@ json parse_json(const void* data, int64_t bytes, std::string* why, int64_t most_
     if (counts.depth > MAX_DEPTH) *why = "is nested more than " + std::to_string(MAX_DEPTH) + " deep";
     else if (counts.values > most_values) *why = "has more than " + std::to_string(most_values) + " values";
     if (!why->empty()) return json();
-    const bool zero = bytes && std::memchr(text, 0, static_cast<size_t>(bytes));  // the library would take it for the end
+    // The library would take a zero byte for the end.
+    const bool zero = bytes && std::memchr(text, 0, static_cast<size_t>(bytes));
     json value = zero ? json() : json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
     if (!value.is_object()) *why = "is not a JSON object";
-    else if (names_in(value) != counts.names) *why = "has a name twice in one object";  // readers differ on which one counts
+    // Readers differ on which of two equal names counts.
+    else if (names_in(value) != counts.names) *why = "has a name twice in one object";
     return value;
 }
 

@@ -33,7 +33,8 @@ extern "C" int fsync(int file) {
     return static_cast<int>(syscall(SYS_fsync, file));
 }
 extern "C" dirent* readdir(DIR* folder) {
-    if (!unreadable_folders) return reinterpret_cast<dirent*>(readdir64(folder));  // the same structure on 64-bit Linux
+    if (!unreadable_folders)
+        return reinterpret_cast<dirent*>(readdir64(folder));  // the same structure on 64-bit Linux
     errno = EIO;
     return nullptr;
 }
@@ -65,7 +66,9 @@ std::string read_bytes(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
 
 void replace(std::string& text, const std::string& from, const std::string& to) {
     REQUIRE(contains(text, from));
@@ -78,7 +81,8 @@ bool is_plain(const std::string& text) {
 }
 
 // The action ends in one sentence of a reasonable length that names `who`, `what`, and ends as it should.
-void check_refused(const std::function<void()>& action, const std::string& who, const std::string& what = "") {
+void check_refused(const std::function<void()>& action, const std::string& who,
+                   const std::string& what = "") {
     std::string said;
     try {
         action();
@@ -113,11 +117,14 @@ struct Ended {
 };
 Ended shell(const Folder& folder, const std::string& command) {
     const char* named = std::getenv("COAT_TRAIN");
-    const std::string program = fs::absolute(named ? named : "./train").string(), kept = folder.path.string() + "-printed";
-    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && train() { '" + program + "' --device cpu \"$@\"; } && { " +
-                              command + "\n} >'" + kept + ".out' 2>'" + kept + ".err'";
+    const std::string program = fs::absolute(named ? named : "./train").string(),
+                      kept = folder.path.string() + "-printed";
+    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && train() { '" +
+                              program + "' --device cpu \"$@\"; } && { " + command + "\n} >'" + kept +
+                              ".out' 2>'" + kept + ".err'";
     const int status = std::system(whole.c_str());
-    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_bytes(kept + ".out"), read_bytes(kept + ".err")};
+    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_bytes(kept + ".out"),
+                read_bytes(kept + ".err")};
     fs::remove(kept + ".out");
     fs::remove(kept + ".err");
     return ended;
@@ -129,16 +136,21 @@ void check_refused(const Ended& ended, const std::string& who, const std::string
     check_refused([&] { throw Error(ended.error.substr(0, ended.error.size() - 1)); }, who, what);
 }
 
-std::string deep(int depth) { return std::string(static_cast<size_t>(depth), '[') + std::string(static_cast<size_t>(depth), ']'); }
+std::string deep(int depth) {
+    return std::string(static_cast<size_t>(depth), '[') + std::string(static_cast<size_t>(depth), ']');
+}
 
 std::string text_of_lines() {
     std::string text;
-    for (int i = 0; i < 1500; i++) text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
+    for (int i = 0; i < 1500; i++)
+        text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
     return text;
 }
 
 std::string vocabulary(const nlohmann::json& pieces) {
-    return nlohmann::json{{"format", "coat vocabulary"}, {"version", 1}, {"size", pieces.size()}, {"pieces", pieces}}.dump();
+    return nlohmann::json{
+        {"format", "coat vocabulary"}, {"version", 1}, {"size", pieces.size()}, {"pieces", pieces}}
+        .dump();
 }
 
 }  // namespace
@@ -160,13 +172,17 @@ TEST_CASE("bad files: JSON that is nested a million deep is refused by the file'
     spoil(checkpoint + "/trainer.json", "\"version\": 1", "\"version\": " + nested);
     check_refused([&] { read_loop_state(checkpoint); }, "trainer.json", "nested");
     folder.write("shards/model.safetensors.index.json", "{\"weight_map\": {\"a\": " + nested + "}}");
-    check_refused([&] { load_weights(folder / "shards", *make_reference(small_setup())); }, "index.json", "nested");
-    check_refused([&] { Vocabulary::read(folder.write("v.json", "{\"format\": " + nested + "}")); }, "v.json");
+    check_refused([&] { load_weights(folder / "shards", *make_reference(small_setup())); }, "index.json",
+                  "nested");
+    check_refused([&] { Vocabulary::read(folder.write("v.json", "{\"format\": " + nested + "}")); },
+                  "v.json");
     const std::string header = "{\"a\":" + nested + "}";
     const uint64_t length = header.size();
-    const std::string file = folder.write("a.safetensors", std::string(reinterpret_cast<const char*>(&length), 8) + header);
+    const std::string file =
+        folder.write("a.safetensors", std::string(reinterpret_cast<const char*>(&length), 8) + header);
     check_refused([&] { Safetensors s(file); }, file, "nested");
-    const std::string other = saved_checkpoint(folder / "settings", "{\"recipe\": " + nested + ", \"train_tokens\": 1}");
+    const std::string other =
+        saved_checkpoint(folder / "settings", "{\"recipe\": " + nested + ", \"train_tokens\": 1}");
     check_refused(shell(folder, "train --resume settings --steps 9"), "settings");
 }
 
@@ -175,7 +191,9 @@ TEST_CASE("bad files: a JSON text in quotes may hold any brackets; a name that i
     const std::string brackets(1000, '{');
     const Vocabulary v = Vocabulary::read(folder.write("v.json", vocabulary({brackets, "\"[\\", ":,"})));
     CHECK(v.decode({0, 1, 2}) == brackets + "\"[\\:,");
-    check_refused([&] { Vocabulary::read(folder.write("v.json", "{\"size\": 1, " + vocabulary({"a"}).substr(1))); }, "v.json");
+    check_refused(
+        [&] { Vocabulary::read(folder.write("v.json", "{\"size\": 1, " + vocabulary({"a"}).substr(1))); },
+        "v.json");
     const std::string config = saved_checkpoint(folder / "out") + "/config.json";
     std::string text = read_bytes(config);
     replace(text, "{", "{\"hidden_size\": 1024, ");
@@ -185,7 +203,8 @@ TEST_CASE("bad files: a JSON text in quotes may hold any brackets; a name that i
 
 TEST_CASE("bad files: counts in trainer.json that would overflow are refused") {
     Folder folder;
-    const std::string checkpoint = saved_checkpoint(folder / "out"), path = checkpoint + "/trainer.json", good = read_bytes(path);
+    const std::string checkpoint = saved_checkpoint(folder / "out"), path = checkpoint + "/trainer.json",
+                      good = read_bytes(path);
     for (const char* field : {"step", "updates", "epoch", "tokens"}) {
         nlohmann::ordered_json state = nlohmann::ordered_json::parse(good);
         state[field] = INT64_MAX;
@@ -202,7 +221,8 @@ TEST_CASE("bad files: counts in trainer.json that would overflow are refused") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Large files, and those that say that they are
 
-TEST_CASE("bad files: 80,000 tensors are written and read in seconds, and more than 100,000 are refused as such") {
+TEST_CASE(
+    "bad files: 80,000 tensors are written and read in seconds, and more than 100,000 are refused as such") {
     Folder folder;
     auto write = [&](const std::string& name, int64_t tensors) {
         std::vector<TensorInfo> table;
@@ -223,7 +243,8 @@ TEST_CASE("bad files: a header of numbers without end is refused before it takes
     std::string header = "{\"a\":{\"dtype\":\"U8\",\"shape\":[0";
     for (int i = 0; i < 2'000'000; i++) header += ",0";
     const uint64_t length = (header += "],\"data_offsets\":[0,0]}}").size();
-    const std::string file = folder.write("endless", std::string(reinterpret_cast<const char*>(&length), 8) + header);
+    const std::string file =
+        folder.write("endless", std::string(reinterpret_cast<const char*>(&length), 8) + header);
     check_refused([&] { Safetensors s(file); }, file, "values");
 }
 
@@ -274,7 +295,8 @@ TEST_CASE("bad files: a longest match is found among pieces of all bytes, as by 
         std::vector<std::string> pieces = {"a", "b", "c"};
         for (int64_t n = random.below(30); n > 0; n--) {
             pieces.emplace_back();
-            for (int64_t length = random.below(5); length > 0; length--) pieces.back() += static_cast<char>('a' + random.below(3));
+            for (int64_t length = random.below(5); length > 0; length--)
+                pieces.back() += static_cast<char>('a' + random.below(3));
         }
         std::string text;
         for (int i = 0; i < 50; i++) text += static_cast<char>('a' + random.below(3));
@@ -282,7 +304,9 @@ TEST_CASE("bad files: a longest match is found among pieces of all bytes, as by 
         for (size_t at = 0; at < text.size(); at += pieces[static_cast<size_t>(expected.back())].size()) {
             size_t best = 0;
             for (size_t t = 0; t < pieces.size(); t++)
-                if (text.compare(at, pieces[t].size(), pieces[t]) == 0 && (pieces[t].size() >= pieces[best].size() || text[at] != pieces[best][0])) best = t;
+                if (text.compare(at, pieces[t].size(), pieces[t]) == 0 &&
+                    (pieces[t].size() >= pieces[best].size() || text[at] != pieces[best][0]))
+                    best = t;
             expected.push_back(static_cast<int32_t>(best));
         }
         // of equal pieces the last, and no piece that is empty
@@ -298,20 +322,26 @@ TEST_CASE("bad files: whatever a file or a path says, the message is plain, shor
     auto type_is = [&](const std::string& type) {
         const nlohmann::json config = {{"model_type", type}};
         folder.write("model/config.json", config.dump());
-        check_refused([&] { read_model_config(folder / "model"); }, "config.json", "implements llama and gpt2");
+        check_refused([&] { read_model_config(folder / "model"); }, "config.json",
+                      "implements llama and gpt2");
     };
     type_is(std::string("a\0b", 3));
-    type_is("\u009B31m");                      // a control sequence in one character
-    type_is("\u202Eabc\u2066\u200F\u2028");    // changes of direction, and a line break that is not \n
+    type_is("\u009B31m");                    // a control sequence in one character
+    type_is("\u202Eabc\u2066\u200F\u2028");  // changes of direction, and a line break that is not \n
     type_is(std::string(1'000'000, 'x'));
-    folder.write("model/config.json", "{\"model_type\": \"llama\", \"hidden_act\": \"" + std::string(1'000'000, 'y') + "\"}");
+    folder.write("model/config.json",
+                 "{\"model_type\": \"llama\", \"hidden_act\": \"" + std::string(1'000'000, 'y') + "\"}");
     check_refused([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
-    check_refused([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); }, "give a Hugging Face model folder");
-    CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) == "caf\u00E9 \u4E2D\u6587");  // what is no danger stays
+    check_refused([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
+                  "give a Hugging Face model folder");
+    CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) ==
+          "caf\u00E9 \u4E2D\u6587");  // what is no danger stays
 
-    const std::string header = "{\"" + std::string(1'000'000, 'z') + "\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,0]}}";
+    const std::string header =
+        "{\"" + std::string(1'000'000, 'z') + "\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,0]}}";
     const uint64_t length = header.size();
-    const std::string file = folder.write("name", std::string(reinterpret_cast<const char*>(&length), 8) + header);
+    const std::string file =
+        folder.write("name", std::string(reinterpret_cast<const char*>(&length), 8) + header);
     check_refused([&] { Safetensors s(file); }, file, "download it again");
 }
 
@@ -369,15 +399,18 @@ TEST_CASE("bad files: settings that are damaged in a checkpoint are told to be t
     folder.write("text", text_of_lines());
     REQUIRE(shell(folder, TINY).code == 0);
     const std::string path = folder / "out/step-000002/trainer.json", good = read_bytes(path);
-    for (const auto& [from, to] : {std::pair{"\\\"recipe\\\":\\\"coat\\\"", "\\\"recipe\\\":\\\"goat\\\""}, {"\\\"lr\\\":\\\"3e-3\\\"", "\\\"lr\\\":\\\"3e9\\\""},
-                                   {"\\\"master\\\":\\\"exact\\\"", "\\\"master\\\":\\\"some\\\""}, {"\\\"schedule\\\":\\\"cosine\\\"", "\\\"schedule\\\":\\\"\\\""}}) {
+    for (const auto& [from, to] : {std::pair{"\\\"recipe\\\":\\\"coat\\\"", "\\\"recipe\\\":\\\"goat\\\""},
+                                   {"\\\"lr\\\":\\\"3e-3\\\"", "\\\"lr\\\":\\\"3e9\\\""},
+                                   {"\\\"master\\\":\\\"exact\\\"", "\\\"master\\\":\\\"some\\\""},
+                                   {"\\\"schedule\\\":\\\"cosine\\\"", "\\\"schedule\\\":\\\"\\\""}}) {
         std::string bad = good;
         replace(bad, from, to);
         std::ofstream(path, std::ios::binary) << bad;
         check_refused(shell(folder, "train --resume out --steps 3"), "trainer.json");
     }
     std::ofstream(path, std::ios::binary) << good;
-    check_refused(shell(folder, "train --resume out --steps 3 --recompute maybe"), "--recompute maybe");  // this one is the user's
+    check_refused(shell(folder, "train --resume out --steps 3 --recompute maybe"),
+                  "--recompute maybe");  // this one is the user's
     CHECK(!contains(shell(folder, "train --resume out --steps 3 --recompute maybe").error, "trainer.json"));
 }
 
@@ -394,7 +427,8 @@ TEST_CASE("bad files: with stdout closed the log holds the log alone") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints on the disk
 
-TEST_CASE("bad files: a changed bit anywhere in a checkpoint's tensors is found before the model is touched") {
+TEST_CASE(
+    "bad files: a changed bit anywhere in a checkpoint's tensors is found before the model is touched") {
     Folder folder;
     const std::string checkpoint = saved_checkpoint(folder / "out");
     const std::unique_ptr<Model> model = make_reference(small_setup());
@@ -414,7 +448,8 @@ TEST_CASE("bad files: a changed bit anywhere in a checkpoint's tensors is found 
         std::string bytes = read_bytes(path);
         uint64_t header;
         std::memcpy(&header, bytes.data(), 8);
-        const int64_t begin = static_cast<int64_t>(header) + 8, body = static_cast<int64_t>(bytes.size()) - begin;
+        const int64_t begin = static_cast<int64_t>(header) + 8,
+                      body = static_cast<int64_t>(bytes.size()) - begin;
         for (int64_t i = 0; i < count(40, 20); i++) {
             const int64_t at = i == 0 ? begin : i == 1 ? begin + body - 1 : begin + random.below(body);
             bytes[static_cast<size_t>(at)] ^= 1;
@@ -434,7 +469,9 @@ TEST_CASE("bad files: the folder of a new --out is on the disk before its checkp
     saved_checkpoint(folder / "new/and/newer");
     for (const char* path : {"", "new", "new/and", "new/and/newer"}) {
         CAPTURE(path);
-        CHECK(synced.count((fs::canonical(folder.path) / path).lexically_normal().string()) + synced.count(fs::canonical(folder.path / path).string()) > 0);
+        CHECK(synced.count((fs::canonical(folder.path) / path).lexically_normal().string()) +
+                  synced.count(fs::canonical(folder.path / path).string()) >
+              0);
     }
 }
 
@@ -460,7 +497,9 @@ class Tokenizer:
 )");
     for (const auto& [tokens, named] : {std::pair{"[]", "no tokens"}, {"[\"a\", \"\\u4e2d\"]", "alphabet"}}) {
         folder.write("t.json", tokens);
-        const Ended ended = shell(folder, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() + "' --tokenizer t.json text");
+        const Ended ended =
+            shell(folder, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() +
+                              "' --tokenizer t.json text");
         check_refused(ended, named);
         CHECK(!contains(ended.error, "Traceback"));
     }

@@ -3,8 +3,9 @@
 #include "fuzz.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-    static const coat::fuzz::InputFile files[] = {
-        coat::fuzz::InputFile("config.json"), coat::fuzz::InputFile("trainer.json"), coat::fuzz::InputFile("model.safetensors.index.json")};
+    static const coat::fuzz::InputFile files[] = {coat::fuzz::InputFile("config.json"),
+                                                  coat::fuzz::InputFile("trainer.json"),
+                                                  coat::fuzz::InputFile("model.safetensors.index.json")};
     if (size == 0) return 0;
     const int which = data[0] % 3;
     files[which].write(data + 1, size - 1);
@@ -13,7 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (which == 0) coat::read_model_config(folder);
         if (which == 1) {
             const coat::LoopState state = coat::read_loop_state(folder);
-            if (state.step + 1 < 1 || state.tokens + INT32_MAX < 0 || state.position.epoch + 1 < 1) std::abort();
+            if (state.step + 1 < 1 || state.tokens + INT32_MAX < 0 || state.position.epoch + 1 < 1)
+                std::abort();
         }
         if (which == 2) coat::check_weights(folder, coat::models()[0]);
     });

@@ -23,7 +23,8 @@ public:
         std::filesystem::create_symlink("/proc/self/fd/" + std::to_string(file_), path);
     }
     void write(const uint8_t* data, size_t size) const {
-        if (file_ < 0 || ftruncate(file_, 0) || pwrite(file_, data, size, 0) != static_cast<ssize_t>(size)) std::abort();
+        if (file_ < 0 || ftruncate(file_, 0) || pwrite(file_, data, size, 0) != static_cast<ssize_t>(size))
+            std::abort();
     }
     std::string folder() const { return std::filesystem::path(path).parent_path().string(); }
     std::string path;
