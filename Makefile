@@ -121,9 +121,10 @@ $(O)/fuzz/%.o: %.cpp | need-json
 	$(FUZZ_CXX) -MMD -MP -c $< -o $@
 $(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
 	$(FUZZ_CXX) $^ -o $@
+.SECONDARY: # objects stay for the next time
 fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
 	@for target in $(FUZZERS); do mkdir -p $(O)/fuzz/corpus_$$target; \
-	    $(O)/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_final_stats=1 -verbosity=0 \
+	    $(O)/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 -print_final_stats=1 -verbosity=0 \
 	        -artifact_prefix=$(O)/fuzz/crash- $(O)/fuzz/corpus_$$target dev/fuzz/seeds/$$target || exit 1; done
 
 clean:
