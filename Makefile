@@ -113,15 +113,16 @@ sanitize:
 
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
 FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
 $(O)/fuzz/%.o: %.cpp | need-json
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) -MMD -MP -c $< -o $@
-$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
+$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(FUZZED)
 	$(FUZZ_CXX) $^ -o $@
-.SECONDARY: # objects stay for the next time
+.SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.o) $(FUZZED)  # objects stay for the next time
 fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
 	@for target in $(FUZZERS); do mkdir -p $(O)/fuzz/corpus_$$target; \
 	    $(O)/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 -print_final_stats=1 -verbosity=0 \
