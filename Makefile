@@ -1,6 +1,7 @@
 # make train      the program ./train; with the GPU in it where nvcc is found, for the GPU that is found
 # make test       every test; the last line is "N passed, N failed, N skipped"
 # make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
+# make fuzz       random input for every reader of files, a minute each (dev/fuzz; needs clang++)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table, build/bench.json, build/bench.svg
 # make clean      removes what was built
 #
@@ -50,7 +51,7 @@ OBJECTS := $(call object,$(SOURCES))
 
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test bench sanitize clean need-json need-doctest need-nvcc FORCE
+.PHONY: test bench sanitize fuzz clean need-json need-doctest need-nvcc FORCE
 $(PROGRAM): $(call object,train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
@@ -109,6 +110,23 @@ need-doctest:
 sanitize:
 	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
 	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+
+# An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
+FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
+FUZZ_SECONDS ?= 60
+FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
+                -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
+$(O)/fuzz/%.o: %.cpp | need-json
+	@mkdir -p $(@D)
+	$(FUZZ_CXX) -MMD -MP -c $< -o $@
+$(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(FUZZED)
+	$(FUZZ_CXX) $^ -o $@
+.SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.o) $(FUZZED)  # objects stay for the next time
+fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
+	@for target in $(FUZZERS); do mkdir -p $(O)/fuzz/corpus_$$target; \
+	    $(O)/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=1024 -timeout=10 -print_funcs=0 -print_final_stats=1 -verbosity=0 \
+	        -artifact_prefix=$(O)/fuzz/crash- $(O)/fuzz/corpus_$$target dev/fuzz/seeds/$$target || exit 1; done
 
 clean:
 	rm -rf build train

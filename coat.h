@@ -13,10 +13,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "error.h"
 
 #ifdef __CUDACC__
 #define COAT_HD __host__ __device__
@@ -25,11 +26,6 @@
 #endif
 
 namespace coat {
-
-// What a user can mend: one sentence that names the file or flag and the cure. train.cpp prints it and exits with 1.
-struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Formats. FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate. FP16 is for moments alone.
@@ -213,7 +209,7 @@ const auto& find_row(const Table& table, std::string_view name, const char* flag
         if (name == row.name) return row;
         known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
-    throw Error(std::string(flag) + " " + std::string(name) + " is not known; choose one of " + known + ".");
+    throw Error(std::string(flag) + " " + shown(std::string(name)) + " is not known; choose one of " + known + ".");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@
 #include <future>
 #include <map>
 #include <new>
-#include <nlohmann/json.hpp>
 
 #include "coat.h"
 #include "data/checkpoint.h"
 #include "data/file.h"
+#include "data/json.h"
 #include "data/tokens.h"
 #include "plan.h"
 
@@ -132,7 +132,7 @@ double checked(const Flag& flag, const std::string& text) {
     char* end = nullptr;
     const double x = digits ? std::strtod(text.c_str(), &end) : NAN;
     if (!digits || *end || !(x >= flag.least && x <= flag.most))
-        throw Error("--" + std::string(flag.name) + " " + text + " is not " + limits(flag) + "; choose such a one.");
+        throw Error("--" + std::string(flag.name) + " " + shown(text) + " is not " + limits(flag) + "; choose such a one.");
     return x;
 }
 
@@ -144,12 +144,12 @@ public:
             std::string argument = argv[i];
             if (argument == "-h") argument = "--help";
             if (argument.compare(0, 2, "--") != 0)
-                throw Error("\"" + argument + "\" is not a flag: write --flag value; ./train --help lists the flags.");
+                throw Error("\"" + shown(argument) + "\" is not a flag: write --flag value; ./train --help lists the flags.");
             const size_t equals = argument.find('=');
             const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
             const Flag* flag = find_flag(name);
             if (!flag)
-                throw Error("--" + name + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
+                throw Error("--" + shown(name) + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
             if (flag->value == Value::None && equals != std::string::npos)
                 throw Error("--" + name + " takes no value; write it alone.");
             const bool separate = flag->value != Value::None && equals == std::string::npos;
@@ -157,16 +157,18 @@ public:
             if (given(name)) throw Error("--" + name + " is given twice; give it once.");
             values_[name] = separate ? argv[++i] : equals == std::string::npos ? "" : argument.substr(equals + 1);
             if (flag->value == Value::Count || flag->value == Value::Real) checked(*flag, values_[name]);
+            if (flag->resume != Resume::Free && !is_utf8(values_[name]))  // a checkpoint remembers it, in JSON
+                throw Error("--" + name + " " + shown(values_[name]) + " is not UTF-8 text; give another value, or another name to the file.");
         }
     }
 
     // What a checkpoint's run was: fills in what is not given, and refuses what would make another run of it.
-    void take(const Json& saved) {
+    void take(const nlohmann::json& saved) {
         for (const Flag& flag : FLAGS) {
             if (flag.resume == Resume::Free || !saved.contains(flag.name)) continue;
             const std::string was = saved[flag.name].get<std::string>();
             if (flag.resume == Resume::Same && given(flag.name) && !same(flag, was))
-                throw Error("--" + std::string(flag.name) + " " + text(flag.name) + " differs from the checkpoint's " + was +
+                throw Error("--" + std::string(flag.name) + " " + shown(text(flag.name)) + " differs from the checkpoint's " + shown(was) +
                             ": leave it out to go on with that run, or leave --resume out to begin another.");
             values_.emplace(flag.name, was);
         }
@@ -324,7 +326,7 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
     line("parameters", std::to_string(parameter_count(c)) + ": " + c.arch.name + ", " + std::to_string(c.L) + " layers, hidden size " +
                            std::to_string(c.C) + ", " + std::to_string(c.NH) + " heads (" + std::to_string(c.NKV) + " for keys and values), " +
                            "feed-forward " + std::to_string(c.F) + ", vocabulary " + std::to_string(c.V));
-    if (corpus) line("text", corpus->description);
+    if (corpus) line("text", printable(corpus->description));
     for (const Flag& flag : FLAGS)
         if (flag.value != Value::None && std::strcmp(flag.name, "device") && !flags.text(flag.name).empty())
             line(flag.name, shown(flags.text(flag.name)));
@@ -351,7 +353,7 @@ void need_memory(const Setup& setup) {
 // Before the first step, so that hours of training do not end in a folder that cannot be written.
 void need_folder(const std::string& out, const Setup& setup) {
     std::error_code failed;
-    fs::create_directories(out, failed);
+    create_folders(out, failed);
     if (failed || !is_folder(out) || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
         throw Error("--out " + out + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
                     "); choose another folder, or \"\" to save nothing.");
@@ -404,28 +406,6 @@ void need_no_other_run(const std::string& out, const std::string& resumed) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Generated text
-
-// What a terminal can show: line breaks, tabs and printable UTF-8; all else, control characters too, as a replacement character.
-std::string printable(const std::string& text) {
-    std::string out;
-    for (size_t i = 0; i < text.size();) {
-        const auto byte = [&](size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0u; };
-        const unsigned first = byte(i);
-        const size_t length = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3 : first >> 3 == 30 ? 4 : 0;
-        bool good = length > 0;
-        uint32_t point = length == 1 ? first : first & (0x7Fu >> length);
-        for (size_t k = 1; k < length; k++) {
-            good &= byte(i + k) >> 6 == 2;
-            point = point << 6 | (byte(i + k) & 0x3F);
-        }
-        constexpr uint32_t SMALLEST[] = {0, 0, 0x80, 0x800, 0x10000};  // of a code point that needs so many bytes
-        good = good && point >= SMALLEST[length] && point <= 0x10FFFF && point >> 11 != 0x1B;
-        const bool control = point < 32 ? point != '\n' && point != '\t' : (point >= 127 && point < 160);
-        out += good && !control ? text.substr(i, length) : "\xEF\xBF\xBD";
-        i += good ? length : 1;
-    }
-    return out;
-}
 
 class Random {  // splitmix64
 public:
@@ -697,14 +677,14 @@ private:
         const std::vector<int32_t> tokens = generate(model_, prompt_, seed);
         const double each = (seconds() - before) / static_cast<double>(tokens.size() - prompt_.size());
         std::printf("sample | step %lld | %.2f ms a token\n----------\n%s\n----------\n", static_cast<long long>(state_.step), each * 1e3,
-                    printable(corpus_.vocabulary.decode(tokens)).c_str());
+                    printable(corpus_.vocabulary.decode(tokens), Lines::Many).c_str());
         std::fflush(stdout);
     }
 
     std::string save() {
         if (flags_.text("out").empty()) return "";
         const std::string folder = save_checkpoint(flags_.text("out"), model_, state_);
-        std::printf("saved | step %lld | %s\n", static_cast<long long>(state_.step), folder.c_str());
+        std::printf("saved | step %lld | %s\n", static_cast<long long>(state_.step), printable(folder).c_str());
         std::fflush(stdout);
         return folder;
     }
@@ -713,7 +693,7 @@ private:
         const std::string folder = save();
         std::printf("Interrupted after step %lld%s\n", static_cast<long long>(state_.step),
                     folder.empty() ? "; nothing was saved, since --out is empty."
-                                   : (": go on with ./train --resume " + flags_.text("out")).c_str());
+                                   : (": go on with ./train --resume " + printable(flags_.text("out"))).c_str());
         return 128 + interrupted;
     }
 
@@ -784,6 +764,29 @@ struct Origin {  // of a run: a checkpoint to go on from, or nothing
     std::string train_hash;  // of an older checkpoint: empty
 };
 
+// The rows of the tables that the flags choose; Error where one is not known.
+void choose_rows(Flags& flags, Setup& setup) {
+    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
+    setup.optimizer = choose_optimizer(flags, setup.recipe);
+    choose_accumulation(flags, setup.recipe);
+    choose_modes(flags, setup);
+    find_row(schedules(), flags.text("schedule"), "--schedule");
+}
+
+// A damaged checkpoint's settings are refused as such, and not as flags that the user gave.
+void check_settings(const std::string& checkpoint, const nlohmann::json& settings) {
+    Flags theirs;
+    Setup ignored{};
+    try {
+        theirs.take(settings);
+        theirs.take_defaults(false);
+        theirs.typed();  // reads every number
+        choose_rows(theirs, ignored);
+    } catch (const Error& error) {
+        throw Error("The settings in trainer.json of --resume " + checkpoint + " are damaged: " + error.what());
+    }
+}
+
 Origin find_origin(Flags& flags) {
     Origin origin;
     if (!flags.given("resume")) return origin;
@@ -791,11 +794,14 @@ Origin find_origin(Flags& flags) {
     origin.checkpoint = find_checkpoint(flags.text("resume"));
     origin.state = read_loop_state(origin.checkpoint);
     try {
-        const Json settings = Json::parse(origin.state.settings);
-        origin.train_tokens = settings.at("train_tokens").get<int64_t>();
+        std::string why;
+        const std::string& text = origin.state.settings;
+        const nlohmann::json settings = parse_json(text.data(), static_cast<int64_t>(text.size()), &why);
+        origin.train_tokens = static_cast<int64_t>(settings.at("train_tokens").get_ref<const uint64_t&>());
         origin.train_hash = settings.value("train_hash", "");
+        check_settings(origin.checkpoint, settings);
         flags.take(settings);
-    } catch (const Json::exception&) {
+    } catch (const nlohmann::json::exception&) {
         throw Error("--resume " + origin.checkpoint + " has no settings of this program in its trainer.json; start from its weights with --model.");
     }
     if (!flags.given("out")) flags.set("out", parent_folder(origin.checkpoint));
@@ -828,7 +834,7 @@ void need_steps_left(const Flags& flags, const Origin& origin) {
 void tell_about_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
     std::printf("\n");
     if (!origin.checkpoint.empty())
-        std::printf("Going on from %s, step %lld, %lld tokens.\n", origin.checkpoint.c_str(), static_cast<long long>(origin.state.step),
+        std::printf("Going on from %s, step %lld, %lld tokens.\n", printable(origin.checkpoint).c_str(), static_cast<long long>(origin.state.step),
                     static_cast<long long>(origin.state.tokens));
     if (corpus.vocabulary.empty())
         std::printf("Samples will not be printed: the token files have no table of their vocabulary beside them (data/tokenize.py writes it).\n");
@@ -839,10 +845,13 @@ void tell_about_start(const Origin& origin, const Corpus& corpus, const Setup& s
 
 int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup, const Origin& origin) {
     const Schedule& schedule = find_row(schedules(), flags.text("schedule"), "--schedule");
+    const bool named = origin.checkpoint.empty() && is_named_model(flags.text("model"));
+    const std::string weights = origin.checkpoint.empty() ? flags.text("model") : origin.checkpoint;
+    if (!named) check_weights(weights, setup.config);
     if (!std::strcmp(device.name, "cpu")) need_memory(setup);
     const std::unique_ptr<Model> model = device.make(setup);
     if (!origin.checkpoint.empty()) load_checkpoint(origin.checkpoint, *model);
-    else if (!is_named_model(flags.text("model"))) load_weights(flags.text("model"), *model);
+    else if (!named) load_weights(weights, *model);
     Training training(flags, corpus, schedule, *model, origin.state);
     std::unique_ptr<FolderLock> lock;
     if (saves(flags)) {
@@ -866,11 +875,7 @@ int run(int argc, char** argv) {
     flags.take_defaults(!std::strcmp(device.name, "gpu"));
 
     Setup setup{};
-    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
-    setup.optimizer = choose_optimizer(flags, setup.recipe);
-    choose_accumulation(flags, setup.recipe);
-    choose_modes(flags, setup);
-    find_row(schedules(), flags.text("schedule"), "--schedule");
+    choose_rows(flags, setup);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
     if (!plan_only) need_steps_left(flags, origin);
     if (!plan_only && saves(flags)) need_no_other_run(flags.text("out"), origin.checkpoint);
@@ -910,16 +915,25 @@ void wait_without_spinning(char** argv) {
     execv("/proc/self/exe", argv);
 }
 
+// A closed stdin, stdout or stderr would give its number to the next file, say a log, and what is printed would go there.
+void open_standard_files() {
+    int file;
+    do file = ::open("/dev/null", O_RDWR);
+    while (file >= 0 && file <= 2);
+    if (file > 2) ::close(file);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+    open_standard_files();
     wait_without_spinning(argv);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a failed write, which gets a sentence, and not the program's end
     try {
         return run(argc, argv);
     } catch (const Error& error) {
         std::fflush(stdout);
-        std::fprintf(stderr, "train: %s\n", shown(error.what()).c_str());
+        std::fprintf(stderr, "train: %s\n", error.what());
     } catch (const fs::filesystem_error& error) {
         std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", shown(error.path1().string()).c_str(),
                      error.code().message().c_str());

@@ -10,9 +10,9 @@
 #include <functional>
 #include <limits>
 #include <set>
-#include <nlohmann/json.hpp>
 
 #include "../plan.h"
+#include "json.h"
 #include "safetensors.h"
 
 namespace coat {
@@ -23,6 +23,7 @@ using nlohmann::ordered_json;
 namespace {
 
 constexpr int CHECKPOINT_VERSION = 1;
+constexpr uint64_t MOST = 1'000'000'000'000'000;  // no size or count in a JSON file is larger, so that none overflows when it grows
 const std::string CONFIG = "config.json", WEIGHTS = "model.safetensors", INDEX = "model.safetensors.index.json",
                   OPTIMIZER = "optimizer.safetensors", TRAINER = "trainer.json";
 
@@ -144,8 +145,9 @@ std::vector<Piece> pieces(const ModelConfig& c) {
 
 json read_json(const std::string& path) {
     const MappedFile file = map_file(path);
-    json value = json::parse(file.data(), file.data() + file.bytes, nullptr, /*allow_exceptions=*/false);
-    if (!value.is_object()) throw Error(path + " is not a JSON object; download or save it again.");
+    std::string why;
+    json value = parse_json(file.data(), file.bytes, &why);
+    if (!why.empty()) throw Error(path + " " + why + "; download or save it again.");
     return value;
 }
 
@@ -155,6 +157,9 @@ void write_json(const std::string& path, const ordered_json& value) {
     file.write(text.data(), static_cast<int64_t>(text.size()));
     file.finish();
 }
+
+using coat::shown;
+std::string shown(const json& value) { return shown(value.dump()); }
 
 // The fields of one JSON file, checked. A field that is null counts as absent, as in Hugging Face's configurations.
 struct Fields {
@@ -168,7 +173,8 @@ struct Fields {
     int64_t natural(const std::string& field) const {
         if (!has(field)) refuse(field, "is missing; download or save the folder again");
         const json& value = object[field];
-        if (!value.is_number_unsigned() || value.get<uint64_t>() > INT64_MAX) refuse(field, "must be a whole number, not " + value.dump());
+        if (!value.is_number_unsigned() || value.get<uint64_t>() > MOST)
+            refuse(field, "must be a whole number up to 10^15, not " + shown(value));
         return value.get<int64_t>();
     }
     int64_t natural(const std::string& field, int64_t otherwise) const { return has(field) ? natural(field) : otherwise; }
@@ -176,20 +182,20 @@ struct Fields {
         if (!has(field)) return otherwise;
         const json& value = object[field];
         const float number = value.is_number() ? value.get<float>() : 0;
-        if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + value.dump());
+        if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + shown(value));
         return number;
     }
     std::vector<double> not_negatives(const std::string& field) const {
         std::vector<double> numbers;
         for (const json& value : object.value(field, json::array())) {
             numbers.push_back(value.is_number() ? value.get<double>() : -1);
-            if (!(numbers.back() >= 0 && std::isfinite(numbers.back()))) refuse(field, "must be numbers of at least 0, not " + value.dump());
+            if (!(numbers.back() >= 0 && std::isfinite(numbers.back()))) refuse(field, "must be numbers of at least 0, not " + shown(value));
         }
         return numbers;
     }
     bool flag(const std::string& field, bool otherwise) const {
         if (!has(field)) return otherwise;
-        if (!object[field].is_boolean()) refuse(field, "must be true or false, not " + object[field].dump());
+        if (!object[field].is_boolean()) refuse(field, "must be true or false, not " + shown(object[field]));
         return object[field].get<bool>();
     }
     std::string text(const std::string& field) const {
@@ -198,7 +204,7 @@ struct Fields {
     }
     Fields inner(const std::string& field) const {
         if (!has(field)) return {path, json::object()};
-        if (!object[field].is_object()) refuse(field, "must be an object, not " + object[field].dump());
+        if (!object[field].is_object()) refuse(field, "must be an object, not " + shown(object[field]));
         return {path, object[field]};
     }
 };
@@ -226,7 +232,7 @@ const std::vector<Implemented> ROPE_IMPLEMENTED = {{"rope_type", {"default"}}, {
 void need_implemented(const Fields& f, const std::vector<Implemented>& table) {
     for (const auto& [field, values] : table) {
         if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
-        f.refuse(field, "is " + f.object[field].dump(-1, ' ', true) + ", which this program does not implement" +
+        f.refuse(field, "is " + shown(f.object[field]) + ", which this program does not implement" +
                             (values.empty() ? "" : " (it has " + values[0].dump() + ")") + "; start from another model");
     }
 }
@@ -332,7 +338,7 @@ const Tensor& expect(const Safetensors& file, const std::string& name, const std
     const Tensor* t = file.find(name);
     if (!t) throw Error(file.path() + " has no tensor " + name + "; it is of another model or version.");
     if (t->dtype != dtype || t->shape != shape)
-        throw Error(file.path() + " has tensor " + name + " as " + t->dtype + " " + shape_text(t->shape) + " where " + dtype + " " + shape_text(shape) +
+        throw Error(file.path() + " has tensor " + name + " as " + t->dtype + " " + shown(shape_text(t->shape)) + " where " + dtype + " " + shape_text(shape) +
                     " is needed; it is of another model or version.");
     return *t;
 }
@@ -365,7 +371,7 @@ private:
         files_.push_back(std::make_unique<Safetensors>(join(folder_, file)));
         for (const Tensor& tensor : files_.back()->tensors())
             if (!files_of_.emplace(tensor.name, files_.back().get()).second)
-                throw Error(join(folder_, file) + " has tensor " + tensor.name + ", which another shard has too; download the folder again.");
+                throw Error(join(folder_, file) + " has tensor " + shown(tensor.name) + ", which another shard has too; download the folder again.");
     }
 
     void add_shards() {
@@ -377,15 +383,15 @@ private:
         need(map.is_object() && !map.empty(), "has no weight_map");
         std::set<std::string> shards;
         for (const auto& [name, file] : map.items()) {
-            need(file.is_string(), "names no file for tensor " + name);
+            need(file.is_string(), "names no file for tensor " + shown(name));
             shards.insert(file.get<std::string>());
         }
         for (const std::string& shard : shards) {
-            need(!shard.empty() && shard.find('/') == std::string::npos, "names " + shard + ", which is not a file in the folder");
+            need(!shard.empty() && shard.find('/') == std::string::npos, "names " + shown(shard) + ", which is not a file in the folder");
             add(shard);
         }
         for (const auto& [name, file] : map.items())
-            need(files_of_.count(name), "says that " + file.get<std::string>() + " has tensor " + name + ", and it has not");
+            need(files_of_.count(name), "says that " + shown(file) + " has tensor " + shown(name) + ", and it has not");
     }
 
     std::string folder_;
@@ -424,18 +430,28 @@ void need_nothing_else(const WeightFiles& files, const ModelConfig& c, const Fam
         const std::string& n = name;
         const bool ignored = std::any_of(family.ignored.begin(), family.ignored.end(), [&](const char* end) { return ends_with(n, end); });
         if (!ignored && !names.count(name))
-            throw Error(file->path() + " has tensor " + name + ", which this program does not implement; start from another model.");
+            throw Error(file->path() + " has tensor " + shown(name) + ", which this program does not implement; start from another model.");
     }
+}
+
+// The sources of all parameters, in the order of the parameters.
+std::vector<Source> sources_of(const WeightFiles& files, const ModelConfig& c) {
+    const Family& f = family(c.arch);
+    const std::vector<Piece> table = pieces(c);
+    need_nothing_else(files, c, f, table);
+    std::vector<Source> sources;
+    for (const Piece& piece : table) sources.push_back(source(files, piece, f.prefix));
+    return sources;
 }
 
 // A parameter's BF16 weights and remainders from all the pieces that make it. A NaN must not pass: rounded, 0x7FFFFFFF, which is
 // NVIDIA's, would be the weight -0.
-void write_parameter(Model& model, const Param& p, const std::vector<Source>& sources) {
+void write_parameter(Model& model, const Param& p, const Source* begin, const Source* end) {
     constexpr uint32_t EXPONENT = 0x7F800000;
     std::vector<uint16_t> weight(static_cast<size_t>(p.size()));  // rows of the vocabulary's padding stay zero
     std::vector<int16_t> remainder(static_cast<size_t>(p.size()));
-    for (const Source& s : sources) {
-        if (s.piece.param.name != p.name) continue;
+    for (const Source* source = begin; source != end; source++) {
+        const Source& s = *source;
         int64_t bad = 0;
 #pragma omp parallel for reduction(+ : bad)
         for (int64_t i = 0; i < s.piece.size(); i++) {
@@ -512,11 +528,12 @@ void need_same_run(const Safetensors& file, const Setup& setup) {
     Metadata theirs = file.metadata(), ours = run_metadata(setup);
     for (const MemoryMode& mode : memory_modes()) theirs.emplace(mode.flag, mode.choices[0].name);  // older files do not say
     if (theirs["coat_version"] != ours["coat_version"])
-        throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : theirs["coat_version"]) +
+        throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : shown(theirs["coat_version"])) +
                     ", this program reads version " + ours["coat_version"] + "; resume it with the program that wrote it.");
     for (const auto& [key, flag] : RUN_FIELDS)
         if (theirs[key] != ours[key])
-            throw Error(file.path() + " is of a run with " + flag + " " + theirs[key] + ", not " + ours[key] + "; resume with " + flag + " " + theirs[key] + ".");
+            throw Error(file.path() + " is of a run with " + flag + " " + shown(theirs[key]) + ", not " + ours[key] + "; resume with " + flag + " " +
+                        shown(theirs[key]) + ".");
 }
 
 // Numbers that no run leaves behind, and that would spread through all others: NaN and infinity, magnitudes below zero, k outside its bounds.
@@ -568,11 +585,58 @@ void need_same_shape(const std::string& checkpoint, const ModelConfig& theirs, c
         if (value(theirs) != value(ours)) differ(name, json(value(theirs)).dump(), json(value(ours)).dump());
 }
 
-void save_loop_state(const std::string& path, const LoopState& s, const Setup& setup) {
-    write_json(path, {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
+// A hash of a file's bytes: of each MiB by itself, so that all threads work, then of these hashes. Every step is a
+// bijection of the word and of the hash so far, so that a change within one word always changes the result.
+uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
+    constexpr int64_t LANES = 4, BLOCK = 8 * LANES;  // four chains at once: a multiplication takes three cycles
+    auto step = [](uint64_t hash, uint64_t word) {
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+        return hash ^ hash >> 32;
+    };
+    uint64_t lanes[LANES] = {};
+    auto add = [&](const uint8_t* block) {
+        for (int64_t i = 0; i < LANES; i++) lanes[i] = step(lanes[i], load<uint64_t>(block, i));
+    };
+    int64_t at = 0;
+    for (; at + BLOCK <= bytes; at += BLOCK) add(data + at);
+    uint8_t rest[BLOCK] = {};
+    std::copy(data + at, data + bytes, rest);
+    add(rest);
+    uint64_t hash = static_cast<uint64_t>(bytes);
+    for (uint64_t lane : lanes) hash = step(hash, lane);
+    return hash;
+}
+
+std::string hash_file(const std::string& path) {
+    constexpr int64_t PART = 1 << 20;
+    const MappedFile file = map_file(path);
+    std::vector<uint64_t> parts(static_cast<size_t>(ceil_div(file.bytes, PART)));
+#pragma omp parallel for if (parts.size() > 16)
+    for (size_t i = 0; i < parts.size(); i++) {
+        const int64_t begin = static_cast<int64_t>(i) * PART;
+        parts[i] = hash_bytes(file.data() + begin, std::min(PART, file.bytes - begin));
+    }
+    char text[17];
+    const auto* bytes = reinterpret_cast<const uint8_t*>(parts.data());
+    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash_bytes(bytes, static_cast<int64_t>(parts.size() * 8))));
+    return text;
+}
+
+// Only older checkpoints are without hashes.
+void need_same_bytes(const std::string& checkpoint) {
+    const Fields hashes = Fields{join(checkpoint, TRAINER), read_json(join(checkpoint, TRAINER))}.inner("hashes");
+    for (const std::string& name : {WEIGHTS, OPTIMIZER})
+        if (hashes.has(name) && hashes.text(name) != hash_file(join(checkpoint, name)))
+            throw Error(join(checkpoint, name) + " is damaged: its hash is not the one in trainer.json; resume from another checkpoint.");
+}
+
+void save_loop_state(const std::string& folder, const LoopState& s, const Setup& setup) {
+    ordered_json hashes;
+    for (const std::string& name : {WEIGHTS, OPTIMIZER}) hashes[name] = hash_file(join(folder, name));
+    write_json(join(folder, TRAINER), {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
                       {"first_validation", s.first_validation},  // JSON has no NaN: that is null
-                      {"growth", s.growth}, {"settings", s.settings}});
+                      {"growth", s.growth}, {"settings", s.settings}, {"hashes", hashes}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -631,7 +695,7 @@ void write_checkpoint(const std::string& folder, Model& model, const LoopState& 
     write_json(join(folder, CONFIG), config_json(model.setup().config));
     save_weights(join(folder, WEIGHTS), model);
     save_optimizer(join(folder, OPTIMIZER), model);
-    save_loop_state(join(folder, TRAINER), state, model.setup());
+    save_loop_state(folder, state, model.setup());
     sync_folder(folder);
 }
 
@@ -660,13 +724,13 @@ void remove_older(const std::string& out, int64_t step, int keep) {
     }
 }
 
-// std::filesystem's exceptions name the path and the reason; they lack the cure.
+// std::filesystem's exceptions name the reason and mostly the path; they lack the cure.
 template <class Function>
-auto with_cure(Function&& f) {
+auto with_cure(const std::string& folder, Function&& f) {
     try {
         return f();
     } catch (const fs::filesystem_error& e) {
-        throw Error("Cannot use " + e.path1().string() + " (" + e.code().message() + "); check the disk and permissions, or give another folder with --out.");
+        throw Error("Cannot use " + (e.path1().empty() ? folder : e.path1().string()) + " (" + e.code().message() + "); check the disk and permissions, or give another folder with --out.");
     }
 }
 
@@ -678,30 +742,34 @@ ModelConfig read_model_config(const std::string& folder) {
     if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a Hugging Face model folder.");
     const Fields f{join(folder, CONFIG), read_json(join(folder, CONFIG))};
     const std::string type = f.text("model_type");
-    if (type != LLAMA.name && type != GPT2.name) f.refuse("model_type", "is \"" + type + "\"; this program implements llama and gpt2");
+    if (type != LLAMA.name && type != GPT2.name) f.refuse("model_type", "is \"" + shown(type) + "\"; this program implements llama and gpt2");
     ModelConfig c = type == LLAMA.name ? read_llama(f) : read_gpt2(f);
     c.name = folder;
     validate(c);
     return c;
 }
 
+void check_weights(const std::string& folder, const ModelConfig& config) { sources_of(WeightFiles(folder), config); }
+
 void load_weights(const std::string& folder, Model& model) {
-    const ModelConfig& c = model.setup().config;
-    const Family& f = family(c.arch);
     const WeightFiles files(folder);
-    const std::vector<Piece> table = pieces(c);
-    need_nothing_else(files, c, f, table);
-    std::vector<Source> sources;  // all are checked before the model is touched
-    for (const Piece& piece : table) sources.push_back(source(files, piece, f.prefix));
-    for (const Param& p : parameters(c)) write_parameter(model, p, sources);
+    const std::vector<Source> sources = sources_of(files, model.setup().config);  // all are checked before the model is touched
+    const Source *source = sources.data(), *end = source + sources.size();
+    for (const Param& p : parameters(model.setup().config)) {  // sources come in the same order
+        const Source* next = std::find_if(source, end, [&](const Source& s) { return s.piece.param.name != p.name; });
+        write_parameter(model, p, source, next);
+        source = next;
+    }
 }
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state, int keep) {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
     const std::string folder = join(out, name), temporary = folder + ".tmp";
-    return with_cure([&] {
-        fs::create_directories(out);
+    return with_cure(out, [&] {
+        std::error_code failed;
+        create_folders(out, failed);
+        if (failed) throw fs::filesystem_error("", out, failed);
         remove_leftovers(out, ".tmp");
         try {
             write_checkpoint(temporary, model, state);
@@ -717,7 +785,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 }
 
 std::string find_checkpoint(const std::string& folder) {
-    return with_cure([&] {
+    return with_cure(folder, [&] {
         if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
         if (is_complete(folder)) return folder;
         const std::vector<Checkpoint> found = checkpoints(folder);
@@ -730,7 +798,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     const Fields f{join(checkpoint, TRAINER), read_json(join(checkpoint, TRAINER))};
     if (f.text("format") != "coat checkpoint") f.refuse("format", "is not \"coat checkpoint\"; give another --resume");
     if (f.natural("version") != CHECKPOINT_VERSION)
-        f.refuse("version", "is " + f.object["version"].dump() + ", this program reads version " + std::to_string(CHECKPOINT_VERSION) +
+        f.refuse("version", "is " + shown(f.object["version"]) + ", this program reads version " + std::to_string(CHECKPOINT_VERSION) +
                                 "; resume it with the program that wrote it");
     LoopState s;
     s.step = f.natural("step");
@@ -755,6 +823,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
         expect(file, t.name, t.dtype, t.shape);
         need_sound(file, t);
     }
+    check_weights(checkpoint, setup.config);
+    need_same_bytes(checkpoint);
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) model.write(t.name, file.find(t.name)->data);
 }

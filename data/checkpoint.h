@@ -15,6 +15,10 @@ namespace coat {
 // activation, attention_bias, ...), naming the field.
 ModelConfig read_model_config(const std::string& folder);
 
+// Error unless the folder's weights are those of such a model. Before a model is made: only then config.json is known to be
+// true of the files beside it.
+void check_weights(const std::string& folder, const ModelConfig& config);
+
 // Weights of a Hugging Face folder (model.safetensors, or shards by model.safetensors.index.json; BF16, F16 or F32) into
 // the model. With a master the remainders are set too: zero where the file is BF16.
 void load_weights(const std::string& folder, Model& model);
@@ -38,7 +42,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 std::string find_checkpoint(const std::string& folder);
 LoopState read_loop_state(const std::string& checkpoint);
 
-// Everything the model needs to go on exactly. Error if the checkpoint is of another shape, version, recipe, optimizer or mode.
+// Everything the model needs to go on exactly. Error if a file is damaged (trainer.json has a hash of each), or the checkpoint is of another shape, version, recipe, optimizer or mode.
 void load_checkpoint(const std::string& checkpoint, Model& model);
 
 }  // namespace coat

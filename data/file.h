@@ -1,11 +1,12 @@
 // data/file.h - files as the operating system has them: mapped to be read, checked and synced when written.
 //
 // Every other file of data/ goes through these few lines, so that a failed read or write is always an Error that names the
-// path, and a half-written file never stays behind. And how names are told in messages.
+// path, and a half-written file never stays behind.
 #pragma once
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <fcntl.h>
@@ -16,16 +17,6 @@
 #include "../coat.h"
 
 namespace coat {
-
-// What a file, a path or a flag says, fit for a message: on one line, and safe for a terminal.
-inline std::string shown(const std::string& text) {
-    std::string out;
-    for (unsigned char c : text) {
-        if (c == '\n') out += "\\n";
-        else out += c < 32 || c == 127 ? '?' : static_cast<char>(c);
-    }
-    return out;
-}
 
 inline bool ends_with(const std::string& text, const std::string& end) {
     return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
@@ -104,6 +95,18 @@ inline void sync_folder(const std::string& folder) {
     const int error = errno;
     if (file >= 0) ::close(file);
     if (!ok) throw Error("Cannot sync " + folder + " (" + std::strerror(error) + "); check the disk, or give another folder with --out.");
+}
+
+// A folder and those above it that are missing, on the disk.
+inline void create_folders(const std::string& folder, std::error_code& failed) {
+    namespace fs = std::filesystem;
+    std::vector<fs::path> changed;  // folders that get a new one
+    std::error_code ignored;
+    for (fs::path path = fs::absolute(folder).lexically_normal(); !fs::exists(path, ignored) && path != path.parent_path(); path = path.parent_path())
+        changed.push_back(path.parent_path());
+    fs::create_directories(folder, failed);
+    for (const fs::path& path : changed)
+        if (!failed) sync_folder(path.string());
 }
 
 }  // namespace coat

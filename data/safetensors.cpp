@@ -6,8 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <set>
+
+#include "json.h"
 
 namespace coat {
 
@@ -17,6 +18,8 @@ using Json = nlohmann::json;
 
 constexpr int64_t LENGTH_BYTES = 8;
 constexpr uint64_t MAX_HEADER = 100'000'000;  // the official reader's limit
+constexpr size_t MAX_TENSORS = 100'000;
+constexpr int64_t MAX_VALUES = 16 * MAX_TENSORS;  // in the header: a matrix has 8
 
 struct Dtype {
     const char* name;
@@ -31,7 +34,7 @@ constexpr Dtype DTYPES[] = {
     throw Error(path + " is not a whole safetensors file (" + why + "); download it again, or choose another.");
 }
 
-std::string quoted(const std::string& name) { return "'" + shown(name.substr(0, 100)) + "'"; }
+std::string quoted(const std::string& name) { return "'" + shown(name) + "'"; }
 
 // Bytes of a tensor; -1 if the type is unknown or no such tensor fits into memory.
 int64_t bytes_of(const TensorInfo& t) {
@@ -56,21 +59,11 @@ int64_t header_bytes(const std::string& path, const MappedFile& file) {
     return static_cast<int64_t>(length);
 }
 
-// The header as JSON. A name given twice is refused, since readers would differ on which one counts; so is nesting beyond
-// {name: {shape: [n]}}, which no header needs and which could fill the memory.
 Json parse_header(const std::string& path, const uint8_t* text, int64_t length) {
-    std::set<std::string> names[3];  // by depth
-    auto look = [&](int depth, Json::parse_event_t event, Json& parsed) {
-        if (depth > (event == Json::parse_event_t::object_start ? 1 : 3)) refuse(path, "its header is nested too deeply");
-        if (event == Json::parse_event_t::object_start) names[depth + 1].clear();
-        if (event == Json::parse_event_t::key && !names[depth].insert(parsed.get<std::string>()).second)
-            refuse(path, "its header says " + quoted(parsed.get<std::string>()) + " twice");
-        return true;
-    };
-    if (length == 0 || text[0] != '{' || std::memchr(text, 0, static_cast<size_t>(length)))  // this JSON parser would end at a zero byte
-        refuse(path, "its header is not a JSON object");
-    Json header = Json::parse(text, text + length, look, false);
-    if (!header.is_object()) refuse(path, "its header is not a JSON object");
+    if (length == 0 || text[0] != '{') refuse(path, "its header is not a JSON object");
+    std::string why;
+    Json header = parse_json(text, length, &why, MAX_VALUES);
+    if (!why.empty()) refuse(path, "its header " + why);
     return header;
 }
 
@@ -127,6 +120,8 @@ Safetensors::Safetensors(const std::string& path) : file_(map_file(path)) {
     const int64_t length = header_bytes(path, file_), start = LENGTH_BYTES + length;
     Json header = parse_header(path, file_.data() + LENGTH_BYTES, length);
     metadata_ = take_metadata(path, header);
+    if (header.size() > MAX_TENSORS)
+        refuse(path, "it has " + std::to_string(header.size()) + " tensors, more than the " + std::to_string(MAX_TENSORS) + " that are supported");
     std::vector<Placed> all;
     for (const auto& [name, entry] : header.items()) all.push_back(placed(path, name, entry));
     std::sort(all.begin(), all.end(), [](const Placed& a, const Placed& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
@@ -154,15 +149,16 @@ const Tensor* Safetensors::find(const std::string& name) const {
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
                                      const std::map<std::string, std::string>& metadata)
     : file_(path) {
-    nlohmann::ordered_json header;
-    if (!metadata.empty()) header["__metadata__"] = metadata;
+    std::string text = metadata.empty() ? "" : "\"__metadata__\":" + Json(metadata).dump();  // by hand: ordered_json is quadratic
+    std::set<std::string> names;
     for (const TensorInfo& t : tensors) {
         const int64_t bytes = bytes_of(t);
-        if (bytes < 0 || header.contains(t.name)) throw std::logic_error("no safetensors file can hold the tensor " + t.name);
-        header[t.name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
+        if (bytes < 0 || !names.insert(t.name).second) throw std::logic_error("no safetensors file can hold the tensor " + t.name);
+        const nlohmann::ordered_json entry = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
+        text += (text.empty() ? "" : ",") + Json(t.name).dump() + ":" + entry.dump();
         left_ += bytes;
     }
-    std::string text = header.is_null() ? "{}" : header.dump();
+    text = "{" + text + "}";
     text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)), ' ');  // tensors begin at a multiple of 8
     const uint64_t length = text.size();
     file_.write(&length, sizeof length);

@@ -127,6 +127,8 @@ def byte_of_character():
 
 
 def byte_level_piece(token, alphabet=byte_of_character()):
+    if not set(token) <= alphabet.keys():
+        refuse(f"Token {token!a:.200} has characters that are not in GPT-2's alphabet of bytes; use another tokenizer.")
     return bytes(alphabet[c] for c in token)
 
 
@@ -148,7 +150,9 @@ def piece_reader(tokenizer):
 
 
 def pieces_of(tokenizer):
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if size == 0:
+        refuse("This tokenizer has no tokens; use another tokenizer.")
     if size > MOST_PIECES:
         refuse(f"This tokenizer's tokens are numbered up to {size - 1}, but ./train holds {MOST_PIECES} of them; use another tokenizer.")
     read = piece_reader(tokenizer)

@@ -3,10 +3,11 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 #include <unordered_set>
-#include <nlohmann/json.hpp>
 
 #include "file.h"
+#include "json.h"
 
 #ifndef COAT_HEADERS
 #define COAT_HEADERS ""  // the Makefile's list of the compiler's header folders, separated by colons
@@ -94,8 +95,9 @@ Vocabulary Vocabulary::read(const std::string& path) {
     };
     using nlohmann::json;
     const MappedFile file = map_file(path);
-    const json table = json::parse(file.data(), file.data() + file.bytes, nullptr, /*allow_exceptions=*/false);
-    need(table.is_object() && table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
+    std::string why;
+    const json table = parse_json(file.data(), file.bytes, &why);
+    need(why.empty() && table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
     const json pieces = table.value("pieces", json());
     need(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
     Vocabulary v;
@@ -116,18 +118,30 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
     return text;
 }
 
+// The longest piece that the text goes on with, again and again. Pieces are sorted: those that agree with the text in its
+// next n bytes are a range, which shrinks as n grows.
 std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
+    std::vector<size_t> sorted(pieces_.size());
+    std::iota(sorted.begin(), sorted.end(), size_t{0});
+    std::stable_sort(sorted.begin(), sorted.end(), [&](size_t a, size_t b) { return pieces_[a] < pieces_[b]; });
+    auto byte = [](const std::string& s, size_t i) { return i < s.size() ? static_cast<unsigned char>(s[i]) : -1; };
+
     std::vector<int32_t> tokens;
     for (size_t at = 0; at < text.size();) {
         size_t best = 0, length = 0;
-        for (size_t t = 0; t < pieces_.size(); t++) {
-            const std::string& piece = pieces_[t];  // of equal ones the last: in Llama 2 the first are a fallback that text does not use
-            if (!piece.empty() && piece.size() >= length && text.compare(at, piece.size(), piece) == 0) best = t, length = piece.size();
+        auto first = sorted.begin(), last = sorted.end();
+        for (size_t n = 0; first != last && at + n < text.size(); n++) {
+            const int wanted = byte(text, at + n);
+            first = std::partition_point(first, last, [&](size_t t) { return byte(pieces_[t], n) < wanted; });
+            last = std::partition_point(first, last, [&](size_t t) { return byte(pieces_[t], n) == wanted; });
+            // Of equal pieces the last counts: in Llama 2 the first are a fallback that text does not use.
+            const auto longer = std::partition_point(first, last, [&](size_t t) { return pieces_[t].size() == n + 1; });
+            if (longer != first) best = *std::prev(longer), length = n + 1;
         }
         if (!length) {  // of a character of several bytes all
-            size_t end = at + 1;
-            while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) end++;
-            throw Error("The vocabulary has no piece for \"" + shown(text.substr(at, end - at)) + "\"; give another --prompt.");
+            uint32_t point;
+            const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
+            throw Error("The vocabulary has no piece for \"" + shown(text.substr(at, bytes)) + "\"; give another --prompt.");
         }
         tokens.push_back(static_cast<int32_t>(best));
         at += length;
@@ -167,8 +181,9 @@ std::vector<std::string> files_under(const std::string& folder) {
         const auto options = fs::directory_options::skip_permission_denied;
         for (auto entry = fs::recursive_directory_iterator(folder, options); entry != fs::recursive_directory_iterator(); ++entry) {
             const bool hidden = entry->path().filename().string()[0] == '.';
-            if (hidden && entry->is_directory()) entry.disable_recursion_pending();
-            if (!hidden && entry->is_regular_file()) paths.push_back(entry->path().string());
+            std::error_code ignored;  // a link that leads nowhere, or to itself, is no file
+            if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
+            if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
         }
     } catch (const fs::filesystem_error& e) {
         throw Error("Cannot read folder " + folder + " (" + e.code().message() + "); check the path and its permissions.");
@@ -181,10 +196,11 @@ std::vector<std::string> files_under(const std::string& folder) {
 // would make validation easier than it is.
 class TextCollection {
 public:
+    static bool is_text(const MappedFile& file) { return file.bytes && !std::memchr(file.data(), 0, static_cast<size_t>(file.bytes)); }
     // False if it is not text (has a NUL) or was taken before.
     bool add(const MappedFile& file) {
+        if (!is_text(file)) return false;  // seen before it is copied: data folders may hold large binaries
         std::string text(reinterpret_cast<const char*>(file.data()), static_cast<size_t>(file.bytes));
-        if (text.empty() || text.find('\0') != std::string::npos) return false;
         if (!seen_.insert(std::hash<std::string>()(text)).second) return false;
         bytes_ += file.bytes;
         texts_.push_back(std::move(text));
@@ -254,12 +270,12 @@ Corpus load_text(const std::string& data, const std::vector<std::string>& paths)
         }
         const MappedFile file = map_file(path);
         if (!file.bytes) throw Error("--data " + path + " is empty; give a text file or a token file.");
-        if (std::memchr(file.data(), 0, static_cast<size_t>(file.bytes)))
+        if (!TextCollection::is_text(file))
             throw Error("--data " + path + " is not text, it holds NUL bytes; give a text file, or a token file whose name ends in .bin.");
         texts.add(file);
     }
     if (texts.empty()) throw Error("--data " + data + " holds no text; give text files, folders of them, or token files (*.bin).");
-    return texts.corpus(data);
+    return texts.corpus(shown(data));
 }
 
 // llm.c's token files: 256 int32 (magic, version, number of tokens), then the tokens.
@@ -314,7 +330,7 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
             throw Error("--data " + paths[0] + ": token " + std::to_string(c.tokens_in_use - 1) + " is beyond the " + std::to_string(c.vocabulary.size()) +
                         " of " + table + "; write both again with data/tokenize.py.");
     }
-    c.description = data + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
+    c.description = shown(data) + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
                     std::to_string(c.validation.size()) + " held out (" + (named ? "the files named val" : "the last tenth") + ")";
     return c;
 }
