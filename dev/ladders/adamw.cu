@@ -181,7 +181,8 @@ public:
             case 2: kernel3<Exact><<<blocks, 256>>>(s, f); break;
             case 3: kernel3<Fast><<<blocks, 256>>>(s, f); break;
             case 4:
-                gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_}, {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), state_.get(), nullptr);
+                gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_}, {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(),
+                            Format::BF16, state_.get(), nullptr);
                 break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
