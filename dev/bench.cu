@@ -444,7 +444,7 @@ private:
             std::vector<Operand> to;
             double bytes = 0;
             for (const View& v : w) {
-                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed, r_.scaling == Scaling::Delayed));
+                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 find_scale(stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.codes, nullptr, v.rows, v.cols, r_.w});
             }
