@@ -191,7 +191,7 @@ struct Segment {       // one row a parameter, in the flat order; a device table
 struct GradientState {
     double squares, norm;  // of all units so far, before clipping
     float scale;           // of this unit's gradients: clip / (growth norm) or 1
-    uint32_t skip;         // 1: a gradient of this unit or of one before it, or the loss, is not finite: from there on no update changes anything
+    uint32_t skip;         // 1: a gradient of this unit or an earlier one, or the loss, is not finite: no update from there on
 };
 // *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);

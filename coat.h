@@ -407,8 +407,9 @@ struct Setup {
     bool recompute = true;       // outputs of norms and activation functions are computed again in backward; else kept as operands
 };
 
-// The format that gradients are summed and kept in. A BF16 sum loses what is below half a unit of its last place, so a BF16 gradient is rounded
-// at most four times: once a micro-batch, and twice where it is both the head's and the embedding's. More terms are summed in FP32.
+// The format that gradients are summed and kept in. A BF16 sum loses what is below half a unit of its last place, so a
+// BF16 gradient is rounded at most four times: once a micro-batch, and twice where it is both the head's and the
+// embedding's. More terms are summed in FP32.
 inline Format gradient_format(const Setup& s) {
     return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.stream;
 }
@@ -453,8 +454,8 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the scale of the next one;
-// 0 as long as the history is empty: then the operand is scaled just in time.
+// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the
+// scale of the next one. It is 0 as long as the history is empty: then the operand is scaled just in time.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr int OPERANDS = 3;
 inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};
@@ -494,9 +495,9 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a layer saves for backward: what elementwise work cannot compute again from something else saved; the rest only without Setup::recompute.
 
-// The operands of a linear layer's three GEMMs. Hopper's FP8 GEMM wants every dimension to be a multiple of 16. Sides of weights are
-// (validate). Where the tokens of a micro-batch are not, all linear layers run in the compute dtype, and the precision plan says so. This is decided
-// once for a run: what trains in BF16 also samples and evaluates in BF16.
+// The operands of a linear layer's three GEMMs. Hopper's FP8 GEMM needs every dimension to be a multiple of 16. Sides of
+// weights are (validate). Where the tokens of a micro-batch are not, all linear layers run in the compute dtype, and the
+// precision plan says so. This is decided once for a run: what trains in BF16 also samples and evaluates in BF16.
 struct LinearQuant {
     Quant x, w, g;
     bool fallback;
@@ -572,8 +573,8 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    // The loss, a gradient or what went to FP8 was not finite: nothing was changed. Where no gradients are kept: neither the unit where that was found
-    // nor any later one of the step was updated; earlier ones were.
+    // The loss, a gradient or what went to FP8 was not finite: nothing was changed. Where no gradients are kept, neither
+    // the unit where that was found nor any later one of the step was updated; earlier ones were.
     bool skipped;
     std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
 };

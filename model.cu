@@ -604,7 +604,8 @@ private:
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
-    // A prompt's tokens may be no multiple of 16. FP8 GEMMs read and write some rows more, of which nobody knows what they hold and which nobody reads.
+    // A prompt's tokens may be no multiple of 16, which FP8 GEMMs need. They read and write a few more rows, whose
+    // values are undefined and never used.
     int64_t gemm_rows(int64_t n) const { return quant_.x.fp8() ? round_up(n, 16) : n; }
     // One scale a tensor is in its slot; those of rows, vectors and squares lie right behind the codes.
     Operand operand_at(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed, TensorScale* slot) const {
@@ -995,7 +996,8 @@ private:
     }
 
     // One micro-batch of what is pinned. It is a recording where every launch is like the last one's: not while products are being tuned or
-    // quantization is measured, nor with updates on the way, whose numbers change, nor as long as an operand may lack its delayed scale. The host works out the order of the tokens meanwhile.
+    // quantization is measured, nor with updates on the way, whose numbers change, nor
+    // as long as an operand may lack its delayed scale. The host works out the order of the tokens meanwhile.
     void run(int64_t micro_batch, int64_t accumulate) {
         const int64_t N = setup_.B * setup_.T;
         const bool first = micro_batch == 0;

@@ -605,23 +605,23 @@ GPU_TEST_CASE("embedding forward and backward, positions") {
             const Buffer<gpu::EmbeddingChunk> chunks(order.chunks);
             Buffer<float> workspace(static_cast<int64_t>(order.chunks.size()) * C);
             for (const Format held : {p.stream, Format::F32}) {
-            const Tensor gradient(e, V, C, Quant{held}), by_position(w, T, C, Quant{held});
-            gpu::embedding_backward(dg.view(), dorder.get(), chunks.get(), static_cast<int64_t>(order.chunks.size()), gradient.view(), workspace.get(), 0);
-            gpu::positions_backward(dg.view(), T, by_position.view(), 0);
-            auto check = [&](const Floats& got, const Floats& before, auto row) {
-                Doubles total = doubles(before), bound(before.size());
-                for (size_t i = 0; i < bound.size(); i++) bound[i] = std::abs(before[i]) * U;
-                for (int64_t i = 0; i < N * C; i++) {
-                    total[row(i / C) * C + i % C] += g[i];
-                    bound[row(i / C) * C + i % C] += std::abs(g[i]) * 64 * U;  // 32 in a chunk, up to N / 32 chunks, the gradient
-                }
-                for (size_t i = 0; i < bound.size(); i++) bound[i] += half_ulp(held) * (std::abs(total[i]) + bound[i]);
-                check_close(got, total, bound);
-            };
-            check(gradient.values(), e, [&](int64_t n) { return tokens[n]; });
-            check(by_position.values(), w, [&](int64_t n) { return n % T; });
-            CHECK(gradient.intact());
-            CHECK(workspace.intact());
+                const Tensor gradient(e, V, C, Quant{held}), by_position(w, T, C, Quant{held});
+                gpu::embedding_backward(dg.view(), dorder.get(), chunks.get(), static_cast<int64_t>(order.chunks.size()), gradient.view(), workspace.get(), 0);
+                gpu::positions_backward(dg.view(), T, by_position.view(), 0);
+                auto check = [&](const Floats& got, const Floats& before, auto row) {
+                    Doubles total = doubles(before), bound(before.size());
+                    for (size_t i = 0; i < bound.size(); i++) bound[i] = std::abs(before[i]) * U;
+                    for (int64_t i = 0; i < N * C; i++) {
+                        total[row(i / C) * C + i % C] += g[i];
+                        bound[row(i / C) * C + i % C] += std::abs(g[i]) * 64 * U;  // 32 in a chunk, up to N / 32 chunks, the gradient
+                    }
+                    for (size_t i = 0; i < bound.size(); i++) bound[i] += half_ulp(held) * (std::abs(total[i]) + bound[i]);
+                    check_close(got, total, bound);
+                };
+                check(gradient.values(), e, [&](int64_t n) { return tokens[n]; });
+                check(by_position.values(), w, [&](int64_t n) { return n % T; });
+                CHECK(gradient.intact());
+                CHECK(workspace.intact());
             }
         }
 }
