@@ -770,11 +770,15 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
                                                                              uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
+    __shared__ uint32_t most;  // the amax of the block, with a delayed scale: just in time it costs no register
     const TilePlace at;
     const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
     const bool delayed = slot->delayed > 0;
     const float scale = delayed ? slot->delayed : due, inverse = __frcp_rn(scale);
-    float top = 0;
+    if (delayed) {
+        if (threadIdx.x == 0) most = 0;
+        __syncthreads();
+    }
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + at.row * PLANES * x.width + place(x, p, at.col);
@@ -782,8 +786,13 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            if (delayed && live)  // outside there may be codes already, where they are written over x
+            if (delayed) {
+                float top = 0;
                 for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
+                // Outside there may be codes already, where they are written over x.
+                const uint32_t row_top = __reduce_max_sync(0xFFFFFFFFu, live ? magnitude(top) : 0);
+                if (threadIdx.x % 32 == 0) atomicMax(&most, row_top);
+            }
             kept[p][i % 4] = encode(E5M2, v[p], inverse);
             if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), kept[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
@@ -791,7 +800,9 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
     });
     if (TRANSPOSED) flush(tiles, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;  // last, for no load of x is moved above a store
-    if (delayed) raise_by_tile(&slot->amax, magnitude(top));
+    if (!delayed) return;
+    __syncthreads();
+    if (threadIdx.x == 0) raise(&slot->amax, most);
 }
 
 // Where an element finds the scale that it shares with the others of its row, vector or square, as its product wants them (coat.cuh, Operand).
