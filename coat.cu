@@ -767,25 +767,21 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57344 is amax / 448 / 128, and the second division is exact");
 
 // Pass two of per-tensor scaling: values again, codes with the scale that pass one's amax implies. With a delayed scale it is the only pass, and
-// leaves the amax.
-template <bool E5M2>
-struct JustInTime {
-    static constexpr bool DELAYED = false, e5m2 = E5M2;
-};
-struct Delayed {
-    static constexpr bool DELAYED = true;
-    bool e5m2;
-};
-template <class Source, class Way, bool TRANSPOSED>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, Way way, TensorScale* slot, uint8_t* codes,
+// updates the amax.
+template <class Source, bool E5M2, bool TRANSPOSED>
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Source x, int64_t rows, TensorScale* slot, uint8_t* codes,
                                                                              uint8_t* transposed) {
     constexpr int PLANES = Source::PLANES;
-    constexpr bool DELAYED = Way::DELAYED;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
+    __shared__ uint32_t most;  // the amax of the block, with a delayed scale: just in time it costs no register
     const TilePlace at;
-    const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (way.e5m2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
-    const float scale = DELAYED ? slot->scale : due, inverse = __frcp_rn(scale);
-    float top = 0;
+    const float amax = slot->amax, due = amax > 0 && amax < INFINITY ? fmaxf(over_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
+    const bool delayed = slot->delayed > 0;
+    const float scale = delayed ? slot->delayed : due, inverse = __frcp_rn(scale);
+    if (delayed) {
+        if (threadIdx.x == 0) most = 0;
+        __syncthreads();
+    }
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + at.row * PLANES * x.width + place(x, p, at.col);
@@ -793,16 +789,23 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) quantize_kernel(Sou
     for_tile_rows(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            if (DELAYED)
+            if (delayed) {
+                float top = 0;
                 for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
-            kept[p][i % 4] = encode(way.e5m2, v[p], inverse);
+                // Outside there may be codes already, where they are written over x.
+                const uint32_t row_top = __reduce_max_sync(0xFFFFFFFFu, live ? magnitude(top) : 0);
+                if (threadIdx.x % 32 == 0) atomicMax(&most, row_top);
+            }
+            kept[p][i % 4] = encode(E5M2, v[p], inverse);
             if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), kept[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, kept[p]);
         }
     });
     if (TRANSPOSED) flush(tiles, rows, x.width, transposed, [&](int p, int64_t col) { return place(x, p, col); });
-    if (DELAYED) return raise_by_tile(&slot->amax, magnitude(top));
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) slot->scale = scale;  // last, for no load of x is moved above a store
+    if (!delayed) return;
+    __syncthreads();
+    if (threadIdx.x == 0) raise(&slot->amax, most);
 }
 
 // Where an element finds the scale that it shares with the others of its row, vector or square, as its product wants them (coat.cuh, Operand).
@@ -973,13 +976,12 @@ struct Counts {
 // What scales are to be: a tensor's, just in time or from before; those of blocks; or, where neither is given, each group's own.
 struct Scales {
     const TensorScale* slot;
-    bool delayed;
     ScaleGrid blocks;
 
     __device__ bool of_groups() const { return !slot && !blocks.scales; }
     __device__ float at(const Fp8& format, int64_t row, int64_t col) const {
         if (blocks.scales) return *blocks.at(row, col);
-        return delayed ? slot->scale : scale_of(format.max, slot->amax);
+        return slot->delayed > 0 ? slot->delayed : scale_of(format.max, slot->amax);
     }
 };
 constexpr Scales OF_GROUPS{};
@@ -1130,18 +1132,12 @@ void with_source(const Computed& x, F f) {
 template <class Source>
 void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
     need(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
-    need(!out.delayed || out.slot == out.view.scales, "a delayed scale and its amax are one slot");
-    measure(x, rows, {tensor_scale(out.view), out.delayed, {}}, out.view.quant.format, stats, s);
-    auto launch = [&](auto way) {
-        using Way = decltype(way);
-        const auto kernel = out.transposed ? quantize_kernel<Source, Way, true> : quantize_kernel<Source, Way, false>;
-        kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, way, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
-                                                                 static_cast<uint8_t*>(out.transposed));
-    };
+    measure(x, rows, {tensor_scale(out.view), {}}, out.view.quant.format, stats, s);
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    if (out.delayed) launch(Delayed{e5m2});
-    else if (e5m2) launch(JustInTime<true>());
-    else launch(JustInTime<false>());
+    const auto kernel = out.transposed ? (e5m2 ? quantize_kernel<Source, true, true> : quantize_kernel<Source, false, true>)
+                                       : (e5m2 ? quantize_kernel<Source, true, false> : quantize_kernel<Source, false, false>);
+    kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view), static_cast<uint8_t*>(out.view.codes),
+                                                             static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }
 
@@ -1159,15 +1155,15 @@ ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t c
 }
 
 template <class Source>
-void quantize_blocks(const Source& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+void quantize_blocks(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    const int64_t rows = out.view.rows, cols = out.view.cols;
+    const int64_t all_rows = out.view.rows, cols = out.view.cols;
     need(q.granularity == PER_ROW || q.granularity == PER_VECTOR || q.granularity == PER_BLOCK, "no kernel scales by such blocks");
     need(q.scale == Format::F32, "an operand's scales are FP32");
-    const ScaleGrid lying = scale_grid(q.granularity, out.view.codes ? out.view.scales : nullptr, rows, cols, false);
-    const ScaleGrid turned = scale_grid(q.granularity, out.transposed ? out.transposed_scales : nullptr, rows, cols, true);
+    const ScaleGrid lying = scale_grid(q.granularity, out.view.codes ? out.view.scales : nullptr, all_rows, cols, false);
+    const ScaleGrid turned = scale_grid(q.granularity, out.transposed ? out.transposed_scales : nullptr, all_rows, cols, true);
     need(!out.view.codes == !lying.scales && !out.transposed == !turned.scales, "codes and their scales come together");
-    const int64_t counts[2] = {q.operand_scales(rows, cols), q.operand_scales(cols, rows)};
+    const int64_t counts[2] = {q.operand_scales(all_rows, cols), q.operand_scales(cols, all_rows)};
     const ScaleGrid* const ways[2] = {&lying, &turned};
     for (int way : {0, 1})
         if (ways[way]->scales) check(cudaMemsetAsync(ways[way]->scales, 0, counts[way] * sizeof(float), s), "Clearing scales failed");
@@ -1179,7 +1175,7 @@ void quantize_blocks(const Source& x, const Operand& out, QuantStats* stats, cud
         block_scales_kernel<<<blocks(counts[way], 256), 256, 0, s>>>(ways[way]->scales, counts[way], info(q.format).max, out.slot);
         CHECK_LAUNCH("block_scales");
         const bool again = way == 1 && lying.scales && q.granularity.same_both_ways();
-        if (!again) measure(x, rows, {nullptr, false, *ways[way]}, q.format, stats, s);
+        if (!again) measure(x, rows, {nullptr, *ways[way]}, q.format, stats, s);
     }
     quantize_blocks_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, q.format == Format::E5M2, lying, turned, static_cast<uint8_t*>(out.view.codes),
                                                          static_cast<uint8_t*>(out.transposed));
@@ -1221,7 +1217,8 @@ void amax(const Computed& x, TensorScale* slot, cudaStream_t s) {
 }
 
 void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    need(x.rows == out.view.rows && x.cols == out.view.cols, "a tensor and its quantized form differ in shape");
+    need(x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
+         "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     with_source(x, [&](auto source) {
@@ -1231,7 +1228,7 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
         } else if (q.fp8() && q.granularity == PER_TENSOR) {
             quantize_per_tensor(source, x.rows, out, stats, s);
         } else if (q.fp8()) {
-            quantize_blocks(source, out, stats, s);
+            quantize_blocks(source, x.rows, out, stats, s);
         } else {
             with_stream(out.view, [&](auto held) { write(source, x.rows, held, s); });
         }
@@ -1296,9 +1293,9 @@ namespace {
 // A block has one operand's history. It moves up by one from the end on, so that what is read has not been written yet.
 constexpr int HISTORY_THREADS = 256;
 __global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(TensorScale* slots, float* histories, int length, int margin,
-                                                                           float fp8_max, const GradientState* state) {
+                                                                           float fp8_max, const GradientState* state, uint32_t* without) {
     __shared__ uint32_t most;
-    if (state->skipped) return;
+    if (state->skip) return;
     TensorScale& slot = slots[blockIdx.x];
     float* history = histories + int64_t(blockIdx.x) * length;
     const float amax = slot.amax;
@@ -1315,15 +1312,18 @@ __global__ void __launch_bounds__(HISTORY_THREADS) end_delayed_step_kernel(Tenso
     if (threadIdx.x % 32 == 0) atomicMax(&most, top);
     __syncthreads();
     const float wanted = ldexpf(__uint_as_float(most), margin);
-    if (threadIdx.x == 0 && wanted > 0 && wanted < INFINITY) slot.scale = scale_of(fp8_max, wanted);
+    if (threadIdx.x != 0) return;
+    if (wanted > 0 && wanted < INFINITY) slot.delayed = scale_of(fp8_max, wanted);
+    if (!(slot.delayed > 0)) atomicAdd(without, 1u);
 }
 
 }  // namespace
 
 void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state,
-                      cudaStream_t s) {
+                      uint32_t* without, cudaStream_t s) {
     if (n == 0) return;
-    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(slots, histories, length, margin, info(fp8).max, state);
+    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(slots, histories, length, margin, info(fp8).max, state,
+                                                                               without);
     CHECK_LAUNCH("end_delayed_step");
 }
 
@@ -1787,7 +1787,11 @@ __global__ void __launch_bounds__(SUM_THREADS) loss_sum_kernel(const float* loss
     if (threadIdx.x == 0) *total += scale * sum;
 }
 
-// gradient row = round(row + sum)
+// gradient row = round(row + sum), in either format
+struct Gradient {
+    void* data;
+    bool f32;
+};
 template <class T>
 __device__ void add_to(Plain<T> gradient, int64_t i, const Values& sum) {
     Values g;
@@ -1795,6 +1799,10 @@ __device__ void add_to(Plain<T> gradient, int64_t i, const Values& sum) {
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) g[j] += sum[j];
     gradient.store(i, g, true);
+}
+__device__ void add_to(const Gradient& gradient, int64_t i, const Values& sum) {
+    if (gradient.f32) add_to(Plain<float>{static_cast<float*>(gradient.data)}, i, sum);
+    else add_to(Plain<bf16>{static_cast<bf16*>(gradient.data)}, i, sum);
 }
 
 constexpr int EMBEDDING_THREADS = 128;
@@ -1815,7 +1823,7 @@ __device__ void sum_rows(Held x, int64_t C, int64_t col, int n, Index index, Val
 // Stage one: a chunk's rows. A token with one chunk is done with; others leave their chunks' sums in partials.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_chunks_kernel(Plain<T> g, int64_t C, const int32_t* order,
-                                                                             const EmbeddingChunk* chunks, Plain<T> gradient, Plain<float> partials) {
+                                                                             const EmbeddingChunk* chunks, Gradient gradient, Plain<float> partials) {
     const int64_t col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
     if (col >= C) return;
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -1828,8 +1836,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_chunks_kernel(Pla
 }
 
 // Stage two: the chunks of a token that has several, in order.
-template <class T>
-__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Plain<T> gradient,
+__global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Gradient gradient,
                                                                              Plain<float> partials) {
     const int64_t col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -1840,7 +1847,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_tokens_kernel(int
 }
 
 template <class T>
-__global__ void __launch_bounds__(EMBEDDING_THREADS) positions_kernel(Plain<T> g, int64_t rows, int64_t C, int64_t period, Plain<T> gradient) {
+__global__ void __launch_bounds__(EMBEDDING_THREADS) positions_kernel(Plain<T> g, int64_t rows, int64_t C, int64_t period, Gradient gradient) {
     const int64_t t = blockIdx.x, col = (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
     if (col >= C) return;
     Values sum = {};
@@ -1887,6 +1894,15 @@ void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaS
     CHECK_LAUNCH("loss_sum");
 }
 
+namespace {
+
+Gradient gradient_of(const View& v) {
+    need(!v.quant.fp8(), "a gradient is F32 or BF16");
+    return {v.codes, v.quant.format == Format::F32};
+}
+
+}  // namespace
+
 int64_t embedding_chunks(int64_t N) { return N; }
 
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
@@ -1912,9 +1928,8 @@ void embedding_backward(const View& g, const int32_t* order, const EmbeddingChun
                         float* workspace, cudaStream_t s) {
     if (number_of_chunks == 0) return;
     const dim3 grid = embedding_grid(number_of_chunks, g.cols);
+    const Gradient out = gradient_of(gradient);
     with_stream(g, [&](auto x) {
-        using Held = decltype(x);
-        const Held out = plain<typename Held::Stream>(gradient.codes);
         embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, out, Plain<float>{workspace});
         CHECK_LAUNCH("embedding_backward");
         embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, out, Plain<float>{workspace});
@@ -1925,9 +1940,7 @@ void embedding_backward(const View& g, const int32_t* order, const EmbeddingChun
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
     if (g.rows == 0) return;
     with_stream(g, [&](auto x) {
-        using Held = decltype(x);
-        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(x, g.rows, g.cols, T,
-                                                                                                plain<typename Held::Stream>(gradient.codes));
+        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(x, g.rows, g.cols, T, gradient_of(gradient));
         CHECK_LAUNCH("positions_backward");
     });
 }
@@ -2018,8 +2031,7 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
     // Scaled gradients below 2^62 have squares below 2^124, which a second moment of any format can represent: FP32 ends
     // at 2^128. NaN fails too.
     const bool finite = sqrt(squares) * state->scale < 0x1p62 && (!loss || isfinite(*loss));
-    state->skip = !finite;
-    state->skipped |= !finite;
+    state->skip |= !finite;
 }
 
 }  // namespace
@@ -2237,7 +2249,30 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     gv = {odd ? mine.max : theirs.max, odd ? mine.k : theirs.k, odd ? mine.inverse : theirs.inverse};
 }
 
-// Eight weights, as they are held, with their gradients. store() raises `top` to the largest magnitude of the new weights, which largest() makes FP32
+// Eight gradients, F32 or BF16: which of them is known only as the kernel runs, and the same for all. BF16 values lie in the first half.
+struct RawGradients {
+    uint4 lo, hi;
+};
+template <class T>
+__device__ RawGradients load_gradients(const Gradient& gradients, int64_t i) {
+    if (sizeof(T) == 4 || gradients.f32) {
+        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
+        return {p[0], p[1]};
+    }
+    return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+}
+template <class T>
+__device__ void decode_gradients(const Gradient& gradients, const RawGradients& raw, Values& g) {
+    if (sizeof(T) == 4 || gradients.f32) {
+        const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w, raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
+    } else {
+        Plain<bf16>().values(raw.lo, g);
+    }
+}
+
+// Eight weights, as they are held. store() raises `top` to the largest magnitude of the new weights, which largest() makes FP32
 // bits of; `random` are the bits of a stochastic rounding.
 __device__ uint32_t larger2(uint32_t top, uint4 pairs) {  // of BF16 in both halves
     const uint32_t mask = 0x7FFF7FFFu;
@@ -2254,14 +2289,12 @@ struct MasterWeights {  // BF16, and 16 bits more: the exact FP32 master
     using Value = bf16;
     static constexpr bool STOCHASTIC = false;
     struct Raw {
-        uint4 w, r, g;
+        uint4 w, r;
     };
-    static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
-        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint4*>(w.remainder + i),
-                *reinterpret_cast<const uint4*>(gradients + i)};
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint4*>(w.remainder + i)};
     }
-    static __device__ void decode(const Raw& raw, Values& master, Values& g) {
-        Plain<bf16>().values(raw.g, g);
+    static __device__ void decode(const Raw& raw, Values& master) {
         const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w}, high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)  // store() backwards
@@ -2284,16 +2317,9 @@ struct MasterWeights {  // BF16, and 16 bits more: the exact FP32 master
 struct StochasticWeights {  // BF16 alone
     using Value = bf16;
     static constexpr bool STOCHASTIC = true;
-    struct Raw {
-        uint4 w, g;
-    };
-    static __device__ Raw load(const Weights& w, const bf16* gradients, int64_t i) {
-        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i), *reinterpret_cast<const uint4*>(gradients + i)};
-    }
-    static __device__ void decode(const Raw& raw, Values& weight, Values& g) {
-        Plain<bf16>().values(raw.w, weight);
-        Plain<bf16>().values(raw.g, g);
-    }
+    using Raw = Plain<bf16>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) { return Plain<bf16>{static_cast<bf16*>(w.values)}.load(i); }
+    static __device__ void decode(const Raw& raw, Values& weight) { Plain<bf16>().values(raw, weight); }
     static __device__ void store(const Weights& w, int64_t i, const Values& weight, const uint64_t (&random)[2], bool live, uint32_t& top) {
         uint32_t b[CHUNK];
 #pragma unroll
@@ -2308,16 +2334,9 @@ struct StochasticWeights {  // BF16 alone
 struct FloatWeights {
     using Value = float;
     static constexpr bool STOCHASTIC = false;
-    struct Raw {
-        Plain<float>::Raw w, g;
-    };
-    static __device__ Raw load(const Weights& w, const float* gradients, int64_t i) {
-        return {Plain<float>{static_cast<float*>(w.values)}.load(i), Plain<float>{const_cast<float*>(gradients)}.load(i)};
-    }
-    static __device__ void decode(const Raw& raw, Values& master, Values& g) {
-        Plain<float>().values(raw.w, master);
-        Plain<float>().values(raw.g, g);
-    }
+    using Raw = Plain<float>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) { return Plain<float>{static_cast<float*>(w.values)}.load(i); }
+    static __device__ void decode(const Raw& raw, Values& master) { Plain<float>().values(raw, master); }
     static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2], bool live, uint32_t& top) {
         Plain<float>{static_cast<float*>(w.values)}.store(i, master, live);
 #pragma unroll
@@ -2346,7 +2365,7 @@ struct AdamArguments {
     int64_t first, groups;  // of the range: its first element, how many groups it has
     Weights w;
     uint64_t rounding;
-    const void* gradients;  // of the range
+    Gradient gradients;     // of the range
     const GradientState* state;
 };
 
@@ -2407,18 +2426,20 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     const int lane = threadIdx.x % TEAM * CHUNK, team = threadIdx.x / TEAM % TEAMS;
     const int64_t start = segment.offset + lane;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
-    const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
+    const int64_t to_gradients = start - a.first;
     MomentView moment_m = segment.m, moment_v = segment.v;
     moment_m.codes = static_cast<uint8_t*>(moment_m.codes) + lane * Im::BYTES;
     moment_v.codes = static_cast<uint8_t*>(moment_v.codes) + lane * Iv::BYTES;
     const RunOfScales scales(segment, groups);
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
+    RawGradients next_g;
     typename Im::Raw next_m;
     typename Iv::Raw next_v;
     auto fetch = [&](int at) {
         const int64_t inside = int64_t(min(at + team, groups - 1)) * MOMENT_GROUP;
-        next_w = W::load(weights, gradients, inside);
+        next_w = W::load(weights, inside);
+        next_g = load_gradients<T>(a.gradients, to_gradients + inside);
         next_m = Im::load(moment_m, inside);
         next_v = Iv::load(moment_v, inside);
     };
@@ -2433,7 +2454,8 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
 #pragma unroll 1
         for (int at = run; at < stop; at += TEAMS) {
             Values w, g, m, v;
-            W::decode(next_w, w, g);
+            W::decode(next_w, w);
+            decode_gradients<T>(a.gradients, next_g, g);
             GroupScale gm{}, gv{};
             if (SCALED) gm = RunOfScales::pick(numbers, false, at - run), gv = RunOfScales::pick(numbers, true, at - run);
             const float keep_m = a.f.beta1 * Im::template decode<false>(next_m, gm, a.m, table_m, m);
@@ -2613,14 +2635,14 @@ __global__ void __launch_bounds__(WHOLE_THREADS) adamw_whole_kernel(const AdamAr
     if (!ENCODE && (skip || (!has_scale(segment.m) && !has_scale(segment.v)))) return;
     const int64_t start = segment.offset, size = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP * MOMENT_GROUP;
     const Weights weights{static_cast<T*>(a.w.values) + start, a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
-    const T* gradients = static_cast<const T*>(a.gradients) + (start - a.first);
     const float keep_m = a.f.beta1 * whole_scale(segment.m, a.m, 0), keep_v = a.f.beta2 * whole_scale(segment.v, a.v, 0);
     const float inverse_m = __frcp_rn(whole_scale(segment.m, a.m, 1)), inverse_v = __frcp_rn(whole_scale(segment.v, a.v, 1));
     const float scale = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
     for (int64_t i = whole_chunk(); i < size; i += whole_stride()) {
         Values w, g, m, v;
-        W::decode(W::load(weights, gradients, i), w, g);
+        W::decode(W::load(weights, i), w);
+        decode_gradients<T>(a.gradients, load_gradients<T>(a.gradients, start - a.first + i), g);
         if (skip) {  // nothing changes, but the weights' amax is still wanted
             for (int j = 0; j < CHUNK; j++) top_w = max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
             continue;
@@ -2718,11 +2740,13 @@ void with_format(Format f, F use) {
 }  // namespace
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
-           uint64_t rounding, const void* gradients, const GradientState* state, cudaStream_t s) {
+           uint64_t rounding, const void* gradients, Format format, const GradientState* state, cudaStream_t s) {
+    need(format == Format::F32 || format == w.format, "gradients are F32, or in the format of the weights");
     need(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0, "the flat order is not padded to groups");
     if (range.count == 0) return;
     const AdamArguments arguments{factors(a), moment_format(optimizer.m, optimizer.expand), moment_format(optimizer.v, optimizer.expand), segments,
-                                  number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, gradients, state};
+                                  number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding,
+                                  {const_cast<void*>(gradients), format == Format::F32}, state};
     if (optimizer.granularity == PER_TENSOR) {
         need(!optimizer.expand && !optimizer.keep_positive, "whole tensors are rounded plainly");
         if (w.format == Format::F32) return launch_adamw_whole<FloatWeights>(arguments, s);

@@ -23,10 +23,14 @@ void check(cudaError_t error, const char* what);
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales. A per-tensor FP8 view's `scales` points to one of these on the device (the GEMM wants scales 16-byte aligned).
 // amax is order-free: an atomicMax on the bits of |x|, in which infinity and then NaN come last. Zero the slots (cudaMemsetAsync) before
-// their amax is taken; quantize() writes the just-in-time scale that it used, reference.h's scale_of(amax).
+// their amax is taken. quantize() writes the scale that it used: the delayed one, or where there is none the just-in-time one, reference.h's
+// scale_of(amax).
 
 struct alignas(16) TensorScale {
-    float scale, amax, unused[2];
+    float scale;    // that the codes were made with: the GEMM reads it
+    float amax;     // of the step so far
+    float delayed;  // scale from the amaxes of the steps before; 0: none, scale just in time
+    float unused;
 };
 inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
 
@@ -41,8 +45,7 @@ struct Operand {
     View view;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    TensorScale* slot = nullptr;  // raised to the amax where quantize() finds it: if scales are not one a tensor, or are delayed; may be null
-    bool delayed = false;         // the scale in view.scales is taken as it is, and slot == view.scales
+    TensorScale* slot = nullptr;  // raised to the amax by quantize() if scales are not one a tensor; may be null
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -81,15 +84,16 @@ Computed rope_backward(const Rope& r, const View& dqkv);                   // dq
 
 // Raises slot->amax to the largest |x|.
 void amax(const Computed& x, TensorScale* slot, cudaStream_t s);
-// Writes x: per-tensor FP8 with the amax in tensor_scale(out.view), or with the scale there; FP8 in rows, vectors or squares, with their scales,
-// just in time; 1x16 groups; or rounded to the stream format. stats: device memory, added to if not null.
+// Writes x: per-tensor FP8 with the amax in tensor_scale(out.view), or with the delayed scale there, and then that amax is updated; FP8 in rows,
+// vectors or squares, with their scales, just in time; 1x16 groups; or rounded to the stream format. out may have more rows than x, but then no
+// transpose: those rows are left as they are, and enter no amax. stats: device memory, added to if not null.
 void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 // x (BF16) becomes what `groups` hold of it.
 void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 // What an activation reads: up = Q(u) in groups, u (N, 2F) or (N, F) in BF16, and in h_slot the amax of activation(gated, up), which so
 // needs no pass of its own.
 void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);
-// gradient (cols) stream = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Raises slot->amax as amax() does, if not
+// gradient (cols), F32 or BF16, = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Raises slot->amax as amax() does, if not
 // null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s);
@@ -99,8 +103,9 @@ void dequantize(const View& x, const View& out, cudaStream_t s);          // any
 
 // Delayed scaling: the amaxes of a step enter the histories, the newest first, and make the next step's scales, max(history) 2^margin / FMAX; one
 // stays as it was where that maximum is 0 or not finite. Nothing happens if a part of the step was skipped. slots: n; histories (n, length).
+// *without is raised by the number of slots that have no scale yet.
 void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int length, int margin, Format fp8, const GradientState* state,
-                      cudaStream_t s);
+                      uint32_t* without, cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The residual pair (paper section 5): the stream x goes on in stream format while `next.in` is what the next norm reads and what
@@ -115,7 +120,7 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
 void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s);
 
 // g_out = round(g_in + norm backward of dy), all (N, C) stream; g_in may be none, g_out may be g_in. Leaves n.stats again, and g_out's amax
-// in g_slot if not null. dgain, dbias (C) stream are added to; dbias is none for RMSNorm. Workspace: norm_backward_workspace(C) bytes.
+// in g_slot if not null. dgain, dbias (C), F32 or BF16, are added to; dbias is none for RMSNorm. Workspace: norm_backward_workspace(C) bytes.
 size_t norm_backward_workspace(int64_t C);
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
                    float* workspace, cudaStream_t s);
@@ -145,11 +150,11 @@ struct EmbeddingOrder {
 };
 int64_t embedding_chunks(int64_t N);     // how large a device buffer for chunks must be
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V);
-// gradient (padded_V, C) stream: row[token] = round(row[token] + sum of g's rows). order and chunks are device copies.
+// gradient (padded_V, C), F32 or BF16: row[token] = round(row[token] + sum of g's rows). order and chunks are device copies.
 // Workspace: (number of chunks, C) floats.
 void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks, int64_t number_of_chunks, const View& gradient,
                         float* workspace, cudaStream_t s);
-// gradient (max_T, C) stream: row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
+// gradient (max_T, C), F32 or BF16: row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -186,9 +191,8 @@ struct Segment {       // one row a parameter, in the flat order; a device table
 struct GradientState {
     double squares, norm;  // of all units so far, before clipping
     float scale;           // of this unit's gradients: clip / (growth norm) or 1
-    uint32_t skip;         // 1: the loss is not finite, or this unit's gradients times scale have no norm below 2^62;
-                           // its update changes nothing
-    uint32_t skipped;      // 1: so it was for some unit of this step
+    uint32_t skip;         // 1: the loss is not finite, or a bucket's scaled gradients have no norm below 2^62: neither that bucket
+                           // nor a later one of the step is updated
 };
 // *checked = *loss, or NaN for good if it was NaN before or one of n amaxes is not finite: an FP8 code would hide that a tensor was not.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
@@ -207,9 +211,9 @@ struct Range {
 };
 // One launch for all parameters of a range, or four where moments have one scale a tensor; `segments` and gradients are theirs. Every segment's
 // m.format is optimizer.m or F32, and v's likewise. rounding: rounding_key() of this step, for weights without a master. Zero the segments' amax
-// slots first; they are filled even if nothing is changed.
+// slots first; they are filled even if nothing is changed. format: of the gradients, F32 or BF16.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
-           uint64_t rounding, const void* gradients, const GradientState* state, cudaStream_t s);
+           uint64_t rounding, const void* gradients, Format format, const GradientState* state, cudaStream_t s);
 
 // For the report: adds what encoding the FP8 moments that one parameter's gradients lead to would lose. segment: a host copy of its row.
 // first, second: device memory. Nothing else is changed.

@@ -404,6 +404,13 @@ struct Setup {
     bool recompute = true;       // outputs of norms and activation functions are computed again in backward; else kept as operands
 };
 
+// The format that gradients are summed and kept in. A BF16 sum loses what is below half a unit of its last place, so a
+// BF16 gradient is rounded at most four times: once a micro-batch, and twice where it is both the head's and the
+// embedding's. More terms are summed in FP32.
+inline Format gradient_format(const Setup& s) {
+    return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.stream;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // State: everything that a run needs to go on, by name. Both tellings read and write exactly these tensors, so a run may
 // stop on one and resume on the other.
@@ -444,7 +451,8 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the scale of the next one.
+// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the
+// scale of the next one. It is 0 as long as the history is empty: then the operand is scaled just in time.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr int OPERANDS = 3;
 inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};
@@ -484,15 +492,16 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a layer saves for backward: what elementwise work cannot compute again from something else saved; the rest only without Setup::recompute.
 
-// The operands of one linear layer's three GEMMs. Hopper's FP8 GEMM wants every dimension to be a multiple of 16:
-// others run in the stream's format, and the precision plan says so.
+// The operands of a linear layer's three GEMMs. Hopper's FP8 GEMM needs every dimension to be a multiple of 16. Sides of
+// weights are (validate). Where the tokens of a micro-batch are not, all linear layers run in the compute dtype, and the
+// precision plan says so. This is decided once for a run: what trains in BF16 also samples and evaluates in BF16.
 struct LinearQuant {
     Quant x, w, g;
     bool fallback;
 };
-inline LinearQuant linear_quant(const Recipe& r, int64_t tokens, int64_t out, int64_t in) {
-    const bool fits = tokens % 16 == 0 && out % 16 == 0 && in % 16 == 0;
-    if (fits || !r.x.fp8()) return {r.x, r.w, r.g, false};
+inline LinearQuant linear_quant(const Setup& s) {
+    const Recipe& r = s.recipe;
+    if (s.B * s.T % 16 == 0 || !r.x.fp8()) return {r.x, r.w, r.g, false};
     return {Quant{r.stream}, Quant{r.stream}, Quant{r.stream}, true};
 }
 
@@ -519,7 +528,7 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::Up, c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
     };
     if (s.recompute) return table;
-    const Quant x = linear_quant(r, s.B * s.T, 16, 16).x;  // sides of weights are multiples of 16: a fallback is for all
+    const Quant x = linear_quant(s).x;
     const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
     table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
     table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
@@ -561,8 +570,9 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    bool skipped;      // the loss, a gradient or what went to FP8 was not finite, or the gradient's norm, clipped, was 2^62 or more: nothing was
-                       // changed (where no gradients are kept: in that unit)
+    // The loss, a gradient or what went to FP8 was not finite, or the clipped norm was 2^62 or more: nothing was changed. Where no
+    // gradients are kept, neither the unit where that was found nor any later one of the step was updated; earlier ones were.
+    bool skipped;
     std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
 };
 // From those norms, by unit.
@@ -579,7 +589,7 @@ public:
     // Tokens and targets lie in [0, V), else Error. Where a name is that of no tensor: Error.
     // Forward, backward and update. tokens and targets: (accumulate, B, T).
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
-    // Mean loss of one micro-batch, no gradient. tokens and targets: (B, T).
+    // Mean loss of one micro-batch, no gradient; NaN where what went to FP8 was not finite. tokens and targets: (B, T).
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // Logits (V) of the token that follows these n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;

@@ -124,6 +124,7 @@ void copy(void* to, const void* from, int64_t bytes, cudaStream_t s) {
 struct Outcome {
     double loss;
     GradientState gradients;
+    uint32_t without_scale;  // operands that have no delayed scale yet
 };
 struct Results {
     Outcome outcome;
@@ -150,10 +151,12 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<UnitRange> units;
-    const Quant stream;
+    const Quant stream, gradient_quant;
+    bool some_without_scale = false;  // operands may lack their delayed scale: they are scaled just in time
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), units(unit_ranges(params)), stream{s.recipe.stream}, arena_(arena), cuda_(cuda),
+        : setup(s), params(parameters(s.config)), units(unit_ranges(params)), stream{s.recipe.stream}, gradient_quant{gradient_format(s)},
+          arena_(arena), cuda_(cuda),
           weights_{arena.at(arena.layout.weights.offset), remainders(), stream.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
@@ -170,7 +173,9 @@ public:
     View weight(size_t i) const {
         return in_stream(static_cast<uint8_t*>(weights_.values) + params[i].offset * info(stream.format).bytes, params[i]);
     }
-    View gradient(size_t i) const { return in_stream(arena_.at(arena_.layout.gradients[i]), params[i]); }
+    View gradient(size_t i) const {
+        return {arena_.at(arena_.layout.gradients[i]), nullptr, params[i].rows, params[i].cols, gradient_quant};
+    }
     // Of the weights, by parameter; and behind them those of the layers' operands, four linear layers each.
     TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
     TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
@@ -184,9 +189,8 @@ public:
         const GpuLayout& at = arena_.layout;
         clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(arena_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        std::vector<TensorScale> scales(params.size() + operand_scales());
-        for (size_t i = params.size(); i < scales.size(); i++) scales[i].scale = 1;  // as delayed ones start
-        copy(scale(0), scales.data(), static_cast<int64_t>(scales.size() * sizeof(TensorScale)), cuda_);
+        clear(scale(0), (static_cast<int64_t>(params.size()) + operand_scales()) * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        expect_missing_scales();
         const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
             gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed, cuda_);
@@ -202,10 +206,11 @@ public:
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
-    void end_delayed_step(const Results* results) {
+    void expect_missing_scales() { some_without_scale = delayed() && linear_quant(setup).x.fp8(); }
+    void end_delayed_step(Results* results) {
         for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o), setup.recipe.history, setup.recipe.margin,
-                                  quant_of(setup.recipe, o).format, &results->outcome.gradients, cuda_);
+                                  quant_of(setup.recipe, o).format, &results->outcome.gradients, &results->outcome.without_scale, cuda_);
     }
 
     void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
@@ -213,7 +218,7 @@ public:
 
     void measure(const UnitRange& unit, QuantStats* stats) const {
         for (size_t i = unit.first; i < unit.last; i++)
-            measure_moments(setup.optimizer, segment(i), gradient(i).codes, stream.format, stats + static_cast<int>(Kind::Moment1),
+            measure_moments(setup.optimizer, segment(i), gradient(i).codes, gradient_quant.format, stats + static_cast<int>(Kind::Moment1),
                             stats + static_cast<int>(Kind::Moment2), cuda_);
     }
     void expansion_factors(QuantReport& report) const {
@@ -240,6 +245,7 @@ public:
             const auto [data, bytes] = find(name, i, suffix);
             copy(data, in, bytes, cuda_);
         }
+        expect_missing_scales();
         refresh_scale(i);
         check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
     }
@@ -260,10 +266,10 @@ private:
         const int64_t n = static_cast<int64_t>(which.last - which.first);
         GradientState* state = &results->outcome.gradients;
         const void* gradients = gradient(which.first).codes;
-        gradient_norm(gradients, stream.format, which.elements, &results->checked_loss, clip, state, results->partials, cuda_);
+        gradient_norm(gradients, gradient_quant.format, which.elements, &results->checked_loss, clip, state, results->partials, cuda_);
         clear(scale(which.first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
         gpu::adamw(a, setup.optimizer, segments() + which.first, static_cast<int>(n), {which.offset, which.elements}, weights_,
-                   rounding_key(setup.seed, a.step), gradients, state, cuda_);
+                   rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -331,7 +337,7 @@ private:
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
             const int64_t linear = p.unit - 1;
             if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
-            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].scale, 4};
+            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].delayed, 4};
         }
         throw Error("The model has no tensor " + name + ".");
     }
@@ -384,7 +390,7 @@ struct NormLayer {
     Vector gain, bias;
 };
 struct Linear {
-    View weight, gradient;  // (out, in) stream
+    View weight, gradient;  // (out, in)
     Vector bias;
     TensorScale* scale;     // of the FP8 weight
     uint8_t* kept;          // FP8 codes with their scales, and behind them the transposed ones; null unless they are made once a step
@@ -413,14 +419,14 @@ public:
     std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
     Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(s.recipe), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
+        : config_(s.config), recipe_(s.recipe), quant_(linear_quant(s)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
           groups_(recipe_.nonlinear.fp8()), keeps_weights_(facts.keep_fp8_weights), embedding_(state.index("embedding")),
           head_(state.index(config_.tied ? "embedding" : "head")), positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
         uint8_t* kept = keeps_weights_ ? arena.work<uint8_t>(Work::KeptWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, kept));
         final_norm_ = make_norm("final_norm");
         for (const UnitRange& unit : state_.units) sums_.push_back(make_sums(unit));
-        if (config_.arch.rope) rope_table(config_, gpu_positions(s), arena.work<float2>(Work::RopeTable), cuda_);
+        if (config_.arch.rope) rope_table(config_, s.T, arena.work<float2>(Work::RopeTable), cuda_);
         need_places(s);
     }
 
@@ -471,13 +477,14 @@ public:
 
     int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + state_.operand_scales(); }
 
-    // Delayed scaling: before a step and after it. Weights that are kept have to be quantized within the step, which wants their amaxes.
-    void begin_delayed_step() {
+    // Delayed scaling: before a step, or a pass of its own, and after a step. Weights that are kept have to be quantized within it, which wants
+    // their amaxes.
+    void begin_delayed() {
         if (!state_.delayed()) return;
         state_.forget_amaxes();
         kept_are_valid_ = false;
     }
-    void end_delayed_step(const Results* results) {
+    void end_delayed_step(Results* results) {
         if (state_.delayed()) state_.end_delayed_step(results);
     }
 
@@ -486,6 +493,7 @@ public:
 private:
     const ModelConfig& config_;
     const Recipe& recipe_;
+    const LinearQuant quant_;  // of every linear layer
     const Arena& arena_;
     State& state_;
     Gemms& gemms_;
@@ -512,7 +520,7 @@ private:
         const size_t i = state_.index(name);
         TensorScale* scale = state_.delayed() ? delayed : state_.scale(i);
         const Linear w{state_.weight(i), state_.gradient(i), make_vector(name + ".bias", config_.arch.bias), scale, kept};
-        const Quant& q = recipe_.w;
+        const Quant& q = quant_.w;
         if (kept) kept += q.operand_bytes(w.weight.rows, w.weight.cols) + q.operand_bytes(w.weight.cols, w.weight.rows);
         return w;
     }
@@ -545,7 +553,7 @@ private:
             const bool product = state_.params[i].role.linear || i == head_;
             if (product) continue;
             uint8_t* data = static_cast<uint8_t*>(state_.gradient(i).codes);
-            const int64_t bytes = state_.params[i].padded_size() * info(recipe_.stream).bytes;
+            const int64_t bytes = state_.params[i].padded_size() * info(state_.gradient_quant.format).bytes;
             const bool neighbour = !sums.empty() && static_cast<uint8_t*>(sums.back().first) + sums.back().second == data;
             if (neighbour) sums.back().second += bytes;
             else sums.push_back({data, bytes});
@@ -562,16 +570,17 @@ private:
 
     // --- Small things -----------------------------------------------------------------------------------------------------
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
-    LinearQuant quant_of(const Linear& w) const { return linear_quant(recipe_, N_, w.weight.rows, w.weight.cols); }
     TensorScale* slot(const Layer& layer, LayerScale which) const { return layer.scales[which / LINEARS] + which % LINEARS; }
     // Where the amax is left of an operand that is about to be quantized with it; null where it is not FP8, or where quantize() finds what it needs.
     TensorScale* amax_slot(const Layer& layer, LayerScale which) const {
-        const Quant x = linear_quant(recipe_, N_, 16, 16).x;
-        const bool wanted = x.fp8() && x.granularity == PER_TENSOR && !state_.delayed();
-        return wanted ? slot(layer, which) : nullptr;
+        return just_in_time() ? slot(layer, which) : nullptr;
+    }
+    bool just_in_time() const {
+        return quant_.x.fp8() && quant_.x.granularity == PER_TENSOR && (!state_.delayed() || state_.some_without_scale);
     }
 
     View cut(View v) const { return v.rows = N_, v; }  // to the rows of this batch
+    View all_rows(View v) const { return v.rows = gemm_rows(v.rows), v; }  // that a GEMM reads or writes
     View stream_view(void* data, int64_t n, int64_t cols) const { return {data, nullptr, n, cols, Quant{recipe_.stream}}; }
     View stream_view(Work w, int64_t cols) const { return stream_view(arena_.work(w), N_, cols); }
     View residual() const { return stream_view(Work::Residual, config_.C); }
@@ -606,13 +615,16 @@ private:
     // used where it lies.
     Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
         if (x.rule == Rule::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
-        const Operand out = operand_at(x.rows, x.cols, q, codes, transposed, scale);
+        const Operand out = operand_at(gemm_rows(x.rows), x.cols, q, codes, transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
+    // A prompt's tokens may be no multiple of 16, which FP8 GEMMs need. They read and write a few more rows, whose
+    // values are undefined and never used.
+    int64_t gemm_rows(int64_t n) const { return quant_.x.fp8() ? round_up(n, 16) : n; }
     // One scale a tensor is in its slot; those of rows, vectors and squares lie right behind the codes.
     Operand operand_at(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed, TensorScale* slot) const {
-        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed, nullptr, slot, state_.delayed() && q.fp8()};
+        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed};
         auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr; };
         return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), slot};
     }
@@ -630,6 +642,7 @@ private:
         if (q.fp8() && w.kept) return kept_operand(w, q);
         void* place = arena_.work(Work::Weight);
         const bool transposed = use == Gemm::Dgrad;
+        take_weight_amax(w);
         return operand(stored(w.weight), q, transposed ? nullptr : place, transposed ? place : nullptr, w.scale, Kind::Weight);
     }
     Operand kept_operand(const Linear& w, const Quant& q) const {
@@ -638,28 +651,31 @@ private:
     }
     void keep_weights() {
         for (const Layer& layer : layers_)
-            for (const Linear* w : {&layer.qkv, &layer.out, &layer.up, &layer.down})
-                quantize(stored(w->weight), kept_operand(*w, recipe_.w), stats_of(Kind::Weight), cuda_);
+            for (const Linear* w : {&layer.qkv, &layer.out, &layer.up, &layer.down}) {
+                take_weight_amax(*w);
+                quantize(stored(w->weight), kept_operand(*w, quant_.w), stats_of(Kind::Weight), cuda_);
+            }
         kept_are_valid_ = true;
     }
+    // The optimizer leaves a weight's amax where scales are just in time, but not where they are delayed.
+    void take_weight_amax(const Linear& w) { take_amax(stored(w.weight), state_.delayed() && just_in_time() ? w.scale : nullptr); }
 
     // --- Linear layers: each of the three products, and the bias -----------------------------------------------------
     void linear_forward(const Linear& w, const Computed& x, TensorScale* scale, const View& kept, const View& y) {
-        const LinearQuant q = quant_of(w);
-        const Operand x8 = activation_operand(x, q.x, scale, Gemm::Fprop, kept);
-        gemms_.run(Gemm::Fprop, x8, weight_operand(w, q.w, Gemm::Fprop), y, false, w.bias.values, cuda_);
+        const Operand x8 = activation_operand(x, quant_.x, scale, Gemm::Fprop, kept);
+        gemms_.run(Gemm::Fprop, x8, weight_operand(w, quant_.w, Gemm::Fprop), all_rows(y), false, w.bias.values, cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
-        gemms_.run(Gemm::Dgrad, g8, weight_operand(w, quant_of(w).w, Gemm::Dgrad), dx, false, nullptr, cuda_);
+        gemms_.run(Gemm::Dgrad, g8, weight_operand(w, quant_.w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
     void wgrad(const Linear& w, const Operand& g8, const Computed& x, TensorScale* scale, const View& kept) {
-        const Operand x8 = activation_operand(x, quant_of(w).x, scale, Gemm::Wgrad, kept);
+        const Operand x8 = activation_operand(x, quant_.x, scale, Gemm::Wgrad, kept);
         gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
     }
     // The gradient of w's output as its products want it, and what it adds to the bias's. `amax`: where it is still wanted. FP8 codes need it
     // first, and the pass over a bias's sums leaves it; other numbers are cheaper to add up when they have been computed.
     Operand output_gradient(const Linear& w, const Computed& g, void* codes, TensorScale* scale, TensorScale* amax) {
-        const Quant q = quant_of(w).g;
+        const Quant q = quant_.g;
         if (q.fp8()) bias_gradient(w, g, Format::F32, amax);
         const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
         if (!q.fp8()) bias_gradient(w, stored(g8.view), recipe_.stream, nullptr);
@@ -724,14 +740,13 @@ private:
             linear_forward(layer.up, x, slot(layer, X_UP), layer.norm2_output, up);
             return take_amax(activation(config_.arch.gated, up), amax_slot(layer, X_DOWN));
         }
-        const LinearQuant q = quant_of(layer.up);
-        const Operand x8 = activation_operand(x, q.x, slot(layer, X_UP), Gemm::Fprop, layer.norm2_output);
-        const Operand w8 = weight_operand(layer.up, q.w, Gemm::Fprop);
-        const int64_t step = q.x.granularity == PER_TENSOR ? UP_TOKENS : N_;  // vectors' scales lie as the product of all rows wants them
+        const Operand x8 = activation_operand(x, quant_.x, slot(layer, X_UP), Gemm::Fprop, layer.norm2_output);
+        const Operand w8 = weight_operand(layer.up, quant_.w, Gemm::Fprop);
+        const int64_t step = quant_.x.granularity == PER_TENSOR ? UP_TOKENS : N_;  // vectors' scales lie as the product of all rows wants them
         for (int64_t first = 0; first < N_; first += step) {
             const int64_t n = std::min(step, N_ - first);
             const View u = stream_view(arena_.work(Work::Up), n, up.cols);
-            gemms_.run(Gemm::Fprop, {rows(x8.view, first, n)}, w8, u, false, layer.up.bias.values, cuda_);
+            gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(n))}, w8, all_rows(u), false, layer.up.bias.values, cuda_);
             quantize_up(config_.arch.gated, u, rows(up, first, n), amax_slot(layer, X_DOWN), stats_of(Kind::ActivationInput), cuda_);
         }
     }
@@ -760,7 +775,7 @@ private:
         begin_unit(layer.first_unit + 2);
         const View up = cut(layer.up_saved), dh = stream_view(Work::HiddenGradient, config_.F), dx = stream_view(Work::Branch, config_.C);
         const Computed du = activation_backward(config_.arch.gated, up, dh);
-        const Quant q = quant_of(layer.up).g;
+        const Quant& q = quant_.g;
         const bool one_scale = q.granularity == PER_TENSOR, in_place = one_scale && info(q.format).bytes == info(up.quant.format).bytes;
         // In place each element's codes go where it was saved.
         void* const place = in_place ? up.codes : arena_.work(Work::Gradient);
@@ -805,7 +820,7 @@ private:
     }
 
     View head_sum(View gradient) const {
-        if (!head_sum_apart(recipe_.stream, N_)) return gradient;
+        if (!head_sum_apart(gradient.quant.format, N_)) return gradient;
         return {arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32};
     }
 
@@ -856,8 +871,8 @@ class Gpu : public Model {
 public:
     Gpu(const Setup& s, const GpuFacts& facts)
         : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
-          state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_capacity()),
-          targets_(batch_capacity()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(units()) {
+          state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_tokens()),
+          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(units()) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 && sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
                       sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128, "as work_rows() in plan.cpp counts them");
         start();
@@ -868,7 +883,7 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         check_and_pin(tokens, targets, batch_tokens());
         clear_outcome();
-        network_.begin_delayed_step();
+        network_.begin_delayed();
         network_.prepare();
         const Hooks hooks{network_};
         if (!setup_.keep_gradients)
@@ -885,26 +900,28 @@ public:
         network_.end_delayed_step(results());
         network_.weights_changed();
         const Outcome& outcome = finish();
-        return {outcome.loss, outcome.gradients.norm, outcome.gradients.skipped != 0, growth()};
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
+        return {outcome.loss, outcome.gradients.norm, skipped, growth()};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         check_and_pin(tokens, targets, setup_.B * setup_.T);
         upload(0, setup_.B * setup_.T);
         clear_outcome();
+        network_.begin_delayed();
         network_.prepare();
         network_.evaluate(device_batch(), &results()->outcome.loss);
+        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->outcome.loss, stream_);
         return finish().loss;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // for FP8's products; what follows n is not seen
-        std::vector<int32_t> context(padded, tokens[n - 1]);
-        std::copy(tokens, tokens + n, context.begin());
-        check_and_pin(context.data(), context.data(), padded);
-        upload(0, padded);
+        check_and_pin(tokens, tokens, n);
+        upload(0, n);
+        network_.begin_delayed();
         network_.prepare();
-        network_.forward({device_tokens(), device_targets(), 1, padded});
+        network_.forward({device_tokens(), device_targets(), 1, n});
         const View row = network_.token_logits(n - 1), wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         dequantize(row, wide, stream_);
         copy(logits, wide.codes, setup_.config.V * 4, stream_);
@@ -918,6 +935,7 @@ public:
         clear_outcome();
         const Hooks hooks{network_};
         network_.stats = results()->stats;
+        network_.begin_delayed();
         network_.prepare();
         network_.unit_done = [&](int64_t unit) { state_.measure(state_.units[unit], results()->stats); };
         run(0, 1);
@@ -962,7 +980,6 @@ private:
         return growth_of({norms_.get(), norms_.get() + units()});
     }
     int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
-    int64_t batch_capacity() const { return std::max(batch_tokens(), gpu_tokens(setup_)); }
     Results* results() const { return arena_.work<Results>(Work::Results); }
     int32_t* device_tokens() const { return arena_.work<int32_t>(Work::Tokens); }
     int32_t* device_targets() const { return arena_.work<int32_t>(Work::Targets); }
@@ -999,13 +1016,14 @@ private:
     }
 
     // One micro-batch of what is pinned. It is a recording where every launch is like the last one's: not while products are being tuned or
-    // quantization is measured, nor with updates on the way, whose numbers change. The host works out the order of the tokens meanwhile.
+    // quantization is measured, nor with updates on the way, whose numbers change, nor
+    // as long as an operand may lack its delayed scale. The host works out the order of the tokens meanwhile.
     void run(int64_t micro_batch, int64_t accumulate) {
         const int64_t N = setup_.B * setup_.T;
         const bool first = micro_batch == 0;
         upload(micro_batch * N, N);
         auto work = [&] { network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss); };
-        if (network_.stats || network_.unit_done || tuning_) work();
+        if (network_.stats || network_.unit_done || tuning_ || state_.some_without_scale) work();
         else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
         network_.embedding_backward(upload_order(micro_batch), first);
     }
@@ -1081,7 +1099,7 @@ GpuFacts facts_for(const Setup& s) {
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     need_memory(s, facts, static_cast<int64_t>(free));
-    facts.keep_fp8_weights = s.accumulate > 1 && s.recipe.w.fp8();
+    facts.keep_fp8_weights = s.accumulate > 1 && linear_quant(s).w.fp8();
     facts.keep_fp8_weights = facts.keep_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
     return facts;
 }

@@ -123,37 +123,35 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                    const std::string& output, const std::string& saved) {
         table.push_back({part, name, input, weights, output, saved});
     };
-    auto operands = [&](int64_t out, int64_t in) { return linear_quant(r, s.B * s.T, out, in); };
-    auto named = [](const std::string& name, const LinearQuant& q) { return q.fallback ? name + " (falls back)" : name; };
-    auto linear = [&](const std::string& name, int64_t out, int64_t in, const std::string& output) {
-        const LinearQuant q = operands(out, in);
-        row(layers, named(name, q), q.x.text(), q.w.text(), output, none);
+    const LinearQuant q = linear_quant(s);
+    auto named = [&](const std::string& name) { return q.fallback ? name + " (falls back)" : name; };
+    auto linear = [&](const std::string& name, const std::string& output) {
+        row(layers, named(name), q.x.text(), q.w.text(), output, none);
     };
-    auto recomputed = [&](const std::string& name, const std::string& weights, int64_t out, int64_t in) {  // the operand of a linear layer
-        const std::string x = operands(out, in).x.text();
+    auto recomputed = [&](const std::string& name, const std::string& weights) {  // the operand of a linear layer
+        const std::string x = q.x.text();
         row(layers, name, nonlinear, weights, x, nonlinear + " input" + (s.recompute ? "" : "; " + x + " output"));
     };
 
     row("", "embedding", "tokens", stream, pair, none);
-    recomputed("norm 1", stream, c.qkv_cols(), c.C);
-    linear("q, k, v projection", c.qkv_cols(), c.C, c.arch.rope ? stream : attention);
+    recomputed("norm 1", stream);
+    linear("q, k, v projection", c.arch.rope ? stream : attention);
     if (c.arch.rope) row(layers, "rotary positions", stream, none, attention, none);
     row(layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp");
-    linear("attention output projection", c.C, c.q_cols(), stream);
+    linear("attention output projection", stream);
     row(layers, "residual add", stream, none, pair, none);
-    recomputed("norm 2", stream, c.up_cols(), c.C);
-    linear(c.arch.gated ? "gate and up projection" : "up projection", c.up_cols(), c.C, stream);
-    recomputed(c.arch.gated ? "SiLU(gate) x up" : "GELU", none, c.C, c.F);
-    linear("down projection", c.C, c.F, stream);
+    recomputed("norm 2", stream);
+    linear(c.arch.gated ? "gate and up projection" : "up projection", stream);
+    recomputed(c.arch.gated ? "SiLU(gate) x up" : "GELU", none);
+    linear("down projection", stream);
     row(layers, "residual add", stream, none, pair, none);
     row("", "final norm", stream, stream, stream, stream + " input");
     row("", "head", stream, stream, stream, none);
     row("", "cross-entropy", stream, none, fp32, none);
 
-    // Every linear layer has the same pair of GEMMs in backward; those that fall back are told by their row above.
-    const LinearQuant q = operands(c.up_cols(), c.C);
-    row("backward", named("linear layers, dgrad", q), q.g.text(), q.w.text(), stream, none);
-    row("backward", named("linear layers, wgrad", q), q.g.text() + " x " + q.x.text(), none, stream + " gradient", none);
+    // Every linear layer has the same pair of GEMMs in backward.
+    row("backward", named("linear layers, dgrad"), q.g.text(), q.w.text(), stream, none);
+    row("backward", named("linear layers, wgrad"), q.g.text() + " x " + q.x.text(), none, std::string(info(gradient_format(s)).name) + " gradient", none);
     row("backward", "norms, activations", nonlinear + ", " + stream, stream, stream, none);
     row("backward", "attention", r.attention.fp8() ? attention + ", " + stream : stream, none, stream, none);
     row("backward", "head", stream, stream, stream, none);
@@ -213,8 +211,8 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = {
         {Category::Weights, "weights" + format(stream), elements * info(stream).bytes, "parameter", live},
         {Category::Weights, "rest of the FP32 master", stream == Format::F32 || !s.master ? 0 : elements * 2, "parameter", live},
-        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest unit") + format(stream),
-         gradient_elements(s) * info(stream).bytes, "parameter", live},
+        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest unit") + format(gradient_format(s)),
+         gradient_elements(s) * info(gradient_format(s)).bytes, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
         {Category::Optimizer, std::string(s.optimizer.expand ? "max and k" : "max") + " of each " +
@@ -292,28 +290,25 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t N = gpu_tokens(s);
     const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
     const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
-    const LinearQuant q = linear_quant(r, s.B * s.T, 16, 16);  // sides of weights are multiples of 16: a fallback is for all
+    const LinearQuant q = linear_quant(s);
     const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
-    const bool made_from_o = r.x.fp8() || attention_groups;  // else attention's output is the operand as it lies
+    const bool made_from_o = fp8 || attention_groups;  // else attention's output is the operand as it lies
 
     // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
     const int64_t up_bytes = r.nonlinear.bytes(N, U);
     const bool du_in_place = info(q.g.format).bytes == info(r.nonlinear.format).bytes && per_tensor, dqkv_in_place = N * QKV * stream <= up_bytes;
     const uint32_t codes_phases = (fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0) | (fp8 || c.arch.rope ? QKV_BACKWARD : 0) |
                                   (du_in_place ? 0 : UP_BACKWARD);
-    // A prompt's length may not be a multiple of 16 even where a batch's is: then it falls back to the stream's format.
-    const int64_t fallen_back = gpu_positions(s) % 16 ? gpu_positions(s) : 0;
     auto either_way = [](const Quant& held, int64_t rows, int64_t cols) {
         return std::max(held.operand_bytes(rows, cols), held.operand_bytes(cols, rows));
     };
-    auto operand = [&](int64_t cols) { return std::max(either_way(q.x, N, cols), fallen_back * cols * stream); };
+    auto operand = [&](int64_t cols) { return either_way(q.x, N, cols); };
     auto gradient = [&](int64_t cols) { return either_way(q.g, N, cols); };
-    // For prompts even where the batch falls back; a weight in stream format is used where it lies.
-    int64_t weight = 0, weights_both_ways = 0;
+    int64_t weight = 0, weights_both_ways = 0;  // a weight in the compute dtype is used where it lies
     for (const Param& p : parameters(c)) {
-        if (!p.role.linear || !r.w.fp8()) continue;
-        weight = std::max(weight, either_way(r.w, p.rows, p.cols));
-        weights_both_ways += r.w.operand_bytes(p.rows, p.cols) + r.w.operand_bytes(p.cols, p.rows);
+        if (!p.role.linear || !q.w.fp8()) continue;
+        weight = std::max(weight, either_way(q.w, p.rows, p.cols));
+        weights_both_ways += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
     }
 
     return {
@@ -325,7 +320,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::EmbeddingChunks, ALWAYS, s.B * s.T * 16},
         {Work::Losses, ALWAYS, N * 4},
         {Work::NormStatistics, ALWAYS, N * 8},
-        {Work::RopeTable, ALWAYS, c.arch.rope ? gpu_positions(s) * c.HS() / 2 * 8 : 0},
+        {Work::RopeTable, ALWAYS, c.arch.rope ? s.T * c.HS() / 2 * 8 : 0},
         {Work::Scales, ALWAYS, (parameter_rows + 12 * c.L) * 16},
         {Work::Segments, ALWAYS, parameter_rows * 128},
         {Work::Results, ALWAYS, 16 << 10},
@@ -341,7 +336,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Branch, FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
         {Work::FinalNorm, HEAD, std::min(N, HEAD_TOKENS) * C * stream},
         {Work::Logits, HEAD, std::min(N, HEAD_TOKENS) * V * stream},
-        {Work::HeadGradient, HEAD, head_sum_apart(r.stream, N) ? V * C * 4 : 0},
+        {Work::HeadGradient, HEAD, head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0},
         {Work::Gradient, codes_phases, codes_phases ? gradient(std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U})) : 0},
         {Work::GradientTransposed, DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? gradient(std::max({C, U, QKV})) : 0},
         {Work::HiddenGradient, DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
@@ -391,7 +386,7 @@ int64_t gradients_after(const Setup& s, int64_t layer_bytes) {
     if (s.accumulate > 1) return s.config.L * layer_bytes;
     int64_t place = 0;
     for (const Param& p : parameters(s.config))
-        place = std::max(place, layers_alive(s.config, p) * layer_bytes - p.offset * info(s.recipe.stream).bytes);
+        place = std::max(place, layers_alive(s.config, p) * layer_bytes - p.offset * info(gradient_format(s)).bytes);
     return round_up(place, GPU_ALIGNMENT);
 }
 
@@ -410,14 +405,14 @@ private:
 
 // All units' gradients in one place, one after the other; but a tied embedding's are added to from the head on, all through backward.
 void place_unit_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const int64_t stream = info(s.recipe.stream).bytes;
+    const int64_t each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<UnitRange> units = unit_ranges(params);
     int64_t largest = 0;
     for (size_t u = s.config.tied ? 1 : 0; u < units.size(); u++) largest = std::max(largest, units[u].elements);
-    const int64_t shared = memory.take(largest * stream).offset;
-    const int64_t embedding = s.config.tied ? memory.take(units[0].elements * stream).offset : shared;
-    for (const Param& p : params) layout.gradients.push_back((p.unit ? shared : embedding) + (p.offset - units[p.unit].offset) * stream);
+    const int64_t shared = memory.take(largest * each).offset;
+    const int64_t embedding = s.config.tied ? memory.take(units[0].elements * each).offset : shared;
+    for (const Param& p : params) layout.gradients.push_back((p.unit ? shared : embedding) + (p.offset - units[p.unit].offset) * each);
 }
 
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
@@ -450,8 +445,7 @@ std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-int64_t gpu_positions(const Setup& s) { return std::max(s.T, std::min(round_up(s.T, 16), s.config.max_T)); }
-int64_t gpu_tokens(const Setup& s) { return std::max(s.B * s.T, gpu_positions(s)); }
+int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t stream = info(s.recipe.stream).bytes, elements = padded_elements(s.config);
@@ -468,10 +462,10 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     }
     const int64_t saved = s.config.L * layout.layer_bytes;
     if (s.keep_gradients) {
-        const int64_t after = gradients_after(s, layout.layer_bytes), gradients = elements * stream;
+        const int64_t after = gradients_after(s, layout.layer_bytes), each = info(gradient_format(s)).bytes, gradients = elements * each;
         const Place both = memory.take(std::max(saved, after + gradients));
         layout.saved = {both.offset, saved};
-        for (const Param& p : parameters(s.config)) layout.gradients.push_back(both.offset + after + p.offset * stream);
+        for (const Param& p : parameters(s.config)) layout.gradients.push_back(both.offset + after + p.offset * each);
         layout.shared = saved + gradients - both.bytes;
     } else {
         layout.saved = memory.take(saved);
@@ -577,7 +571,7 @@ void print_memory_line(const char* name, int64_t bytes, double of_one, int64_t b
 // As far as it can be told without a GPU.
 void print_gpu_lines(const Setup& s) {
     GpuFacts facts;
-    facts.keep_fp8_weights = s.accumulate > 1 && s.recipe.w.fp8();  // where memory allows
+    facts.keep_fp8_weights = s.accumulate > 1 && linear_quant(s).w.fp8();  // where memory allows
     const std::vector<MemoryRow> plan = gpu_memory_plan(s, facts);
     for (const MemoryRow& row : plan)
         if (row.category == Category::Workspace) std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
@@ -587,12 +581,12 @@ void print_gpu_lines(const Setup& s) {
 // What the table has no column for.
 void print_scaling(const Setup& s) {
     const Recipe& r = s.recipe;
-    if (!linear_quant(r, s.B * s.T, 16, 16).x.fp8()) return;
+    if (!linear_quant(s).x.fp8()) return;
     auto adds = [&](int product) { return r.fast_accumulation[product] ? "fast" : "exact"; };
     std::printf("  Products of FP8 on a Hopper GPU accumulate %s in fprop, %s in dgrad, %s in wgrad.\n", adds(0), adds(1), adds(2));
     if (r.scaling == Scaling::Delayed)
         std::printf("  Scales of linear layers are delayed: from the largest amax of the last %d steps, with a margin of %d powers of two;\n"
-                    "  1 in the first step.\n", r.history, r.margin);
+                    "  just in time as long as there is none, as in the first step.\n", r.history, r.margin);
     if (!r.x.granularity.same_both_ways() || !r.g.granularity.same_both_ways())
         std::printf("  Rows and groups of operands lie along what a product contracts; wgrad's are of the same feature of many tokens.\n");
 }
@@ -614,12 +608,13 @@ void print_precision_plan(const Setup& s) {
     }
     print_scaling(s);
     if (falls_back)
-        std::printf("  A linear layer falls back to %s where a side of its GEMMs is no multiple of 16; here --batch x --seq is %lld tokens.\n",
+        std::printf("  Linear layers fall back to %s for the whole run, sampling and evaluation included: --batch x --seq is %lld tokens,\n"
+                    "  which is no multiple of 16.\n",
                     info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
         std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
-                    "  norm so far, times what it grew by from there on in the last step (the first step is passed through twice for that); and a\n"
-                    "  gradient that is not finite skips its layer and those before it, not what was updated already.\n");
+                    "  norm so far, times what it grew by from there on in the last step (the first step is passed through twice for that). Once a\n"
+                    "  gradient is not finite, neither its bucket nor any later one of the step is updated; earlier ones were.\n");
 }
 
 void print_memory_plan(const Setup& s) {

@@ -74,7 +74,7 @@ enum class Work : uint8_t {
     EmbeddingChunks,     // (B T) runs of equal tokens among them
     Losses,              // (N) FP32
     NormStatistics,      // (N, 2) a norm's mean and reciprocal deviation
-    RopeTable,           // (gpu_positions(), HS/2) cosine and sine
+    RopeTable,           // (T, HS/2) cosine and sine
     Scales,              // TensorScale, of every parameter and then of 12 operands of every layer (max and k of moments: GpuLayout::scales)
     Segments,            // AdamW's table of parameters
     Results,             // numbers that the host reads
@@ -119,7 +119,7 @@ struct GpuFacts {
 };
 
 struct GpuLayout {
-    int64_t tokens;                  // of a micro-batch, or of a prompt
+    int64_t tokens;                  // gpu_tokens()
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer; their scales are among Work::Scales
     Place work[static_cast<int>(Work::Count)];
@@ -138,8 +138,7 @@ struct UnitRange {
 };
 std::vector<UnitRange> unit_ranges(const std::vector<Param>& params);  // by unit
 
-int64_t gpu_positions(const Setup& s);  // the longest sequence, of a micro-batch or of a prompt padded to a multiple of 16
-int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a micro-batch's, or a longer prompt's
+int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a micro-batch's, up to a multiple of 16, as FP8 GEMMs want them of a prompt
 // Kept gradients: a layer's are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
 // (With more, the sum over micro-batches has to outlive the next forward pass.)
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
@@ -150,7 +149,7 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // A batch's logits, and what activation functions read before it is quantized, never exist whole: so many tokens' at a time do.
 inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
 // The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
-inline bool head_sum_apart(Format stream, int64_t tokens) { return stream == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
+inline bool head_sum_apart(Format gradient, int64_t tokens) { return gradient == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
 // Moments that no kernel holds, scales that a GPU's products do not know: one sentence with the cure; empty where it has them. A capability of
 // 90 is 9.0.

@@ -827,18 +827,21 @@ public:
     const ModelConfig config;
     const Recipe recipe;
     const std::vector<Param> params;
-    std::vector<Tensor> weights, gradients;  // by parameter; values of the stream format. A gradient may be empty until it is added to
+    std::vector<Tensor> weights, gradients;  // by parameter; values of the compute dtype and of gradient_format(). A gradient may be empty until it
+                                             // is added to
     QuantStats* stats = nullptr;             // one per Kind; null: not measured
     std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; of linear layers, where the recipe delays its scales
     bool finite = true;                      // no loss, and no tensor that went to FP8, had a NaN or an infinity, which a code would hide
     std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
 
-    Network(const ModelConfig& c, const Recipe& r) : config(c), recipe(r), params(parameters(c)), gradients(params.size()) {
+    explicit Network(const Setup& s)
+        : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()), quant_(linear_quant(s)),
+          gradient_(gradient_format(s)) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
         delayed.resize(params.size());
-        for (const StateTensor& t : scaling_tensors(c, r))
-            for (DelayedScale& d : delayed[t.param]) d.history.resize(r.history);
+        for (const StateTensor& t : scaling_tensors(config, recipe))
+            for (DelayedScale& d : delayed[t.param]) d.history.resize(recipe.history);
     }
 
     // What the amaxes of this step make of the next one's scales.
@@ -847,7 +850,9 @@ public:
             for (int o = 0; o < OPERANDS; o++)
                 if (!operands[o].history.empty()) operands[o].end_step(quant_of(recipe, static_cast<LinearOperand>(o)).format, recipe.margin);
     }
-    void forget_amaxes() {
+    // Before a step, or a pass of its own: nothing is known of its amaxes.
+    void begin() {
+        finite = true;
         for (auto& operands : delayed)
             for (DelayedScale& d : operands) d.amax = 0;
     }
@@ -891,13 +896,11 @@ public:
         return y;
     }
 
-    Tensor rounded(Tensor x) const {
-        if constexpr (std::is_same_v<Real, float>)
-            for (float& v : x) v = round_to(recipe.stream, v);
-        return x;
-    }
+    Tensor rounded(Tensor x) const { return rounded(std::move(x), recipe.stream); }
 
 private:
+    const LinearQuant quant_;  // of every linear layer
+    const Format gradient_;
     std::map<std::string, size_t> index_;
     std::vector<SavedLayer<Real>> saved_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
@@ -906,6 +909,11 @@ private:
     size_t head() const { return index(config.tied ? "embedding" : "head"); }
     std::string layer(int64_t l) const { return "layers." + std::to_string(l) + "."; }
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
+    static Tensor rounded(Tensor x, Format f) {
+        if constexpr (std::is_same_v<Real, float>)
+            for (float& v : x) v = round_to(f, v);
+        return x;
+    }
 
     // What goes to FP8 is checked, since a code would hide a NaN or an infinity. Returns its amax.
     float checked_amax(const Tensor& x) {
@@ -937,18 +945,19 @@ private:
         constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
         const int i = static_cast<int>(which);
         const float top = q.fp8() ? checked_amax(x) : 0;
-        const float* scale = nullptr;
-        if (recipe.scaling == Scaling::Delayed && q.fp8()) {
+        const bool delays = recipe.scaling == Scaling::Delayed && q.fp8();
+        float scale = 0;
+        if (delays) {
             DelayedScale& d = delayed[linear][i];
             d.amax = std::max(d.amax, top);
-            scale = &d.scale;
+            scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
         }
-        return operand(x, static_cast<int64_t>(x.size()) / cols, cols, q, contracts, stats_of(KINDS[i]), scale);
+        return operand(x, static_cast<int64_t>(x.size()) / cols, cols, q, contracts, stats_of(KINDS[i]), delays ? &scale : nullptr);
     }
 
     Tensor linear_forward(const std::string& name, const Tensor& x) {  // x (N, in) FP32 -> (N, out) stream
         const Param& w = params[index(name)];
-        const LinearQuant q = linear_quant(recipe, N_, w.rows, w.cols);
+        const LinearQuant& q = quant_;
         const size_t i = index(name);
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Columns);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Columns);
@@ -964,7 +973,7 @@ private:
 
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {  // dy (N, out) -> dx (N, in) stream
         const Param& w = params[index(name)];
-        const LinearQuant q = linear_quant(recipe, N_, w.rows, w.cols);
+        const LinearQuant& q = quant_;
         const size_t i = index(name);
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Rows);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Rows);
@@ -987,7 +996,7 @@ private:
 
     void add_gradient(size_t i, const Tensor& contribution) {
         gradients[i].resize(contribution.size());  // with zeros, where nothing was
-        gradients[i] = rounded(added(gradients[i], contribution));
+        gradients[i] = rounded(added(gradients[i], contribution), gradient_);
     }
 
     void done_with_unit_of(const std::string& name) const {
@@ -1103,7 +1112,7 @@ private:
 
 class Reference : public Model {
 public:
-    explicit Reference(const Setup& setup) : setup_(setup), network_(setup.config, setup.recipe) {
+    explicit Reference(const Setup& setup) : setup_(setup), network_(setup) {
         const auto& params = network_.params;
         for (size_t i = 0; i < params.size(); i++) {
             const Param& p = params[i];
@@ -1127,8 +1136,7 @@ public:
         check(tokens, setup_.accumulate * setup_.B * setup_.T);
         check(targets, setup_.accumulate * setup_.B * setup_.T);
         clear_gradients();
-        network_.forget_amaxes();
-        network_.finite = true;
+        network_.begin();
         const int64_t N = setup_.B * setup_.T;
         double loss = 0, squares = 0;  // of the gradients, so far
         bool skipped = false;
@@ -1137,9 +1145,8 @@ public:
             squares += here;
             const double norm = std::sqrt(squares) * growth, scale = adamw_factors(adamw, false, norm).gradient_scale;
             // The square of a scaled gradient is below 2^124, so a second moment of any format can represent it. NaN fails this too.
-            const bool good = network_.finite && std::sqrt(here) * scale < 0x1p62;
-            if (good) update(which, adamw, norm);
-            skipped |= !good;
+            skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
+            if (!skipped) update(which, adamw, norm);
         };
         std::vector<double> norms;  // by unit, of its gradients and all later ones'
         if (!setup_.keep_gradients) {
@@ -1161,15 +1168,15 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         check(tokens, setup_.B * setup_.T);
         check(targets, setup_.B * setup_.T);
-        return network_.run(tokens, targets, setup_.B, setup_.T, 0) / static_cast<double>(setup_.B * setup_.T);
+        network_.begin();
+        const double loss = network_.run(tokens, targets, setup_.B, setup_.T, 0) / static_cast<double>(setup_.B * setup_.T);
+        return network_.finite ? loss : std::numeric_limits<double>::quiet_NaN();
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         check(tokens, n);
-        const int64_t padded = std::min(round_up(n, 16), setup_.config.max_T);  // FP8 GEMMs want multiples of 16; attention does not see what follows n
-        std::vector<int32_t> context(padded, tokens[n - 1]);
-        std::copy(tokens, tokens + n, context.begin());
-        const auto x = network_.forward(context.data(), 1, padded);
+        network_.begin();
+        const auto x = network_.forward(tokens, 1, n);
         const int64_t C = setup_.config.C;
         const std::vector<float> last(x.begin() + (n - 1) * C, x.begin() + n * C);
         const auto row = network_.head_logits(network_.rounded(network_.norm("final_norm", last)), 1);
@@ -1181,6 +1188,7 @@ public:
         check(targets, setup_.B * setup_.T);
         QuantReport report;
         network_.stats = report.kinds;
+        network_.begin();
         clear_gradients();
         network_.unit_done = [&](int64_t unit) {
             const Range which = parameters_of(unit);
@@ -1338,7 +1346,7 @@ private:
 
 double loss_in_double(const ModelConfig& c, int64_t B, int64_t T, const std::vector<std::vector<double>>& weights, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
-    Network<double> network(c, find_row(recipes(), "fp32", "--recipe"));
+    Network<double> network({c, find_row(recipes(), "fp32", "--recipe"), find_row(optimizers(), "fp32", "--optimizer"), B, T});
     network.weights = weights;
     const double scale = 1.0 / static_cast<double>(B * T);
     const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;

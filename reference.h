@@ -56,10 +56,11 @@ std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t co
                            const float* scale = nullptr);
 
 // Delayed scaling (TransformerEngine's) of one operand of a linear layer: its scale is fixed within a step and comes from the amaxes of the steps
-// before, s = max(history) 2^margin / FMAX; it stays as it was where that maximum is 0 or not finite. The first step has s = 1.
+// before, s = max(history) 2^margin / FMAX; it stays as it was where that maximum is 0 or not finite. As long as there
+// has been none, the operand is scaled just in time, by its largest amax of the step so far.
 struct DelayedScale {
     std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step yet
-    float scale = 1;
+    float scale = 0;             // 0: there is none yet
     float amax = 0;              // of the step at hand, over its micro-batches
     void end_step(Format fp8, int margin);  // the step's amax into the history, the next one's scale out of it
 };

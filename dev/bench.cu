@@ -83,11 +83,11 @@ public:
         return v;
     }
     // Room for a tensor in any format, in the orientations that are asked for.
-    Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed, bool delayed = false) {
+    Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
         const int64_t bytes = q.code_bytes(rows, cols), scales = std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale).bytes;
         void* codes = plain ? take(bytes) : nullptr;
         TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
-        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr, nullptr, slot, delayed};
+        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
         const int64_t turned = std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
         return {{codes, take(scales), rows, cols, q}, transposed ? take(bytes) : nullptr, transposed ? take(turned) : nullptr, slot};
     }
@@ -314,17 +314,19 @@ private:
              [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
-    static void find_scale(const Computed& x, Operand out) {
+    void find_scale(const Computed& x, const Operand& out) const {
         if (!out.view.quant.fp8() || !(out.view.quant.granularity == PER_TENSOR)) return;
-        amax(x, tensor_scale(out.view), nullptr);
-        out.delayed = false;
+        TensorScale* slot = tensor_scale(out.view);
+        amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
+        if (r_.scaling == Scaling::Delayed)
+            check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice), "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const Computed& x, const Quant& q, Use use) {
         if (x.rule == Rule::Stored && !q.fp8()) return;  // used where it lies
         const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
-        const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed, r_.scaling == Scaling::Delayed);
+        const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
         find_scale(x, out);
         const double bytes = reads(x) + (plain + transposed) * static_cast<double>(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
@@ -341,7 +343,9 @@ private:
             [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, int64_t forward_tokens) {
-        const LinearQuant q = linear_quant(r_, N_, out, in);
+        Setup run = setup_;
+        run.recipe = r_;
+        const LinearQuant q = linear_quant(run);
         const double N = static_cast<double>(N_), n = static_cast<double>(forward_tokens), flops = 2.0 * static_cast<double>(out * in);
         const Operand w = random_operand(memory_, out, in, q.w, stream_), x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
@@ -440,7 +444,7 @@ private:
             std::vector<Operand> to;
             double bytes = 0;
             for (const View& v : w) {
-                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed, r_.scaling == Scaling::Delayed));
+                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 find_scale(stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.codes, nullptr, v.rows, v.cols, r_.w});
             }
@@ -519,7 +523,7 @@ private:
         norm();  // the update below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
-             [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, state, nullptr); });
+             [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, stream_, state, nullptr); });
     }
 
 public:

@@ -393,9 +393,8 @@ GradientRun gradients_of(const Setup& setup, const std::vector<std::vector<float
         model->write(params[p].name, upper.data());
         model->write(params[p].name + ".remainder", lower.data());
     }
-    // A delayed scale is known after a step that had an operand's gradient not rounded to zero: three are enough. They change nothing but scales.
-    if (setup.recipe.scaling == Scaling::Delayed)
-        for (int i = 0; i < 3; i++) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
+    // Delayed scales come from a step before, which changes nothing but them.
+    if (setup.recipe.scaling == Scaling::Delayed) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
     const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
     GradientRun run{{}, result.loss, result.grad_norm};
     for (const Param& p : params) run.gradients.push_back(read_as<float>(*model, p.name + ".gradient", p.size()));
@@ -534,6 +533,9 @@ TEST_CASE("gradients: recipes whose linear layers alone are FP8 differ from fp32
             }
         }
         for (size_t a = 0; a < runs.size(); a++)
-            for (size_t b = 0; b < a; b++) CHECK(runs[a].gradients != runs[b].gradients);
+            for (size_t b = 0; b < a; b++) {
+                const bool alike = b == 0 && a == 1;  // the same step again: te's scales from its history are colossal's just-in-time ones
+                CHECK((runs[a].gradients == runs[b].gradients) == alike);
+            }
     }
 }

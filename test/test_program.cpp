@@ -736,7 +736,7 @@ TEST_CASE("plan: every memory mode changes its own rows alone, by what it says")
                 if (unit > 0 || !c.tied) largest = std::max(largest, size);
             }
             if (c.tied) largest += units.at(0);  // that of the embedding is added to from the head on
-            const Quant wide = s.recipe.attention, x = linear_quant(s.recipe, 3 * 48, 16, 16).x;
+            const Quant wide = s.recipe.attention, x = linear_quant(s).x;
             const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
             const std::map<std::string, std::pair<Category, int64_t>> freed = {
                 {"attention", {Category::Activations, attention}},

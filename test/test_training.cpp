@@ -109,7 +109,7 @@ TEST_CASE("delayed scaling: the scale is the history's maximum over the largest 
                 DelayedScale d;
                 d.history.resize(length);
                 std::vector<float> seen;
-                float wanted = 1;
+                float wanted = 0;
                 for (int step = 0; step < 60; step++) {
                     const int64_t draw = rng.below(12);
                     d.amax = draw == 0 ? inf : draw == 1 ? nan : draw < 5 ? 0.0f : float(std::exp(5 * rng.normal()));
@@ -129,10 +129,13 @@ TEST_CASE("delayed scaling: the scale is the history's maximum over the largest 
             }
 }
 
-TEST_CASE("delayed scaling: a step's amax is the largest of its micro-batches, and the first step's scale is 1") {
-    Training both = delayed_run(4, 0, 2), first = delayed_run(4), second = delayed_run(4);
+TEST_CASE("delayed scaling: a step's amax is the largest of its micro-batches, and there is no scale before the first step") {
+    Training both = delayed_run(4, 0, 2), first = delayed_run(4), second = delayed_run(4), before = delayed_run(4);
     for (const StateTensor& t : scaling_tensors(both.model->setup().config, both.model->setup().recipe))
-        if (t.size() == 1) CHECK(one(*both.model, t.name) == 1.0f);
+        if (t.size() == 1) CHECK(one(*both.model, t.name) == 0.0f);
+    before.step();
+    const Snapshot state = snapshot(*before.model);  // with scales, which the step does not change on its way
+    for (Training* t : {&both, &first, &second}) restore(*t->model, state);
     both.step(), first.step();
     second.text = first.text;
     second.step();
@@ -148,12 +151,17 @@ TEST_CASE("delayed scaling: a step's amax is the largest of its micro-batches, a
             const auto history = read_as<float>(*both.model, name, 4);
             CHECK(history[0] == factor * std::max(read_as<float>(*first.model, name, 4)[0], read_as<float>(*second.model, name, 4)[0]));
             CHECK(history[0] > 0);
-            CHECK((history[1] == 0 && history[2] == 0 && history[3] == 0));
+            CHECK(history[1] == read_as<float>(*before.model, name, 4)[0]);
+            CHECK((history[2] == 0 && history[3] == 0));
             const float fmax = info(operand == std::string(".g") ? Format::E5M2 : Format::E4M3).max;
-            CHECK(one(*both.model, p.name + operand + ".scale") == history[0] / fmax);
+            CHECK(one(*both.model, p.name + operand + ".scale") == std::max(history[0], history[1]) / fmax);
             compared++;
         }
     CHECK(compared == 2 * 4 * 2 + 1);
+}
+
+TEST_CASE("delayed scaling: an operand without a history is scaled just in time, in evaluation, for the next token and in the first step") {
+    for (const Architecture& arch : {LLAMA, GPT2}) check_first_scales(make_reference, arch);
 }
 
 TEST_CASE("delayed scaling: a tensor that doubles saturates for one step, one that shrinks keeps its scale until the history forgets") {
@@ -284,6 +292,30 @@ TEST_CASE("training: accumulated micro-batches equal one larger batch within rou
     }
 }
 
+TEST_CASE("training: gradients of 64 micro-batches are their sum within one rounding") {
+    for (const char* recipe : {"bf16", "coat"})
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)})
+            check_sums(make_reference, tiny_setup(config, recipe, "fp32"));
+}
+
+TEST_CASE("training: a BF16 gradient is rounded at most four times; where more terms are added up it is kept in FP32") {
+    for (const bool tied : {true, false})
+        for (int64_t accumulate : {1, 2, 3, 4, 5}) {
+            Setup setup = tiny_setup(tiny_config(LLAMA, tied), "bf16", "bf16", 2, 16);
+            setup.accumulate = accumulate;
+            Training training(setup);
+            training.step();
+            int64_t beyond_bf16 = 0;
+            for (const Param& p : parameters(setup.config))
+                for (float g : read_as<float>(*training.model, p.name + ".gradient", p.size())) beyond_bf16 += round_to(Format::BF16, g) != g;
+            INFO(tied, " ", accumulate);
+            CHECK((beyond_bf16 > 0) == (accumulate * (tied ? 2 : 1) > 4));
+            const std::vector<MemoryRow> plan = memory_plan(setup);
+            const bool fp32 = std::any_of(plan.begin(), plan.end(), [](const MemoryRow& row) { return row.name == "gradients (fp32)"; });
+            CHECK(fp32 == (beyond_bf16 > 0));
+        }
+}
+
 TEST_CASE("training: a step whose loss or gradient is not finite changes nothing, and training goes on after it") {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
@@ -303,6 +335,22 @@ TEST_CASE("training: evaluate is the forward pass of a step and changes nothing"
             Training training(recipe == std::string("lean") ? with_mode(setup_of("coat", arch), "lean") : setup_of(recipe, arch));
             check_evaluate(training);
         }
+}
+
+TEST_CASE("training: evaluation sees a number that is not finite, which an FP8 code hides") {
+    for (const char* recipe : {"te", "colossal", "coat", "bf16"}) {
+        Training training(setup_of(recipe));
+        check_infinite_evaluation(training);
+    }
+}
+
+TEST_CASE("training: a prompt's amaxes are its own, whatever its length") {
+    for (const char* recipe : {"bf16", "coat", "te", "colossal"})
+        for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_reference, recipe, arch, 1e-4);
+}
+
+TEST_CASE("training: where a batch falls back to BF16, prompts of any length do") {
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) check_fallback(make_reference, recipe);
 }
 
 TEST_CASE("training: the next token's logits are those of the loss, for any length") {
@@ -545,7 +593,7 @@ TEST_CASE("modes: a first step that is clipped to nothing, at a learning rate of
             }
 }
 
-TEST_CASE("modes: a gradient that is not finite skips its unit and those that it flows into; what came before is updated") {
+TEST_CASE("modes: a gradient that is not finite skips its unit and all later ones; what came before is updated") {
     // Layer 1's gates are 0, so its feed-forward half adds 0 whatever stands before and behind: W_up 2^100, W_down 2^120. Backward, the gradient
     // of a gate is that of the stream (2^-20 or more) times both: infinite.
     for (const char* recipe : RECIPES) {
@@ -577,6 +625,13 @@ TEST_CASE("modes: a gradient that is not finite skips its unit and those that it
             if (p.unit < turn) CHECK((after.at(t.name) == state.at(t.name)));
             else if (t.name == p.name + ".m") CHECK((after.at(t.name) != state.at(t.name)));
         }
+    }
+}
+
+TEST_CASE("modes: once one gradient is not finite no later bucket is updated, even where it flows nowhere") {
+    for (const char* recipe : RECIPES) {
+        Training training(with_mode(setup_of(recipe), "gradients"));
+        check_hidden_gradient(training);
     }
 }
 

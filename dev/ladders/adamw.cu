@@ -160,7 +160,7 @@ public:
         : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / G), segment_(1), state_(1) {
         const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3}, v{v_.get(), scales(2), scales(3), Format::E4M3};
         segment_.write({{0, n, m, v, true, nullptr}});
-        state_.write({{0, 0, 1.0f, 0, 0}});
+        state_.write({{0, 0, 1.0f, 0}});
         reset();
     }
     void reset() {  // random weights and gradients; moments of 0, and after that of a few steps
@@ -181,7 +181,8 @@ public:
             case 2: kernel3<Exact><<<blocks, 256>>>(s, f); break;
             case 3: kernel3<Fast><<<blocks, 256>>>(s, f); break;
             case 4:
-                gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_}, {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(), state_.get(), nullptr);
+                gpu::adamw(SETTINGS, optimizers()[0], segment_.get(), 1, {0, n_}, {weight_.get(), remainder_.get(), Format::BF16}, 0, gradient_.get(),
+                            Format::BF16, state_.get(), nullptr);
                 break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
