@@ -385,7 +385,7 @@ def keep(group, name, row):
 def run_group(group, gpus, wanted, again):
     result = tables.load(group)
     if result["rows"] and any(result.get(key, value) != value for key, value in shared_by(group).items()):
-        print(f"{group}: FAILED: {tables.path_of(group)} has rows with other flags or another text; move it away.")
+        print(f"{group}: FAILED: {tables.path_of(group)} has rows of other flags or text; move it away.")
         return False
     known, chains = {} if again else result["rows"], {}
     for job in GROUPS[group].jobs:

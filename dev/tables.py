@@ -3,6 +3,7 @@ import json
 import os
 import re
 import statistics
+import textwrap
 
 DEV = os.path.dirname(os.path.abspath(__file__))
 RECIPES = ["bf16", "te", "colossal", "rowwise", "deepseek", "coat"]
@@ -62,11 +63,16 @@ def table(head, rows):
         for line in [head, ["---"] * len(head), *rows]] + [""]
 
 
-def origin(group, result, flags=""):
+def paragraph(text):
+    return [*textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def origin(group, result):
+    """What was run, where and at which commit."""
     rows = result["rows"].values()
     where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
     shared = f", `./train {result['shared']}` and the flags of the row" if "shared" in result else ""
-    return [f"`python3 dev/run.py {group}`{shared}{flags}. {where}, commit {commits}.", ""]
+    return paragraph(f"`python3 dev/run.py {group}`{shared}. {where}, commit {commits}.")
 
 
 def cell(text, value, otherwise=""):
@@ -109,7 +115,8 @@ def peers():
         model, who = name.split(": ")
         base = result["rows"][f"{model}: PyTorch bf16"]
         rows.append([MODELS[model], who.replace("train", "`./train`") + cell(" ({})", row.get("note")),
-                     f"{row['tokens_per_second']:,.0f}", f"{base['ms'] / row['ms']:.3f}",
+                     f"{row['tokens_per_second']:,.0f}",
+            f"{row['tokens_per_second'] / base['tokens_per_second']:.3f}",
                      f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", f"{row['mib']:,}"])
     head = [
         "model", "program", "tokens/s", "speed / PyTorch bf16", "ms a step (range)", "GPU memory in use, MiB"]
@@ -133,7 +140,7 @@ def bench():
                 cell("{:.2f}", floor and seconds / floor)])
     ceilings = [f"{c['name']} {c['rate'] / 1e12:{'.2f' if c['unit'] == 'B/s' else '.0f'}} T{c['unit']}"
                 for c in measured["ceilings"]]
-    return origin("bench", result) + ["Ceilings: " + "; ".join(ceilings) + ".", ""] + table(
+    return origin("bench", result) + paragraph("Ceilings: " + "; ".join(ceilings) + ".") + table(
         ["model", "kind of work", "ms a step", "of the step", "floor, ms", "time / floor"], rows)
 
 
@@ -156,8 +163,8 @@ def default():
 
 def gpt2():
     result = load("gpt2")
-    rows = [[name, f"`{row['flags']}`" if row["flags"] else "(defaults)", f"{row['train'][-1]:.3f}", f"{losses(row):.4f}", row["commit"]]
-            for name, row in sorted(result["rows"].items())]
+    rows = [[name, f"`{row['flags']}`" if row["flags"] else "(defaults)", f"{row['train'][-1]:.3f}",
+             f"{losses(row):.4f}", row["commit"]] for name, row in sorted(result["rows"].items())]
     head = ["run", "flags", "last training loss", "validation loss, nats per token", "commit"]
     return origin("gpt2", result) + table(head, rows)
 
@@ -210,13 +217,13 @@ def convergence():
     seeds = [losses(row) for name, row in whole.items() if name.startswith("bf16")]
     mean = statistics.mean(seeds)
     lines = origin("convergence", result)
-    lines += [
-        f"The text is {text['text']}: {text['files']:,} files, {text['bytes'] / 1e6:,.0f} MB.",
-        f"It has {text['train_tokens'] / 1e6:.1f} million training tokens of a BPE vocabulary of 16,384,",
+    lines += paragraph(
+        f"The text is {text['text']}: {text['files']:,} files, {text['bytes'] / 1e6:,.0f} MB. "
+        f"It has {text['train_tokens'] / 1e6:.1f} million training tokens of a BPE vocabulary of 16,384, "
         f"so a run makes {TOKENS_PER_STEP * steps / text['train_tokens']:.1f} passes, and "
-        f"{text['held_out_tokens'] / 1e6:.2f} million held-out tokens.", "",
-        f"`bf16` over {len(seeds)} seeds: {min(seeds):.4f} to {max(seeds):.4f}, mean {mean:.4f}, standard",
-        f"deviation {statistics.stdev(seeds):.4f}.", ""]
+        f"{text['held_out_tokens'] / 1e6:.2f} million held-out tokens.")
+    lines += paragraph(f"`bf16` over {len(seeds)} seeds: {min(seeds):.4f} to {max(seeds):.4f}, "
+                       f"mean {mean:.4f}, standard deviation {statistics.stdev(seeds):.4f}.")
     cells = []
     for name, row in sorted(whole.items(), key=lambda item: in_order(item[0])):
         base, evaluated = rows.get(same_seed(name)), row.get("evaluated_in_bf16")
