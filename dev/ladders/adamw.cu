@@ -1,24 +1,27 @@
-// adamw.cu - a ladder: one step of AdamW whose moments are E4M3 with dynamic range expansion (paper section 4), in groups of 128. Weights
-// are BF16 with the 16-bit remainder of their FP32 master. Kernel 4 trains (coat.cu).
+// adamw.cu - a ladder of four kernels: one AdamW step whose moments are E4M3 with dynamic range expansion (paper section
+// 4) in groups of 128. Weights are BF16 with the 16-bit remainder of their FP32 master. Kernel 4 is the one that trains.
 //
 //   make build/ladder_adamw && build/ladder_adamw
 //
-// 1  As the paper reads: a block a group, a thread an element, powf to expand and to undo it, maxima and minima through shared memory.
-//    Bound by powf (hundreds of instructions, four times an element), by barriers, and by accesses of one or two bytes.
-// 2  A warp a group, four elements a lane: accesses of 4 and 8 bytes, no barrier, extremes through redux (one instruction a warp) on the
-//    bits of the magnitudes, which are ordered like the numbers.
-// 3  x^y = 2^(y log2 x) on the special function unit (ex2.approx, lg2.approx: a few parts in 10^7, where a code has 4 bits).
-// 4  log2(|code| / FMAX) from a table of 128 instead of a logarithm; the group's scales worked out once, one moment by the even lanes
-//    and the other by the odd ones; no division; the next group's loads in flight while this one is computed; a grid that fills the GPU once.
-//    Since the figures below: no branch an element, and eight elements a lane, half a warp a group (dev/results/kernels.md).
+// 1  As the paper reads: one block per group, one thread per element, powf to expand and to contract, maximum and
+//    minimum through shared memory. It is bound by powf (hundreds of instructions, four times per element), by barriers,
+//    and by accesses of one or two bytes.
+// 2  One warp per group, four elements per lane: accesses of 4 and 8 bytes, and no barriers. Maximum and minimum take one
+//    instruction each (redux) on the bits of the magnitudes, which are ordered like the values.
+// 3  x^y = 2^(y log2 x) on the special function unit (ex2.approx, lg2.approx). Its error is a few parts in 10^7, while a
+//    code has 4 significant bits.
+// 4  log2(|code| / FMAX) comes from a table of 128 entries. The group's scales are computed once: one moment's by the
+//    even lanes, the other's by the odd lanes. There is no division. The next group is loaded while this one is computed,
+//    and the grid fills the GPU exactly once. Improved after the times below were taken: no branch per element, and eight
+//    elements per lane with half a warp per group (dev/results/kernels.md).
 //
-// On an H200, 2^28 parameters, of a copy at 4.26 TB/s:   kernel     1      2      3      4 (when it still branched for every element)
-//                                                        ms      7.78   5.15   2.33   1.80
-//                                                        of it    12%    17%    39%    50%
+// H200, 2^28 parameters; copy bandwidth 4.26 TB/s:   kernel                   1      2      3      4 (first version)
+//                                                    ms                    7.78   5.15   2.33   1.80
+//                                                    % of copy bandwidth    12%    17%    39%    50%
 //
-// The codes are compared with the CPU reference's: a power that is off in its last bits may move a code to its neighbour, or k, which is
-// rounded down to sixteenths, to the next one. Least traffic: 14.25 bytes a parameter (weight, remainder and moments in and out, gradient
-// in, (max, k) in and out).
+// Codes are compared with the CPU reference. A power that differs in its last bits may move a code to its neighbour, and
+// k, which is rounded down to sixteenths, by one sixteenth. Minimum traffic: 14.25 bytes per parameter (weight, remainder
+// and moments in and out, gradient in, (max, k) in and out).
 #include "ladder.h"
 
 using namespace ladder;
@@ -27,11 +30,11 @@ namespace {
 
 constexpr int64_t G = MOMENT_GROUP;
 constexpr float FMAX = 448.0f, RANGE = 17.807355f;  // of E4M3, and log2(FMAX / FMIN)
-const AdamW SETTINGS{10, 1e-2f};
+const AdamW SETTINGS{10, 1e-2f};  // step, learning rate
 
 struct Moment {
     uint8_t* codes;
-    float *max, *k;  // a group
+    float *max, *k;  // one each per group
 };
 struct State {
     int64_t n;
@@ -57,12 +60,12 @@ struct Fast {
 };
 
 template <class Math>
-__device__ float contracted(uint8_t code, float max, float k) {  // sign max (|code| / FMAX)^(1/k)
+__device__ float contract(uint8_t code, float max, float k) {  // sign max (|code| / FMAX)^(1/k)
     const float x = decode(code);
     return x == 0 ? 0.0f : copysignf(max * Math::power(fabsf(x) / FMAX, 1 / k), x);
 }
 template <class Math>
-__device__ uint8_t expanded(float x, float max, float k) {  // sign encode(FMAX (|x| / max)^k)
+__device__ uint8_t expand(float x, float max, float k) {  // sign encode(FMAX (|x| / max)^k)
     return x == 0 ? 0 : encode(copysignf(FMAX * Math::power(fabsf(x) / max, k), x));
 }
 __device__ float expansion_factor(float max, float min_nonzero) {  // (paper eq. 4)
@@ -81,7 +84,7 @@ __device__ void update(const reference::AdamWFactors& f, float g, float& m, floa
     remainder = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-// --- 1: a block a group ------------------------------------------------------------------------------------------------------
+// --- 1: one block per group -----------------------------------------------------------------------------------
 
 __device__ float block_extreme(float x, bool largest) {  // of 128 threads
     __shared__ float all[G];
@@ -100,30 +103,30 @@ __device__ float block_extreme(float x, bool largest) {  // of 128 threads
 }
 __device__ void store1(const Moment& moment, int64_t i, int64_t group, float x) {
     const float max = block_extreme(fabsf(x), true), min = block_extreme(x == 0 ? INFINITY : fabsf(x), false), k = expansion_factor(max, min);
-    moment.codes[i] = expanded<Exact>(x, max, k);
+    moment.codes[i] = expand<Exact>(x, max, k);
     if (threadIdx.x == 0) moment.max[group] = max, moment.k[group] = k;
 }
 __global__ void kernel1(State s, reference::AdamWFactors f) {
     const int64_t group = blockIdx.x, i = group * G + threadIdx.x;
-    float m = contracted<Exact>(s.m.codes[i], s.m.max[group], s.m.k[group]), v = contracted<Exact>(s.v.codes[i], s.v.max[group], s.v.k[group]);
-    __syncthreads();  // everybody has read max and k
+    float m = contract<Exact>(s.m.codes[i], s.m.max[group], s.m.k[group]), v = contract<Exact>(s.v.codes[i], s.v.max[group], s.v.k[group]);
+    __syncthreads();  // all threads have read max and k
     update(f, __bfloat162float(s.gradient[i]), m, v, s.weight[i], s.remainder[i]);
     store1(s.m, i, group, m);
     store1(s.v, i, group, v);
 }
 
-// --- 2 and 3: a warp a group, four elements a lane -----------------------------------------------------------------------------
+// --- 2 and 3: one warp per group, four elements per lane --------------------------------------------------------
 
 template <class Math>
 __device__ void store3(const Moment& moment, int64_t i, int64_t group, const float (&x)[4]) {
     uint32_t top = 0, low = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
-        top = max(top, bits), low = min(low, bits - 1);  // zero goes last
+        top = max(top, bits), low = min(low, bits - 1);  // zero becomes the largest, so it is not the minimum
     }
     const float max = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)), min = __uint_as_float(__reduce_min_sync(0xFFFFFFFFu, low) + 1);
     const float k = expansion_factor(max, min);
-    uchar4 codes{expanded<Math>(x[0], max, k), expanded<Math>(x[1], max, k), expanded<Math>(x[2], max, k), expanded<Math>(x[3], max, k)};
+    uchar4 codes{expand<Math>(x[0], max, k), expand<Math>(x[1], max, k), expand<Math>(x[2], max, k), expand<Math>(x[3], max, k)};
     *reinterpret_cast<uchar4*>(moment.codes + i) = codes;
     if (threadIdx.x % 32 == 0) moment.max[group] = max, moment.k[group] = k;
 }
@@ -131,8 +134,8 @@ template <class Math>
 __device__ void load3(const Moment& moment, int64_t i, int64_t group, float (&x)[4]) {
     const uchar4 codes = *reinterpret_cast<const uchar4*>(moment.codes + i);
     const float max = moment.max[group], k = moment.k[group];
-    x[0] = contracted<Math>(codes.x, max, k), x[1] = contracted<Math>(codes.y, max, k);
-    x[2] = contracted<Math>(codes.z, max, k), x[3] = contracted<Math>(codes.w, max, k);
+    x[0] = contract<Math>(codes.x, max, k), x[1] = contract<Math>(codes.y, max, k);
+    x[2] = contract<Math>(codes.z, max, k), x[3] = contract<Math>(codes.w, max, k);
 }
 template <class Math>
 __global__ void kernel3(State s, reference::AdamWFactors f) {
@@ -152,7 +155,7 @@ __global__ void kernel3(State s, reference::AdamWFactors f) {
     store3<Math>(s.v, i, group, v);
 }
 
-// --- The ladder --------------------------------------------------------------------------------------------------------------
+// --- The ladder ---------------------------------------------------------------------------------------------------
 
 class Optimizer {
 public:
@@ -163,7 +166,7 @@ public:
         state_.write({{0, 0, 1.0f, 0, 0}});
         reset();
     }
-    void reset() {  // random weights and gradients; moments of 0, and after that of a few steps
+    void reset() {  // random weights and gradients; the moments after three steps from zero
         const Param p{"", LINEAR, 1, n_, 0.02f, 0, 0};
         gpu::initialize({gradient_.get(), remainder_.get(), Format::BF16}, p, 1, n_, 1, nullptr);
         gpu::initialize({weight_.get(), remainder_.get(), Format::BF16}, p, 0, n_, 1, nullptr);
@@ -188,8 +191,8 @@ public:
     }
 
     struct Difference {
-        double weight = 0;                // of masters, over the learning rate
-        int64_t moved_k = 0, codes = 0, far = 0;  // groups with k a sixteenth away; codes (in others) that differ, and by more than one
+        double weight = 0;                        // largest error of a master weight / learning rate
+        int64_t moved_k = 0, codes = 0, far = 0;  // groups with another k; in the other groups, codes that differ, and by more than one
     };
     Difference against_reference(int kernel) {
         reset();
@@ -235,7 +238,7 @@ private:
             d.moved_k += off > 0 && i % G == 0;
             d.far += off > 1 / 16.0f;
             if (off > 0) continue;
-            const int by = std::abs(codes[i] - expected[i]);  // magnitudes are ordered like their codes
+            const int by = std::abs(codes[i] - expected[i]);  // codes are ordered like magnitudes
             d.codes += by != 0;
             d.far += by > 1;
         }
@@ -248,8 +251,8 @@ int main() try {
     constexpr int64_t SMALL = 1 << 20, LARGE = 1 << 28;
     Optimizer small(SMALL), large(LARGE);
     const double copy = copy_rate(), bytes = 14.25 * LARGE;
-    printf("FP8 AdamW, 2^28 parameters; a copy moves %.2f TB/s\n", copy * 1e-12);
-    printf("kernel  weight off / lr   of 2^21 codes: differ, by more than 1   groups with another k       ms     TB/s   of copy\n");
+    printf("FP8 AdamW, 2^28 parameters; copy bandwidth %.2f TB/s\n", copy * 1e-12);
+    printf("kernel  weight error / lr  of 2^21 codes: differ, by more than 1  groups with another k       ms     TB/s   of copy\n");
     bool wrong = false;
     for (int kernel = 1; kernel <= 4; kernel++) {
         const Optimizer::Difference d = small.against_reference(kernel);

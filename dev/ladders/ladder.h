@@ -1,4 +1,4 @@
-// ladder.h - what ladders share: checked CUDA calls, device memory and the clock. The kernels are in the ladders.
+// ladder.h - what the ladders share: device memory, random data and the clock.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -30,7 +30,7 @@ public:
     const size_t size;
     T* get() const { return data_; }
     void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
-    void poison() { fill(0xFF); }  // NaN in every format here
+    void poison() { fill(0xFF); }  // NaN in every format that the ladders use
     void write(const std::vector<T>& host) {
         gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice), "Copying failed");
     }
@@ -50,7 +50,7 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
     return x;
 }
 
-// Milliseconds: the median of several runs, each with an L2 cache that holds other, unmodified data.
+// Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no write-back.
 template <class Run>
 float milliseconds(int repeats, Run run) {
     static Buffer<uint16_t> other(128 << 20);
@@ -76,7 +76,7 @@ float milliseconds(int repeats, Run run) {
     return times[times.size() / 2];
 }
 
-// Bytes a second of a copy within the device, read and written.
+// Copy bandwidth within the device in bytes per second, reads plus writes.
 inline double copy_rate() {
     Buffer<uint8_t> from(1 << 30), to(1 << 30);
     const float ms = milliseconds(20, [&] {
