@@ -399,9 +399,9 @@ def memory():
 
 def gemms():
     result, rates = load("timing"), {}
-    times = result["rows"]["timing"]["products"]
+    times = result["rows"]["timing"]["gemms"]
     for r in times:
-        for key, what in (("product_ms", "GEMM alone"), ("with_x_ms", "and quantizing x"),
+        for key, what in (("gemm_ms", "GEMM alone"), ("with_x_ms", "and quantizing x"),
                           ("with_x_and_w_ms", "and quantizing x and w")):
             if key in r:
                 name = r["scaling"] if r["scaling"] == "bf16" else f"{r['scaling']}: {what}"

@@ -32,11 +32,13 @@ public:
     void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
     void poison() { fill(0xFF); }  // NaN in every format that the ladders use
     void write(const std::vector<T>& host) {
-        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice), "Copying failed");
+        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
+                   "Copying failed");
     }
     std::vector<T> read() const {
         std::vector<T> host(size);
-        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost), "Copying failed");
+        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost),
+                   "Copying failed");
         return host;
     }
 
@@ -50,7 +52,8 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
     return x;
 }
 
-// Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no write-back.
+// Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no
+// write-back.
 template <class Run>
 float milliseconds(int repeats, Run run) {
     static Buffer<uint16_t> other(128 << 20);
@@ -63,7 +66,9 @@ float milliseconds(int repeats, Run run) {
     std::vector<float> times(static_cast<size_t>(repeats));
     run();
     for (float& ms : times) {
-        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, {0}, state.get(), partials.get(), nullptr);  // reads all
+        // Reads all
+        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, {0},
+                           state.get(), partials.get(), nullptr);
         gpu::check(cudaEventRecord(start), "Timing failed");
         run();
         gpu::check(cudaEventRecord(stop), "Timing failed");
@@ -80,7 +85,8 @@ float milliseconds(int repeats, Run run) {
 inline double copy_rate() {
     Buffer<uint8_t> from(1 << 30), to(1 << 30);
     const float ms = milliseconds(20, [&] {
-        gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice), "Copying failed");
+        gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice),
+                   "Copying failed");
     });
     return 2e3 * static_cast<double>(from.size) / ms;
 }
