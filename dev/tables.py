@@ -72,7 +72,7 @@ def origin(group, result):
     rows = result["rows"].values()
     where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
     shared = f", `./train {result['shared']}` and the flags of the row" if "shared" in result else ""
-    return paragraph(f"`python3 dev/run.py {group}`{shared}. {where}, commit {commits}.")
+    return paragraph(f"`python3 dev/run.py {group}`{shared}. Measured on {where}, commit {commits}.")
 
 
 def cell(text, value, otherwise=""):
