@@ -59,12 +59,13 @@ $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
 test: $(PROGRAM) $(O)/tests
 	OMP_WAIT_POLICY=passive COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
 
-# BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run than those in the bench's table. A ladder: make build/ladder_adamw
+# BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run than those in the bench's table. A ladder:
+# make build/ladder_adamw
 $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-# Evidence for what the paper says (dev/RESULTS.md); what measures a GPU is a .cu
+# Programs that dev/run.py runs for dev/RESULTS.md; those that need a GPU are .cu files.
 $(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/evidence/%.cu,$(O)/evidence_%,$(wildcard dev/evidence/*.cu)): $(O)/evidence_%: $(O)/dev/evidence/%.cu.o $(OBJECTS)
@@ -76,7 +77,7 @@ $(O)/libtrace.so: dev/trace.cpp
 	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUDA)/extras/CUPTI/include -I$(CUDA)/include -o $@ $< $(CUPTI) -Wl,-rpath=$(dir $(CUPTI))
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
-	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot_bench.py $(O)/bench.json > $(O)/bench.svg; fi  # with --only there is none
+	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg; fi  # --only has no whole step
 need-nvcc:
 	@echo "make bench measures a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 

@@ -1,18 +1,19 @@
-// bench.cu - where the milliseconds of a training step go: each operator of the step by itself at a model's shapes, against ceilings that
-// are measured on this card first, and then the whole step.
+// bench.cu - where the time of a training step goes. It measures the ceilings of this GPU, then each operator
+// of the step by itself at the shapes of a model, then the whole step.
 //
 //   make bench                                                                     the runs in the table RUNS
-//   make bench BENCH_ARGS="--model llama-2-7b --recipe bf16 --batch 4 --seq 2048"  another one
-//   build/bench --model gpt2 --only norm                                           operators with this in group or name, and no whole step
+//   make bench BENCH_ARGS="--model llama-2-7b --recipe bf16 --batch 4 --seq 2048"  another run
+//   build/bench --model gpt2 --only norm                                           operators named *norm*
 //
-// The floor of an operator is the longer of two times: its bytes (every input read once, every output written once) at the rate of a copy
-// within the device, and its FLOPs at the rate of a large matrix product in the same formats. Percentages are floor / time; where a
-// ceiling is not known there is none. A pass that only reads can exceed 100%, since a copy also writes; so can a product of small
-// gradients, on which the card draws less power than on the ceilings' random numbers.
+// The floor of an operator is the longer of two times: its bytes (every input read once, every output written
+// once) at copy bandwidth, and its FLOPs at the rate of a large GEMM in the same formats. Percentages are
+// floor / time. A kernel that only reads can exceed 100%, since a copy also writes. So can a GEMM of small
+// gradients: the GPU draws less power for them than for the random values of the ceilings.
 //
-// Times are medians of events on the GPU, on random numbers, each with an L2 cache that holds other, unmodified data. The operators are
-// those that model.cu launches, with its shapes and views, and as often. What it launches beside them (clearing sums, sums of losses,
-// checks), gaps between launches, and what one operator finds in the cache from the one before are the difference to the step.
+// Times are medians between CUDA events, on random values, after the L2 cache was filled with other data. The
+// operators are those that model.cu launches, with the same shapes and views, and as often. The step differs
+// from their sum by small launches (clearing and adding sums, checks), by gaps between launches, by data that
+// one operator leaves in the cache for the next, and by the clock, which is lower when the GPU is hot.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -49,14 +50,18 @@ int attribute(cudaDeviceAttr which) {
     check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
     return value;
 }
-bool has_fp8() { return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor) >= 89; }
+bool has_fp8() {
+    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor) >=
+           89;
+}
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Memory with random numbers in it, and the clock
+// -----------------------------------------------------------------------------------------------------------
+// Memory with random values, and the clock
 
 template <class T>
 __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float std) {
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x)
         x[i] = static_cast<T>(init_value(seed, 0, static_cast<uint64_t>(i), std));
 }
 
@@ -70,15 +75,18 @@ public:
     template <class T = void>
     T* take(int64_t bytes) {
         void* p = nullptr;
-        check(cudaMalloc(&p, static_cast<size_t>(bytes)), "Allocating GPU memory failed; choose a smaller --batch or --model");
+        check(cudaMalloc(&p, static_cast<size_t>(bytes)),
+              "Allocating GPU memory failed; choose a smaller --batch or --model");
         check(cudaMemset(p, 0, static_cast<size_t>(bytes)), "Clearing memory failed");
         taken_.push_back(p);
         return static_cast<T*>(p);
     }
     View random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
         const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Quant{stream}};
-        if (stream == Format::F32) fill_kernel<<<4096, 256>>>(static_cast<float*>(v.codes), rows * cols, taken_.size(), std);
-        else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.codes), rows * cols, taken_.size(), std);
+        if (stream == Format::F32)
+            fill_kernel<<<4096, 256>>>(static_cast<float*>(v.codes), rows * cols, taken_.size(), std);
+        else
+            fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.codes), rows * cols, taken_.size(), std);
         check(cudaGetLastError(), "Filling memory failed");
         return v;
     }
@@ -116,11 +124,12 @@ public:
     Clock(const Clock&) = delete;
     Clock& operator=(const Clock&) = delete;
 
-    TensorScale* slot() const { return slot_; }  // zero whenever something timed begins
+    TensorScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
 
     double seconds(const std::function<void()>& run) {
         run();
-        for (int i = 0; i < REST; i++) fill_cache();  // a card that has just multiplied for long is slower: each begins after the same light work
+        // A GPU is slower after long GEMMs: all start after the same light work
+        for (int i = 0; i < REST; i++) fill_cache();
         for (int i = 0; i < REPEATS; i++) {
             check(cudaMemsetAsync(slot_, 0, sizeof *slot_), "Clearing memory failed");
             fill_cache();
@@ -130,7 +139,7 @@ public:
         }
         return median(REPEATS);
     }
-    // For what waits by itself, like a whole step.
+    // For operations that wait for the GPU themselves, such as a whole step.
     std::vector<double> each(int repeats, const std::function<void()>& run) {
         std::vector<double> times;
         for (int i = 0; i < repeats; i++) {
@@ -151,12 +160,14 @@ private:
     double* partials_;
     cudaEvent_t events_[2 * REPEATS] = {};
 
-    // Reads all of `other_`, which leaves nothing in the cache that would have to be written back.
-    void fill_cache() { gradient_norm(other_.codes, Format::BF16, other_.cols, nullptr, {0}, state_, partials_, nullptr); }
+    // Reads `other_`, so that the cache contains nothing that must be written back.
+    void fill_cache() {
+        gradient_norm(other_.codes, Format::BF16, other_.cols, nullptr, {0}, state_, partials_, nullptr);
+    }
     void record(int i) { check(cudaEventRecord(events_[i]), "Recording an event failed"); }
     double elapsed(int i) {
         float ms = 0;
-        check(cudaEventSynchronize(events_[i + 1]), "Something that is timed failed");
+        check(cudaEventSynchronize(events_[i + 1]), "A timed operation failed");
         check(cudaEventElapsedTime(&ms, events_[i], events_[i + 1]), "Reading an event failed");
         return ms * 1e-3;
     }
@@ -168,8 +179,8 @@ private:
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Ceilings of this card
+// -----------------------------------------------------------------------------------------------------------
+// Ceilings of this GPU
 
 enum class Ceiling : uint8_t { Copy, Fp32, Bf16, Fp8Fast, Fp8Exact, Count };
 struct CeilingRow {
@@ -179,13 +190,13 @@ struct CeilingRow {
 };
 constexpr CeilingRow CEILINGS[] = {
     {"copy", Q_F32, Q_F32, Gemm::Fprop},
-    {"fp32 product", Q_F32, Q_F32, Gemm::Fprop},
-    {"bf16 product", Q_BF16, Q_BF16, Gemm::Fprop},
-    {"fp8 product, fast accumulation", Q_E4M3, Q_E4M3, Gemm::Fprop},
-    {"fp8 product, exact accumulation", Q_E5M2, Q_E4M3, Gemm::Dgrad},
+    {"fp32 GEMM", Q_F32, Q_F32, Gemm::Fprop},
+    {"bf16 GEMM", Q_BF16, Q_BF16, Gemm::Fprop},
+    {"fp8 GEMM, fast accumulation", Q_E4M3, Q_E4M3, Gemm::Fprop},
+    {"fp8 GEMM, exact accumulation", Q_E5M2, Q_E4M3, Gemm::Dgrad},
 };
 const char* name(Ceiling c) { return CEILINGS[static_cast<int>(c)].name; }
-using Ceilings = std::map<Ceiling, double>;  // bytes or FLOPs a second; only what was measured
+using Ceilings = std::map<Ceiling, double>;  // bytes or FLOPs per second; only those that were measured
 
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& q, Format stream) {
     const View x = memory.random(rows, cols, stream);
@@ -203,59 +214,74 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.codes, BYTES); });
 }
-double product_rate(Clock& clock, const CeilingRow& row) {
+double gemm_rate(Clock& clock, const CeilingRow& row) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
     Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});
     gemms.tune(true);
     const Format stream = row.a.format == Format::F32 ? Format::F32 : Format::BF16;
-    const Operand a = random_operand(memory, SIDE, SIDE, row.a, stream), b = random_operand(memory, SIDE, SIDE, row.b, stream);
+    const Operand a = random_operand(memory, SIDE, SIDE, row.a, stream),
+                  b = random_operand(memory, SIDE, SIDE, row.b, stream);
     const View out = memory.random(SIDE, SIDE, stream);
-    return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(row.kind, a, b, out, false, nullptr, nullptr); });
+    return 2.0 * SIDE * SIDE * SIDE /
+           clock.seconds([&] { gemms.run(row.kind, a, b, out, false, nullptr, nullptr); });
 }
-Ceiling product_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
-    if (operand.fp8()) return r.fast_accumulation[static_cast<int>(kind)] ? Ceiling::Fp8Fast : Ceiling::Fp8Exact;
+Ceiling gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
+    if (operand.fp8())
+        return r.fast_accumulation[static_cast<int>(kind)] ? Ceiling::Fp8Fast : Ceiling::Fp8Exact;
     return operand.format == Format::F32 ? Ceiling::Fp32 : Ceiling::Bf16;
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{Ceiling::Copy, copy_rate(clock)}};
     for (Gemm kind : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
         for (const Quant& q : {Quant{r.stream}, r.x}) {
-            const Ceiling c = product_ceiling(kind, q, r);
-            if (!rates.count(c)) rates[c] = product_rate(clock, CEILINGS[static_cast<int>(c)]);
+            const Ceiling c = gemm_ceiling(kind, q, r);
+            if (!rates.count(c)) rates[c] = gemm_rate(clock, CEILINGS[static_cast<int>(c)]);
         }
     return rates;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The operators of a step
 
 struct Row {
     const char* group;
     std::string name;
-    double count, seconds, bytes, flops;  // count: a step
-    Ceiling ceiling;                      // of the FLOPs, or Copy where there are none
-    double floor;                         // seconds; 0: not known
-    bool product;                         // cuBLASLt or attention
+    double count, seconds, bytes, flops;  // count: per step
+    Ceiling ceiling;                      // of the FLOPs; Copy if there are none
+    double floor;                         // seconds; 0: unknown
+    bool gemm;                            // cuBLASLt or attention
 
     double rate() const { return (ceiling == Ceiling::Copy ? bytes : flops) / seconds; }
 };
-constexpr const char *LINEAR_LAYERS = "linear layers", *ATTENTION = "attention", *BETWEEN = "between the products",
-                     *HEAD = "embedding, head, loss", *OPTIMIZER = "optimizer";
+constexpr const char *LINEAR_LAYERS = "linear layers", *ATTENTION = "attention",
+                     *BETWEEN = "between the GEMMs", *HEAD = "embedding, head, loss",
+                     *OPTIMIZER = "optimizer";
 
 class Step {
 public:
     std::vector<Row> rows;
 
     Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
-        : only_(only), setup_(s), c_(s.config), r_(r), clock_(clock), ceilings_(ceilings), stream_(r.stream), fp8_(r.x.fp8()),
-          groups_(r.nonlinear.fp8()), N_(s.B * s.T), layers_(static_cast<double>(c_.L * s.accumulate)),
+        : only_(only),
+          setup_(s),
+          c_(s.config),
+          r_(r),
+          clock_(clock),
+          ceilings_(ceilings),
+          stream_(r.stream),
+          fp8_(r.x.fp8()),
+          groups_(r.nonlinear.fp8()),
+          N_(s.B * s.T),
+          layers_(static_cast<double>(c_.L * s.accumulate)),
           batches_(static_cast<double>(s.accumulate)),
-          slot_(fp8_ && r.x.granularity == PER_TENSOR && r.scaling == Scaling::JustInTime ? clock.slot() : nullptr),
+          slot_(fp8_ && r.x.granularity == PER_TENSOR && r.scaling == Scaling::JustInTime ? clock.slot()
+                                                                                          : nullptr),
           gemms_(scratch_.take(Gemms::SCRATCH), r.fast_accumulation) {
         gemms_.tune(true);
-        for (auto part : {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands, &Step::feed_forward,
-                          &Step::weights, &Step::embedding, &Step::head, &Step::optimizer}) {
+        for (auto part :
+             {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands,
+              &Step::feed_forward, &Step::weights, &Step::embedding, &Step::head, &Step::optimizer}) {
             (this->*part)();
             memory_.release();
         }
@@ -272,38 +298,45 @@ private:
     const Format stream_;
     const bool fp8_, groups_;
     const int64_t N_;
-    const double layers_, batches_;  // passes through a layer and micro-batches, a step
-    TensorScale* const slot_;        // where the recipe wants amaxes before it quantizes
+    const double layers_, batches_;  // layer passes and micro-batches per step
+    TensorScale* const slot_;        // for recipes that need the amax before they quantize
     Memory scratch_, memory_;
     Gemms gemms_;
 
-    bool wanted(const char* group, const std::string& name) const { return (group + (": " + name)).find(only_) != std::string::npos; }
-    void add(const char* group, const std::string& name, double count, double bytes, double flops, Ceiling ceiling, bool product,
-             const std::function<void()>& run) {
+    bool wanted(const char* group, const std::string& name) const {
+        return (group + (": " + name)).find(only_) != std::string::npos;
+    }
+    void add(const char* group, const std::string& name, double count, double bytes, double flops,
+             Ceiling ceiling, bool gemm, const std::function<void()>& run) {
         if (!wanted(group, name)) return;
         const double seconds = clock_.seconds(run);
         const bool known = flops == 0 || ceilings_.count(ceiling);
         const double work = flops > 0 && known ? flops / ceilings_.at(ceiling) : 0;
         const double floor = known ? std::max(work, bytes / ceilings_.at(Ceiling::Copy)) : 0;
-        rows.push_back({group, name, count, seconds, bytes, flops, ceiling, floor, product});
+        rows.push_back({group, name, count, seconds, bytes, flops, ceiling, floor, gemm});
     }
-    void pass(const char* group, const std::string& name, double count, double bytes, const std::function<void()>& run) {
+    void pass(const char* group, const std::string& name, double count, double bytes,
+              const std::function<void()>& run) {
         add(group, name, count, bytes, 0, Ceiling::Copy, false, run);
     }
 
-    static double size(const View& v) { return v.codes ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0; }
+    static double size(const View& v) {
+        return v.codes ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
+    }
     static double reads(const Computed& x) {
         return size(x.a) + size(x.b) + size(x.norm.in) + 8.0 * static_cast<double>(x.norm.in.rows);
     }
     View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
-    View random(int64_t rows, int64_t cols, const Quant& q) { return random_operand(memory_, rows, cols, q, stream_).view; }
+    View random(int64_t rows, int64_t cols, const Quant& q) {
+        return random_operand(memory_, rows, cols, q, stream_).view;
+    }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
-    // --- The three verbs of coat.cuh ------------------------------------------------------------------------------------
+    // --- amax, quantize and column sums of coat.cuh --------------------------------------------------------
     void amax_pass(const std::string& name, double count, const Computed& x) {
         if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
-    // amax: what products of FP8 want of x has not been found out by a kernel before
+    // amax: no earlier kernel has computed the amax of x
     void bias_pass(const std::string& name, double count, const Computed& x, bool amax) {
         if (!c_.arch.bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
@@ -323,23 +356,24 @@ private:
             check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice), "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const Computed& x, const Quant& q, Use use) {
-        if (x.rule == Rule::Stored && !q.fp8()) return;  // used where it lies
+        if (x.rule == Rule::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
         const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
         find_scale(x, out);
         const double bytes = reads(x) + (plain + transposed) * static_cast<double>(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
-        pass(BETWEEN, name + ": to " + q.text() + what, count, bytes, [&] { quantize(x, out, nullptr, nullptr); });
+        pass(BETWEEN, name + ": to " + q.text() + what, count, bytes,
+             [&] { quantize(x, out, nullptr, nullptr); });
     }
 
-    // --- Matrix products ------------------------------------------------------------------------------------------------
-    void product(const char* group, const std::string& name, double count, Gemm kind, const Operand& a, const Operand& b, const View& out,
-                 double flops, const void* bias, bool accumulate) {
+    // --- GEMMs ---------------------------------------------------------------------------------------------
+    void gemm(const char* group, const std::string& name, double count, Gemm kind, const Operand& a,
+              const Operand& b, const View& out, double flops, const void* bias, bool accumulate) {
         if (!wanted(group, name)) return;
-        gemms_.run(kind, a, b, out, false, bias, nullptr);  // picks the algorithm
+        gemms_.run(kind, a, b, out, false, bias, nullptr);  // selects the algorithm
         const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
-        add(group, name, count, bytes, flops, product_ceiling(kind, a.view.quant, r_), true,
+        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_), true,
             [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, int64_t forward_tokens) {
@@ -352,9 +386,12 @@ private:
         Operand part = x;
         part.view.rows = forward_tokens;
         const void* bias = c_.arch.bias ? random(1, out).codes : nullptr;
-        product(LINEAR_LAYERS, name + " fprop", layers_ * N / n, Gemm::Fprop, part, w, random(forward_tokens, out), n * flops, bias, false);
-        product(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), N * flops, nullptr, false);
-        product(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), N * flops, nullptr, setup_.accumulate > 1);
+        gemm(LINEAR_LAYERS, name + " fprop", layers_ * N / n, Gemm::Fprop, part, w,
+             random(forward_tokens, out), n * flops, bias, false);
+        gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), N * flops, nullptr,
+             false);
+        gemm(LINEAR_LAYERS, name + " wgrad", layers_, Gemm::Wgrad, g, x, random(out, in), N * flops, nullptr,
+             setup_.accumulate > 1);
         memory_.release();
     }
     void linear_layers() {
@@ -369,17 +406,22 @@ private:
         const View qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
         const View out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
-        void* workspace = memory_.take(std::max<int64_t>(16, static_cast<int64_t>(attention_workspace(shape))));
-        const double flops = 2.0 * static_cast<double>(N_ * setup_.T * c_.q_cols());  // 4 N T C, of which the mask leaves half
+        void* workspace =
+            memory_.take(std::max<int64_t>(16, static_cast<int64_t>(attention_workspace(shape))));
+        // 4 N T C, half of which is masked
+        const double flops = 2.0 * static_cast<double>(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * static_cast<double>(N_ * c_.NH);
-        const Ceiling ceiling = product_ceiling(Gemm::Fprop, Quant{stream_}, r_);
+        const Ceiling ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
         add(ATTENTION, "attention forward", layers_, size(qkv) + size(out) + logs, flops, ceiling, true,
             [&] { attention_forward(shape, qkv.codes, out.codes, lse, nullptr); });
-        add(ATTENTION, "attention backward", layers_, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops, ceiling, true,
-            [&] { attention_backward(shape, qkv.codes, out.codes, lse, dout.codes, dqkv.codes, workspace, nullptr); });
+        add(ATTENTION, "attention backward", layers_, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
+            ceiling, true, [&] {
+                attention_backward(shape, qkv.codes, out.codes, lse, dout.codes, dqkv.codes, workspace,
+                                   nullptr);
+            });
     }
 
-    // --- Between the products -------------------------------------------------------------------------------------------
+    // --- Between the GEMMs ---------------------------------------------------------------------------------
     Norm random_norm(const Quant& q) {
         const void *gain = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
         const Norm n{random(N_, c_.C, q), gain, bias, memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
@@ -402,13 +444,16 @@ private:
     }
     void attention_operands() {
         const View qkv = random(N_, c_.qkv_cols());
-        const Rope rope{memory_.take<float2>(setup_.T * c_.HS() * 4), setup_.T, c_.HS(), c_.q_cols() + c_.kv_cols()};
+        const Rope rope{memory_.take<float2>(setup_.T * c_.HS() * 4), setup_.T, c_.HS(),
+                        c_.q_cols() + c_.kv_cols()};
         if (c_.arch.rope) {
             rope_table(c_, setup_.T, const_cast<float2*>(rope.table), nullptr);
-            const double turned = size(qkv) * static_cast<double>(rope.rotated_cols) / static_cast<double>(qkv.cols);
-            pass(BETWEEN, "RoPE", layers_, 2 * turned, [&] { rope_forward(rope, qkv, nullptr); });
+            const double rotated =
+                size(qkv) * static_cast<double>(rope.rotated_cols) / static_cast<double>(qkv.cols);
+            pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope_forward(rope, qkv, nullptr); });
         }
-        const Computed o = stored(random(N_, c_.q_cols())), dqkv = c_.arch.rope ? rope_backward(rope, qkv) : stored(qkv);
+        const Computed o = stored(random(N_, c_.q_cols())),
+                       dqkv = c_.arch.rope ? rope_backward(rope, qkv) : stored(qkv);
         amax_pass("attention out", layers_, o);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
@@ -421,25 +466,29 @@ private:
         const View up = random(N_, c_.up_cols(), r_.nonlinear), dh = random(N_, c_.F);
         const Computed h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
-            const View u = random(n, c_.up_cols()), held = memory_.place(n, c_.up_cols(), r_.nonlinear, true, false).view;
-            pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name, layers_ * static_cast<double>(N_) / static_cast<double>(n),
-                 size(u) + size(held), [&] { quantize_up(c_.arch.gated, u, held, slot_, nullptr, nullptr); });
+            const View u = random(n, c_.up_cols()),
+                       saved = memory_.place(n, c_.up_cols(), r_.nonlinear, true, false).view;
+            pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
+                 layers_ * static_cast<double>(N_) / static_cast<double>(n), size(u) + size(saved),
+                 [&] { quantize_up(c_.arch.gated, u, saved, slot_, nullptr, nullptr); });
         } else {
             amax_pass(name, layers_, h);
         }
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
-        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.up_cols())), true);  // what is not quantized is there by then
+        // Without FP8 the gradient is already stored
+        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.up_cols())), true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
-    // A layer's four in a row. Where micro-batches share a step they are made once.
+    // The four weights of a layer. With several micro-batches, a step quantizes them once.
     void weights() {
         if (!fp8_) return;
-        const bool kept = setup_.accumulate > 1;
+        const bool keep = setup_.accumulate > 1;
         std::vector<View> w;
-        for (auto [out, in] : {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.up_cols(), c_.C}, {c_.C, c_.F}})
+        for (auto [out, in] :
+             {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.up_cols(), c_.C}, {c_.C, c_.F}})
             w.push_back(random(out, in));
-        for (const Use use : kept ? std::vector<Use>{Use::Both} : std::vector<Use>{Use::Fprop, Use::Wgrad}) {
+        for (const Use use : keep ? std::vector<Use>{Use::Both} : std::vector<Use>{Use::Fprop, Use::Wgrad}) {
             const bool plain = use != Use::Wgrad, transposed = use != Use::Fprop;
             std::vector<Operand> to;
             double bytes = 0;
@@ -448,10 +497,11 @@ private:
                 find_scale(stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.codes, nullptr, v.rows, v.cols, r_.w});
             }
-            const char* what = kept ? ", and transposed" : transposed ? ", transposed" : "";
-            pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, static_cast<double>(c_.L) * (kept ? 1 : batches_), bytes, [&] {
-                for (size_t i = 0; i < w.size(); i++) quantize(stored(w[i]), to[i], nullptr, nullptr);
-            });
+            const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
+            pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what,
+                 static_cast<double>(c_.L) * (keep ? 1 : batches_), bytes, [&] {
+                     for (size_t i = 0; i < w.size(); i++) quantize(stored(w[i]), to[i], nullptr, nullptr);
+                 });
         }
     }
 
@@ -463,39 +513,46 @@ private:
         return device;
     }
 
-    // --- The ends -------------------------------------------------------------------------------------------------------
+    // --- Embedding, head and optimizer ---------------------------------------------------------------------
     void embedding() {
         const Norm first = random_norm(r_.nonlinear);
-        const View table = random(c_.padded_V(), c_.C), positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
+        const View table = random(c_.padded_V(), c_.C),
+                   positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
         const EmbeddingOrder order = embedding_order(tokens.data(), N_, c_.V);
         const int64_t chunks = static_cast<int64_t>(order.chunks.size());
-        const auto distinct = std::count_if(order.chunks.begin(), order.chunks.end(), [](const EmbeddingChunk& c) { return c.chunks > 0; });
+        const auto distinct = std::count_if(order.chunks.begin(), order.chunks.end(),
+                                            [](const EmbeddingChunk& c) { return c.chunks > 0; });
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const EmbeddingChunk* pieces = upload(order.chunks);
         float* workspace = floats(chunks * c_.C);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, slot_, nullptr, nullptr);
+            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, slot_,
+                              nullptr, nullptr);
         });
-        pass(HEAD, "embedding backward", batches_, size(x) + 2.0 * static_cast<double>(distinct * c_.C * info(stream_).bytes),
+        pass(HEAD, "embedding backward", batches_,
+             size(x) + 2.0 * static_cast<double>(distinct * c_.C * info(stream_).bytes),
              [&] { gpu::embedding_backward(x, rows, pieces, chunks, table, workspace, nullptr); });
-        if (!c_.arch.rope) pass(HEAD, "positions backward", batches_, size(x), [&] { positions_backward(x, setup_.T, positions, nullptr); });
+        if (!c_.arch.rope)
+            pass(HEAD, "positions backward", batches_, size(x),
+                 [&] { positions_backward(x, setup_.T, positions, nullptr); });
     }
     void head() {
         const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();
-        const double count = batches_ * static_cast<double>(N_) / static_cast<double>(n), flops = 2.0 * static_cast<double>(n * c_.C * V);
+        const double count = batches_ * static_cast<double>(N_) / static_cast<double>(n),
+                     flops = 2.0 * static_cast<double>(n * c_.C * V);
         const int32_t* targets = upload(made_up_tokens(n, c_.V));
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const View dw = random(V, c_.C), dy = random(n, c_.C);
-        product(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.view, flops, nullptr, false);
+        gemm(HEAD, "head fprop", count, Gemm::Fprop, y, w, logits.view, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.view),
              [&] { cross_entropy(logits.view, c_.V, targets, 1e-4f, losses, nullptr); });
-        product(HEAD, "head wgrad", count, Gemm::Wgrad, logits, y, dw, flops, nullptr, true);
-        product(HEAD, "head dgrad", count, Gemm::Dgrad, logits, w, dy, flops, nullptr, false);
+        gemm(HEAD, "head wgrad", count, Gemm::Wgrad, logits, y, dw, flops, nullptr, true);
+        gemm(HEAD, "head dgrad", count, Gemm::Dgrad, logits, w, dy, flops, nullptr, false);
     }
 
-    // At most 10^9 parameters, and what fits: the others are counted, at the same time a parameter.
+    // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
     void optimizer() {
         const OptimizerFormat& o = setup_.optimizer;
         const Param last = parameters(c_).back();
@@ -503,42 +560,54 @@ private:
         size_t free = 0, all = 0;
         check(cudaMemGetInfo(&free, &all), "Asking for the GPU's memory failed");
         const int64_t fitting = static_cast<int64_t>(free) / 32;
-        const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP, n = groups * MOMENT_GROUP;
+        const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP,
+                      n = groups * MOMENT_GROUP;
         const std::vector<float> ones(static_cast<size_t>(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
-            return {codes, is_scaled(f) ? floats(std::max<int64_t>(groups, 2)) : nullptr, o.expands(f) ? upload(ones) : nullptr, f};
+            return {codes, is_scaled(f) ? floats(std::max<int64_t>(groups, 2)) : nullptr,
+                    o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;
         const Weights w{random(1, n).codes, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
         const View gradient = random(1, n);
-        const Segment* segment = upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
+        const Segment* segment =
+            upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
         double* partials = memory_.take<double>(GRADIENT_PARTIALS * 8);
 
         const double count = static_cast<double>(total) / static_cast<double>(n);
-        auto held = [&](Format f) { return info(f).bytes + (is_scaled(f) && o.granularity == PER_MOMENT_GROUP ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP : 0); };
-        const double weight = info(stream_).bytes + (remainder ? 2 : 0), each = 2 * (weight + held(o.m) + held(o.v)) + info(stream_).bytes;
-        auto norm = [&] { gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr); };
-        norm();  // the update below reads its result
+        auto state_bytes = [&](Format f) {
+            return info(f).bytes + (is_scaled(f) && o.granularity == PER_MOMENT_GROUP
+                                        ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP
+                                        : 0);
+        };
+        const double weight = info(stream_).bytes + (remainder ? 2 : 0),
+                     each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
+        auto norm = [&] {
+            gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr);
+        };
+        norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
              [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, stream_, state, nullptr); });
     }
 
 public:
-    // Few tokens often and many seldom, as in text.
+    // A few tokens are frequent and many are rare, as in text.
     static std::vector<int32_t> made_up_tokens(int64_t n, int64_t V) {
         std::vector<int32_t> tokens(static_cast<size_t>(n));
         for (size_t i = 0; i < tokens.size(); i++) {
-            const double u = std::abs(init_value(1, 0, i, 1.0f)) / 3.465;  // below 1: the largest is 2 sqrt(3)
-            tokens[i] = std::min(static_cast<int32_t>(V - 1), static_cast<int32_t>(static_cast<double>(V) * u * u * u));
+            // u < 1: the largest initial value is 2 sqrt(3) times its standard deviation.
+            const double u = std::abs(init_value(1, 0, i, 1.0f)) / 3.465;
+            tokens[i] = std::min(static_cast<int32_t>(V - 1),
+                                 static_cast<int32_t>(static_cast<double>(V) * u * u * u));
         }
         return tokens;
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The whole step
 
 std::vector<double> step_seconds(const Setup& s, Clock& clock, int repeats) {
@@ -547,18 +616,19 @@ std::vector<double> step_seconds(const Setup& s, Clock& clock, int repeats) {
     int64_t step = 0;
     auto run = [&] {
         const StepResult result = model->step(tokens.data(), tokens.data() + 1, {++step, 1e-4f});
-        if (result.skipped) throw Error("A step was skipped: its time would say nothing.");
+        if (result.skipped) throw Error("A step was skipped, so its time is not valid.");
     };
     run();
     return clock.each(repeats, run);
 }
 
 struct Totals {
-    double measured = 0, floors = 0, ours = 0;  // seconds a step; ours: with the products as they are, and the floors of the rest
+    // Seconds per step; with_gemms: GEMMs as measured, floors of the rest
+    double measured = 0, floors = 0, with_gemms = 0;
     void add(const Row& r) {
         measured += r.count * r.seconds;
         floors += r.count * r.floor;
-        ours += r.count * (r.product ? r.seconds : r.floor);
+        with_gemms += r.count * (r.gemm ? r.seconds : r.floor);
     }
 };
 
@@ -571,22 +641,30 @@ Json ceilings_json(const Ceilings& ceilings) {
 Json rows_json(const std::vector<Row>& rows) {
     Json list = Json::array();
     for (const Row& r : rows)
-        list.push_back({{"group", r.group}, {"name", r.name}, {"count", r.count}, {"seconds", r.seconds}, {"bytes", r.bytes},
-                        {"flops", r.flops}, {"ceiling", name(r.ceiling)}, {"floor", r.floor > 0 ? Json(r.floor) : Json()}});
+        list.push_back({{"group", r.group},
+                        {"name", r.name},
+                        {"count", r.count},
+                        {"seconds", r.seconds},
+                        {"bytes", r.bytes},
+                        {"flops", r.flops},
+                        {"ceiling", name(r.ceiling)},
+                        {"floor", r.floor > 0 ? Json(r.floor) : Json()}});
     return list;
 }
 
 void print_rows(const std::vector<Row>& rows) {
-    std::printf("  %-52s %7s %10s %14s %6s %10s %10s\n", "operator", "a step", "us each", "", "floor", "ms a step", "floor, ms");
+    std::printf("  %-52s %7s %10s %14s %6s %10s %10s\n", "operator", "a step", "us each", "", "floor",
+                "ms a step", "floor, ms");
     const char* group = "";
     for (const Row& r : rows) {
         if (r.group != group) std::printf("  %s\n", group = r.group);
         char rate[32], percent[16] = "-";
         const bool moves = r.ceiling == Ceiling::Copy;
-        std::snprintf(rate, sizeof rate, "%.*f %s", moves ? 2 : 0, r.rate() * 1e-12, moves ? "TB/s" : "TFLOP/s");
+        std::snprintf(rate, sizeof rate, "%.*f %s", moves ? 2 : 0, r.rate() * 1e-12,
+                      moves ? "TB/s" : "TFLOP/s");
         if (r.floor > 0) std::snprintf(percent, sizeof percent, "%.0f%%", 100 * r.floor / r.seconds);
-        std::printf("    %-50s %7.5g %10.1f %14s %6s %10.2f %10.2f\n", r.name.c_str(), r.count, r.seconds * 1e6, rate, percent,
-                    r.count * r.seconds * 1e3, r.count * r.floor * 1e3);
+        std::printf("    %-50s %7.5g %10.1f %14s %6s %10.2f %10.2f\n", r.name.c_str(), r.count,
+                    r.seconds * 1e6, rate, percent, r.count * r.seconds * 1e3, r.count * r.floor * 1e3);
     }
 }
 
@@ -598,48 +676,66 @@ void print_totals(const std::vector<Row>& rows, const Totals& total, double step
         groups.back().second.add(r);
     }
     auto line = [&](const std::string& name, double seconds, double floor) {
-        std::printf("    %-42s %10.2f %7.1f%% %10.2f\n", name.c_str(), seconds * 1e3, 100 * seconds / step, floor * 1e3);
+        std::printf("    %-42s %10.2f %7.1f%% %10.2f\n", name.c_str(), seconds * 1e3, 100 * seconds / step,
+                    floor * 1e3);
     };
     for (const auto& [name, t] : groups) line(name, t.measured, t.floors);
     line("sum of the operators", total.measured, total.floors);
-    std::printf("    %-42s %10.2f %7.1f%%\n", "whole step less that sum", (step - total.measured) * 1e3, 100 * (1 - total.measured / step));
+    std::printf("    %-42s %10.2f %7.1f%%\n", "whole step minus that sum", (step - total.measured) * 1e3,
+                100 * (1 - total.measured / step));
 }
 
 Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps, const std::string& only) {
-    std::printf("\n%s, recipe %s, optimizer %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name, s.optimizer.name,
-                static_cast<long long>(s.accumulate), static_cast<long long>(s.B), static_cast<long long>(s.T));
+    std::printf("\n%s, recipe %s, optimizer %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(),
+                s.recipe.name, s.optimizer.name, static_cast<long long>(s.accumulate),
+                static_cast<long long>(s.B), static_cast<long long>(s.T));
     const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings, only).rows;
     Totals total;
     for (const Row& r : rows) total.add(r);
     print_rows(rows);
-    if (!only.empty()) return {{"model", s.config.name}, {"recipe", s.recipe.name}, {"operators", rows_json(rows)}};
+    if (!only.empty())
+        return {{"model", s.config.name}, {"recipe", s.recipe.name}, {"operators", rows_json(rows)}};
     const std::vector<double> times = step_seconds(s, clock, steps);
     const double step = times[times.size() / 2], tokens = static_cast<double>(s.accumulate * s.B * s.T);
     print_totals(rows, total, step);
-    std::printf("\n  whole step, median of %zu: %.2f ms (%.2f to %.2f), %.0f tokens/s\n", times.size(), step * 1e3, times.front() * 1e3,
-                times.back() * 1e3, tokens / step);
-    std::printf("  over the sum of the floors: %.3f; with matrix products and attention at their own measured speed: %.3f\n",
-                step / total.floors, step / total.ours);
-    const Json whole{{"seconds", step}, {"least", times.front()}, {"most", times.back()}, {"repeats", times.size()},
-                     {"tokens_per_second", tokens / step}, {"operators", total.measured}, {"floors", total.floors},
-                     {"floors_with_products_as_measured", total.ours}};
-    return {{"model", s.config.name}, {"recipe", s.recipe.name}, {"optimizer", s.optimizer.name}, {"accumulate", s.accumulate},
-            {"batch", s.B}, {"seq", s.T}, {"operators", rows_json(rows)}, {"step", whole}};
+    std::printf("\n  whole step, median of %zu: %.2f ms (%.2f to %.2f), %.0f tokens/s\n", times.size(),
+                step * 1e3, times.front() * 1e3, times.back() * 1e3, tokens / step);
+    std::printf(
+        "  over the sum of the floors: %.3f; with GEMMs and attention at their measured speed: %.3f\n",
+        step / total.floors, step / total.with_gemms);
+    const Json whole{{"seconds", step},
+                     {"least", times.front()},
+                     {"most", times.back()},
+                     {"repeats", times.size()},
+                     {"tokens_per_second", tokens / step},
+                     {"operators", total.measured},
+                     {"floors", total.floors},
+                     {"floors_with_gemms_as_measured", total.with_gemms}};
+    return {{"model", s.config.name},
+            {"recipe", s.recipe.name},
+            {"optimizer", s.optimizer.name},
+            {"accumulate", s.accumulate},
+            {"batch", s.B},
+            {"seq", s.T},
+            {"operators", rows_json(rows)},
+            {"step", whole}};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The program
 
 using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
-    Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--optimizer", ""}, {"--batch", ""},
-                {"--seq", ""},   {"--accumulate", ""}, {"--steps", "20"},       {"--json", ""},  {"--only", ""}};
+    Flags flags{{"--model", ""},   {"--recipe", "coat"}, {"--optimizer", ""},
+                {"--batch", ""},   {"--seq", ""},        {"--accumulate", ""},
+                {"--steps", "20"}, {"--json", ""},       {"--only", ""}};
     std::string known;
     for (const auto& [flag, value] : flags) known += " " + flag;
     for (int i = 1; i < argc; i += 2) {
-        if (!flags.count(argv[i])) throw Error(std::string(argv[i]) + " is not a flag; there are" + known + ".");
-        if (i + 1 == argc) throw Error(std::string(argv[i]) + " needs a value behind it.");
+        if (!flags.count(argv[i]))
+            throw Error(std::string(argv[i]) + " is not a flag; the flags are" + known + ".");
+        if (i + 1 == argc) throw Error(std::string(argv[i]) + " needs a value after it.");
         flags[argv[i]] = argv[i + 1];
     }
     return flags;
@@ -649,7 +745,8 @@ int64_t number(const Flags& flags, const char* flag, int64_t otherwise) {
     if (text.empty()) return otherwise;
     char* end = nullptr;
     const long long n = std::strtoll(text.c_str(), &end, 10);
-    if (*end || n < 1 || n > 1 << 20) throw Error(std::string(flag) + " " + text + " is not a number from 1 to 2^20.");
+    if (*end || n < 1 || n > 1 << 20)
+        throw Error(std::string(flag) + " " + text + " is not a number from 1 to 2^20.");
     return n;
 }
 
@@ -657,18 +754,24 @@ std::vector<Setup> setups(const Flags& flags) {
     std::vector<Setup> list;
     const std::string& wanted = flags.at("--model");
     const Recipe& recipe = find_row(recipes(), flags.at("--recipe"), "--recipe");
-    const std::string optimizer = flags.at("--optimizer").empty() ? recipe.optimizer : flags.at("--optimizer");
+    const std::string optimizer =
+        flags.at("--optimizer").empty() ? recipe.optimizer : flags.at("--optimizer");
     auto add = [&](const Run& r) {
-        Setup s{find_row(models(), r.model, "--model"), recipe, find_row(optimizers(), optimizer, "--optimizer"), number(flags, "--batch", r.batch),
-                number(flags, "--seq", r.seq), number(flags, "--accumulate", r.accumulate)};
+        Setup s{find_row(models(), r.model, "--model"),
+                recipe,
+                find_row(optimizers(), optimizer, "--optimizer"),
+                number(flags, "--batch", r.batch),
+                number(flags, "--seq", r.seq),
+                number(flags, "--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
         validate(s);
-        if (s.B * s.T % 16) throw Error("--batch x --seq must be a multiple of 16 here, as FP8's matrix products want it.");
+        if (s.B * s.T % 16) throw Error("--batch x --seq must be a multiple of 16, as FP8 GEMMs require.");
         list.push_back(s);
     };
     for (const Run& r : RUNS)
         if (wanted.empty() || wanted == r.model) add(r);
-    if (list.empty()) add({wanted.c_str(), 8, std::min<int64_t>(2048, find_row(models(), wanted, "--model").max_T), 1});
+    if (list.empty())
+        add({wanted.c_str(), 8, std::min<int64_t>(2048, find_row(models(), wanted, "--model").max_T), 1});
     return list;
 }
 
@@ -679,20 +782,23 @@ int main(int argc, char** argv) try {
     const Flags flags = parse(argc, argv);
     const std::vector<Setup> runs = setups(flags);
     const std::string missing = why_no_gpu();
-    if (!missing.empty()) throw Error("There is nothing to measure: " + missing + ".");
+    if (!missing.empty()) throw Error("The bench measures a GPU: " + missing + ".");
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's properties failed");
     Clock clock;
     const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, has_fp8()));
-    std::printf("%s; ceilings measured now:\n", device.name);
+    std::printf("%s; measured ceilings:\n", device.name);
     for (const auto& [c, rate] : ceilings)
-        std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12, c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
+        std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12,
+                    c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"ceilings", ceilings_json(ceilings)}, {"runs", Json::array()}};
     const int steps = static_cast<int>(number(flags, "--steps", 20));
-    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, steps, flags.at("--only")));
+    for (const Setup& s : runs)
+        report["runs"].push_back(bench(s, clock, ceilings, steps, flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
-    if (!(file << report.dump(1) << "\n")) throw Error(flags.at("--json") + " cannot be written: choose another --json.");
+    if (!(file << report.dump(1) << "\n"))
+        throw Error(flags.at("--json") + " cannot be written; choose another --json.");
 } catch (const std::exception& e) {
     std::fprintf(stderr, "%s\n", e.what());
     return 1;

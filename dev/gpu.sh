@@ -1,11 +1,12 @@
 #!/bin/bash
-# Builds the program and the tests on a machine with a GPU, runs the GPU's tests and ends with a short summary.
-#   dev/gpu.sh              the tests whose names begin with "gpu: "
-#   dev/gpu.sh all          every test (make test)
-#   dev/gpu.sh 'PATTERN'    the tests whose names match, as doctest's --test-case takes it
-#   dev/gpu.sh sanitize     the kernels' tests, but for the long ones, each under compute-sanitizer's racecheck, memcheck and initcheck, several
-#                           side by side on every GPU (or GPUS=0,1); a PATTERN may follow. A line each goes to sanitize.txt
-# Logs go to $OUT where it is set, else to build/logs.
+# Builds the program and the tests on a machine with a GPU, runs tests, and prints a summary.
+#   dev/gpu.sh                      the tests whose names begin with "gpu: "
+#   dev/gpu.sh all                  all tests (make test)
+#   dev/gpu.sh PATTERN              the tests whose names match, as in doctest's --test-case
+#   dev/gpu.sh sanitize [PATTERN]   each kernel test, except the long ones, under compute-sanitizer's
+#                                   racecheck, memcheck and initcheck; four tests at a time on each GPU (all,
+#                                   or GPUS=0,1). The results go to sanitize.txt, one line each
+# Logs go to the folder $OUT, or to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 logs=${OUT:-build/logs}
@@ -35,12 +36,13 @@ run() {  # name, command...
     grep -E 'MESSAGE' "$log" | sed 's/.*MESSAGE: //' | head -n 60
 }
 
-# One test under one tool, on the GPU that the place in the queue names. A comma would part two patterns, so that it becomes "any character".
-sanitize_one() {  # place, logs, tool, test
+# Runs one test under one tool, on the GPU of its slot. A comma separates patterns, so it is replaced by "?".
+sanitize_one() {  # slot, logs, tool, test
     local begun=$SECONDS log="$2/$3-${4//[^A-Za-z0-9]/-}.log" gpus
     IFS=, read -ra gpus <<< "$GPUS"
-    CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$3" --error-exitcode 1 \
-        build/tests --test-case="${4//,/?}" > "$log" 2>&1 && grep -aq ' 1 passed' "$log"
+    CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" \
+        compute-sanitizer --tool "$3" --error-exitcode 1 build/tests --test-case="${4//,/?}" > "$log" 2>&1 &&
+        grep -aq ' 1 passed' "$log"
     echo "$? $3, $((SECONDS - begun)) s, $4: $(tail -n 1 "$log")"
 }
 sanitize() {  # pattern
@@ -48,11 +50,13 @@ sanitize() {  # pattern
     export GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
     local tool test chosen='--source-file=*test_coat_gpu*,*test_attention_gpu*' commas=${GPUS//[^,]/}
     [ -z "$1" ] || chosen=--test-case=$1
-    build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' | grep '^gpu: ' > "$logs/names.txt"
-    [ -s "$logs/names.txt" ] || { echo "No kernel test has a name like $1."; exit 1; }
+    build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' |
+        grep '^gpu: ' > "$logs/names.txt"
+    [ -s "$logs/names.txt" ] || { echo "No kernel test has a name that matches $1."; exit 1; }
     for tool in racecheck memcheck initcheck; do
         while read -r test; do printf '%s\0%s\0%s\0' "$logs" "$tool" "$test"; done < "$logs/names.txt"
-    done | xargs -r -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=PLACE bash -c 'sanitize_one "$PLACE" "$@"' queue | tee "$logs/sanitize.txt"
+    done | xargs -r -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=SLOT \
+        bash -c 'sanitize_one "$SLOT" "$@"' queue | tee "$logs/sanitize.txt"
     for tool in racecheck memcheck initcheck; do
         note "$tool: $(grep -c "^0 $tool" "$logs/sanitize.txt") of $(wc -l < "$logs/names.txt") tests clean"
     done

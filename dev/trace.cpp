@@ -1,10 +1,14 @@
-// trace.cpp - what the GPU did in the last steps of a run, kernel by kernel, and when it had nothing to do: a library that CUDA itself loads.
+// trace.cpp - a library that prints which kernels ran in the last steps of ./train, and when the GPU was
+// idle.
 //
-//   make build/libtrace.so && CUDA_INJECTION64_PATH=build/libtrace.so ./train --steps 6 --eval-every 0 --sample-every 0 --out ""
+//   make build/libtrace.so
+//   CUDA_INJECTION64_PATH=build/libtrace.so ./train --steps 6 --eval-every 0 --sample-every 0 --out ""
 //
-// bench.cu times every operator by itself, after the same light work; this is the step as it runs, with the clock, the cache and the waiting
-// that each kernel meets there. CUPTI notes the start and the end of every kernel, copy and clearing. A step ends with the first
-// copy to the host after an AdamW kernel, which is when the program learns the loss. COAT_TRACE_STEPS: how many of the last steps (3).
+// CUDA loads the library that CUDA_INJECTION64_PATH names. bench.cu times every operator by itself; this
+// shows the real step, with its clock, cache and waiting. CUPTI records the start and the end of every
+// kernel, copy and memset. A step ends with the first copy to the host after an AdamW kernel, which is when
+// the program reads the loss. COAT_TRACE_STEPS is the number of steps to show, counted from the end (default
+// 3).
 #include <cupti.h>
 #include <cxxabi.h>
 
@@ -25,7 +29,7 @@ struct Work {
     const std::string* name;
 };
 std::mutex guard;
-std::map<std::string, std::string> names;  // as the driver tells them, and for people
+std::map<std::string, std::string> names;  // mangled name -> readable name
 std::vector<Work> all;
 const char *const TO_HOST = "copy to the host", *const ADAMW = "adamw_kernel";
 
@@ -34,16 +38,18 @@ void must(CUptiResult result, const char* what) {
     const char* text = "";
     cuptiGetResultString(result, &text);
     std::fprintf(stderr, "trace: %s: %s.\n", what, text);
-    std::_Exit(1);  // also where the program is about to end
+    std::_Exit(1);  // works also while the program exits
 }
 
-// Without return type, namespaces and arguments; template arguments tell apart what a kernel was compiled for.
-std::string for_people(const std::string& mangled) {
+// Removes return type, namespaces and arguments, but keeps template arguments.
+std::string readable(const std::string& mangled) {
     int failed = 0;
-    const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &failed), std::free);
+    const std::unique_ptr<char, void (*)(void*)> text(
+        abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &failed), std::free);
     std::string name = failed ? mangled : text.get();
     for (const char* noise : {"void ", "(anonymous namespace)::", "sm90::", "coat::", "gpu::", "__nv_"})
-        for (size_t at; (at = name.find(noise)) != std::string::npos;) name.erase(at, std::string(noise).size());
+        for (size_t at; (at = name.find(noise)) != std::string::npos;)
+            name.erase(at, std::string(noise).size());
     int depth = 0;
     for (size_t i = 0; i < name.size(); i++) {
         depth += (name[i] == '<') - (name[i] == '>');
@@ -54,7 +60,8 @@ std::string for_people(const std::string& mangled) {
 
 void note(uint64_t begin, uint64_t end, const std::string& name) {
     const auto known = names.find(name);
-    all.push_back({begin, end, &(known != names.end() ? known : names.emplace(name, for_people(name)).first)->second});
+    all.push_back(
+        {begin, end, &(known != names.end() ? known : names.emplace(name, readable(name)).first)->second});
 }
 
 void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* most_records) {
@@ -64,17 +71,21 @@ void CUPTIAPI give_buffer(uint8_t** buffer, size_t* size, size_t* most_records) 
 
 void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid) {
     const std::lock_guard<std::mutex> lock(guard);
-    for (CUpti_Activity* record = nullptr; cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS;) {
+    for (CUpti_Activity* record = nullptr;
+         cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS;) {
         if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
             const auto* kernel = reinterpret_cast<const CUpti_ActivityKernel10*>(record);
             note(kernel->start, kernel->end, kernel->name);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
             const auto* copy = reinterpret_cast<const CUpti_ActivityMemcpy6*>(record);
             const bool from_host = copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_HTOD;
-            note(copy->start, copy->end, copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOH ? TO_HOST : from_host ? "copy from the host" : "copy");
+            note(copy->start, copy->end,
+                 copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOH ? TO_HOST
+                 : from_host                                       ? "copy from the host"
+                                                                   : "copy");
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
-            const auto* clearing = reinterpret_cast<const CUpti_ActivityMemset4*>(record);
-            note(clearing->start, clearing->end, "clearing");
+            const auto* memset = reinterpret_cast<const CUpti_ActivityMemset4*>(record);
+            note(memset->start, memset->end, "memset");
         }
     }
     std::free(buffer);
@@ -88,14 +99,15 @@ struct Sum {
 template <class Key>
 std::vector<std::pair<Key, Sum>> largest_first(const std::map<Key, Sum>& sums) {
     std::vector<std::pair<Key, Sum>> sorted(sums.begin(), sums.end());
-    std::stable_sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.second.ns > b.second.ns; });
+    std::stable_sort(sorted.begin(), sorted.end(),
+                     [](const auto& a, const auto& b) { return a.second.ns > b.second.ns; });
     return sorted;
 }
 
 void report() {
     must(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED), "Collecting what the GPU did failed");
     std::stable_sort(all.begin(), all.end(), [](const Work& a, const Work& b) { return a.begin < b.begin; });
-    std::vector<size_t> ends;  // one past the last work of each step
+    std::vector<size_t> ends;  // index after the last work of each step
     bool updated = false;
     for (size_t i = 0; i < all.size(); i++) {
         updated |= all[i].name->compare(0, std::string(ADAMW).size(), ADAMW) == 0;
@@ -103,13 +115,15 @@ void report() {
     }
     const char* wanted = std::getenv("COAT_TRACE_STEPS");
     const size_t steps = wanted ? std::strtoul(wanted, nullptr, 10) : 3;
-    if (steps == 0 || ends.size() <= steps + 1) {  // the first step is the one that picks algorithms
-        std::fprintf(stderr, "trace: %zu steps were seen; run more of them, or set COAT_TRACE_STEPS to fewer.\n", ends.size());
+    if (steps == 0 || ends.size() <= steps + 1) {  // the first step also selects GEMM algorithms
+        std::fprintf(stderr,
+                     "trace: only %zu steps were recorded; run more steps, or lower COAT_TRACE_STEPS.\n",
+                     ends.size());
         return;
     }
     const size_t first = ends[ends.size() - 1 - steps], last = ends.back();
     std::map<std::string, Sum> kernels;
-    std::map<std::pair<std::string, std::string>, Sum> gaps;  // by what ran before and what after
+    std::map<std::pair<std::string, std::string>, Sum> gaps;  // by the kernels before and after
     Sum idle;
     uint64_t done = all[first - 1].end;
     for (size_t i = first; i < last; i++) {
@@ -123,11 +137,13 @@ void report() {
         done = std::max(done, w.end);
     }
     const double n = static_cast<double>(steps), whole = static_cast<double>(done - all[first - 1].end);
-    std::printf("\ntrace of the last %zu steps: %.2f ms a step, of which the GPU was idle %.2f ms in %.0f gaps\n", steps, whole / n * 1e-6,
-                idle.ns / n * 1e-6, static_cast<double>(idle.count) / n);
+    std::printf(
+        "\ntrace of the last %zu steps: %.2f ms a step, of which the GPU was idle %.2f ms in %.0f gaps\n",
+        steps, whole / n * 1e-6, idle.ns / n * 1e-6, static_cast<double>(idle.count) / n);
     auto row = [&](const Sum& s, const std::string& name) {
-        std::printf("%8.1f %10.1f %10.3f %6.2f%%  %s\n", static_cast<double>(s.count) / n, s.ns / static_cast<double>(s.count) * 1e-3,
-                    s.ns / n * 1e-6, 100 * s.ns / whole, name.c_str());
+        std::printf("%8.1f %10.1f %10.3f %6.2f%%  %s\n", static_cast<double>(s.count) / n,
+                    s.ns / static_cast<double>(s.count) * 1e-3, s.ns / n * 1e-6, 100 * s.ns / whole,
+                    name.c_str());
     };
     std::printf("%8s %10s %10s %7s  %s\n", "a step", "us each", "ms a step", "of it", "kernel");
     Sum rest;
@@ -135,7 +151,7 @@ void report() {
         if (sum.ns >= whole * 5e-4) row(sum, name);
         else rest.count += sum.count, rest.ns += sum.ns;
     }
-    if (rest.count) row(rest, "(everything else)");
+    if (rest.count) row(rest, "(all others)");
     std::printf("%8s %10s %10s %7s  %s\n", "a step", "us each", "ms a step", "of it", "idle between");
     int shown = 0;
     for (const auto& [around, sum] : largest_first(gaps))
@@ -144,10 +160,11 @@ void report() {
 
 }  // namespace
 
-// The name that the driver looks for in the library of CUDA_INJECTION64_PATH.
+// CUDA calls this function in the library that CUDA_INJECTION64_PATH names.
 extern "C" int InitializeInjection() {
     must(cuptiActivityRegisterCallbacks(give_buffer, take_buffer), "Starting to trace failed");
-    for (auto kind : {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
+    for (auto kind :
+         {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
         must(cuptiActivityEnable(kind), "Starting to trace failed");
     std::atexit(report);
     return 1;

@@ -1,12 +1,18 @@
-// activations.cpp - how much each way of scaling FP8 hurts the forward pass of a trained model, layer by layer (paper section 5, figure 4a).
+// activations.cpp - the quantization error of each FP8 granularity in the forward pass of a trained model,
+// layer by layer (paper section 5, figure 4a).
 //
-//   build/evidence_activations CHECKPOINT [BATCH] > activations.json      BATCH: sequences, else as many as the run had in a micro-batch
+//   build/evidence_activations CHECKPOINT [BATCH] > activations.json
 //
-// Two tables. The first quantizes every tensor that the paper's flow quantizes by itself, in a forward pass that is in FP32: noise / signal of
-// inputs of norms, of activation functions and of linear layers. The second runs the forward pass with everything quantized in one way and
-// compares the residual stream after each layer with FP32's, so that errors add up as they do in training. Weights are as the checkpoint has
-// them. The pass is told again here from the operators of reference.h, since the reference shows nothing of its inside; for every way the loss
-// must be the one that the reference computes with the same formats as a recipe, to the last bit, or nothing is printed.
+// BATCH is a number of sequences; the default is the micro-batch of the run.
+//
+// Two tables. `tensors` quantizes each tensor by itself within an FP32 forward pass: noise / signal of the
+// inputs of norms, activation functions and linear layers. `streams` runs the forward pass with all of them
+// quantized in one way and compares the residual stream after each layer with that of FP32, so errors
+// accumulate as in training. Weights are those of the checkpoint.
+//
+// The forward pass is written here a second time, from the operators of reference.h, because the CPU
+// reference does not expose its intermediate tensors. As a check, the loss must equal that of the CPU
+// reference with the same formats, to the last bit; otherwise the program fails.
 #include <cmath>
 #include <functional>
 #include <future>
@@ -25,7 +31,7 @@ using Values = std::vector<float>;
 
 struct Way {
     const char* name;
-    Quant nonlinear, linear;  // what norms and activation functions read, and what linear layers read
+    Quant nonlinear, linear;  // inputs of norms and activation functions; inputs of linear layers
 };
 constexpr Quant group(int rows, int cols) { return {Format::E4M3, {rows, cols}, Format::BF16}; }
 const Way WAYS[] = {
@@ -47,18 +53,21 @@ struct Batch {
 };
 
 enum class Reader : uint8_t { Nonlinear, Linear };
-// What an operator reads in place of x (N, cols).
-using Hold = std::function<Values(Reader who, int64_t layer, const char* tensor, const Values& x, int64_t cols)>;
+// Returns what an operator reads instead of x (N, cols).
+using Replace =
+    std::function<Values(Reader who, int64_t layer, const char* tensor, const Values& x, int64_t cols)>;
 using AfterLayer = std::function<void(int64_t layer, const Values& stream)>;
 
-// The forward pass of Network in reference.cpp with a stream in FP32: mean loss of the batch.
+// The forward pass of Network in reference.cpp with an FP32 residual stream. run() returns the mean loss.
 class Forward {
 public:
-    Forward(const ModelConfig& c, std::map<std::string, Values> weights, const Batch& batch) : c_(c), w_(std::move(weights)), batch_(batch) {}
+    Forward(const ModelConfig& c, std::map<std::string, Values> weights, const Batch& batch)
+        : c_(c), w_(std::move(weights)), batch_(batch) {}
 
-    double run(const Hold& hold, const AfterLayer& after) const {
+    double run(const Replace& replace, const AfterLayer& after) const {
         const int64_t N = batch_.B * batch_.T, C = c_.C;
-        const Values &embedding = w_.at("embedding"), *positions = c_.arch.rope ? nullptr : &w_.at("positions");
+        const Values &embedding = w_.at("embedding"),
+                     *positions = c_.arch.rope ? nullptr : &w_.at("positions");
         Values x(N * C);
         for (int64_t n = 0; n < N; n++)
             for (int64_t i = 0; i < C; i++) {
@@ -66,14 +75,15 @@ public:
                 if (positions) x[n * C + i] += (*positions)[n % batch_.T * C + i];
             }
         for (int64_t l = 0; l < c_.L; l++) {
-            block(l, x, hold);
+            block(l, x, replace);
             after(l, x);
         }
         const Values y = norm("final_norm", x);
         Values logits(N * c_.padded_V());
         const float* head = w_.at(c_.tied ? "embedding" : "head").data();
         reference::matmul<float>(N, c_.padded_V(), C, {y.data(), C, 1}, {head, 1, C}, logits.data());
-        return reference::cross_entropy(N, c_.V, c_.padded_V(), logits.data(), batch_.targets.data(), 0.0f) / static_cast<double>(N);
+        return reference::cross_entropy(N, c_.V, c_.padded_V(), logits.data(), batch_.targets.data(), 0.0f) /
+               static_cast<double>(N);
     }
 
 private:
@@ -85,7 +95,8 @@ private:
         Values y(x.size());
         const float* bias = c_.arch.rms ? nullptr : w_.at(name + ".bias").data();
         const int64_t N = static_cast<int64_t>(x.size()) / c_.C;
-        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".gain").data(), bias, y.data());
+        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".gain").data(),
+                                bias, y.data());
         return y;
     }
     Values linear(const std::string& name, const Values& x, int64_t in) const {
@@ -101,21 +112,25 @@ private:
         for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
     }
 
-    void block(int64_t l, Values& x, const Hold& hold) const {
+    void block(int64_t l, Values& x, const Replace& replace) const {
         const std::string name = "layers." + std::to_string(l) + ".";
         const int64_t N = batch_.B * batch_.T;
-        auto nonlinear = [&](const char* tensor, const Values& t, int64_t cols) { return hold(Reader::Nonlinear, l, tensor, t, cols); };
-        auto linear_of = [&](const char* layer, const char* tensor, const Values& t, int64_t cols) {
-            return linear(name + layer, hold(Reader::Linear, l, tensor, t, cols), cols);
+        auto nonlinear = [&](const char* tensor, const Values& t, int64_t cols) {
+            return replace(Reader::Nonlinear, l, tensor, t, cols);
         };
-        Values qkv = linear_of("qkv", "norm 1 output", norm(name + "norm1", nonlinear("norm 1 input", x, c_.C)), c_.C);
+        auto linear_of = [&](const char* layer, const char* tensor, const Values& t, int64_t cols) {
+            return linear(name + layer, replace(Reader::Linear, l, tensor, t, cols), cols);
+        };
+        Values qkv =
+            linear_of("qkv", "norm 1 output", norm(name + "norm1", nonlinear("norm 1 input", x, c_.C)), c_.C);
         if (c_.arch.rope) reference::rope(c_, batch_.B, batch_.T, qkv.data(), false);
         Values attention(N * c_.q_cols()), lse(N * c_.NH), h(N * c_.F);
         reference::attention_forward(c_, batch_.B, batch_.T, qkv.data(), attention.data(), lse.data());
         add(x, linear_of("attention_out", "attention output", attention, c_.q_cols()));
-        const Values up = linear_of("up", "norm 2 output", norm(name + "norm2", nonlinear("norm 2 input", x, c_.C)), c_.C);
-        const Values held = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols());
-        reference::activation_forward(c_.arch.gated, N, c_.F, held.data(), h.data());
+        const Values up =
+            linear_of("up", "norm 2 output", norm(name + "norm2", nonlinear("norm 2 input", x, c_.C)), c_.C);
+        const Values input = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols());
+        reference::activation_forward(c_.arch.gated, N, c_.F, input.data(), h.data());
         add(x, linear_of("down", c_.arch.gated ? "SiLU(gate) x up" : "GELU output", h, c_.F));
     }
 };
@@ -137,19 +152,23 @@ std::map<std::string, Values> weights_of(Model& model) {
     return weights;
 }
 
-// Windows in a random order: neighbours in a corpus are alike, and errors on a page of one kind of text say little of the rest.
+// Windows in random order, since neighbouring windows of a corpus are alike.
 Batch validation_batch(const Json& settings, int64_t B) {
     const int64_t T = std::stoll(settings.at("seq").get<std::string>());
     if (B < 1) B = std::stoll(settings.at("batch").get<std::string>());
     Batch batch{B, T, std::vector<int32_t>(B * T), std::vector<int32_t>(B * T)};
-    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, true).next(batch.tokens.data(), batch.targets.data());
+    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, true)
+        .next(batch.tokens.data(), batch.targets.data());
     return batch;
 }
 
 Json tensors(const Forward& forward, int64_t batch_rows) {
     Json rows = Json::array();
-    const Hold measure = [&](Reader who, int64_t layer, const char* tensor, const Values& x, int64_t cols) {
-        Json row = {{"layer", layer}, {"tensor", tensor}, {"read_by", who == Reader::Linear ? "linear layer" : "non-linear layer"}};
+    const Replace measure = [&](Reader who, int64_t layer, const char* tensor, const Values& x,
+                                int64_t cols) {
+        Json row = {{"layer", layer},
+                    {"tensor", tensor},
+                    {"read_by", who == Reader::Linear ? "linear layer" : "non-linear layer"}};
         for (const auto& [name, quant] : GRANULARITIES) {
             QuantStats stats;
             reference::quantize(x.data(), batch_rows, cols, quant, &stats);
@@ -162,14 +181,16 @@ Json tensors(const Forward& forward, int64_t batch_rows) {
     return rows;
 }
 
-// Everything quantized in one way. `exact` is FP32's stream after each layer, which the first of the ways leaves there.
-Json stream(const Forward& forward, const std::string& checkpoint, const ModelConfig& config, const Batch& batch, const Way& way,
-            std::vector<Values>& exact) {
+// All tensors quantized in one way. `exact` is the FP32 stream after each layer; the first way (FP32) fills
+// it.
+Json stream(const Forward& forward, const std::string& checkpoint, const ModelConfig& config,
+            const Batch& batch, const Way& way, std::vector<Values>& exact) {
     Json mse = Json::array(), relative = Json::array();
-    const Hold hold = [&](Reader who, int64_t, const char*, const Values& x, int64_t cols) {
-        return reference::dequantize(reference::quantize(x.data(), batch.B * batch.T, cols, who == Reader::Linear ? way.linear : way.nonlinear));
+    const Replace quantized = [&](Reader who, int64_t, const char*, const Values& x, int64_t cols) {
+        return reference::dequantize(reference::quantize(x.data(), batch.B * batch.T, cols,
+                                                         who == Reader::Linear ? way.linear : way.nonlinear));
     };
-    const double loss = forward.run(hold, [&](int64_t layer, const Values& x) {
+    const double loss = forward.run(quantized, [&](int64_t layer, const Values& x) {
         if (&way == WAYS) exact.push_back(x);
         double noise = 0, signal = 0;
         for (size_t i = 0; i < x.size(); i++) {
@@ -182,16 +203,18 @@ Json stream(const Forward& forward, const std::string& checkpoint, const ModelCo
     load_weights(checkpoint, *model);
     const double expected = model->evaluate(batch.tokens.data(), batch.targets.data());
     if (loss != expected)
-        throw Error(std::string(way.name) + ": the loss is " + std::to_string(loss) + ", the reference's " + std::to_string(expected) + ".");
+        throw Error(std::string(way.name) + ": the loss is " + std::to_string(loss) +
+                    ", but the reference computes " + std::to_string(expected) + ".");
     return {{"way", way.name}, {"loss", loss}, {"mean_square_error", mse}, {"noise_to_signal", relative}};
 }
 
-Json streams(const Forward& forward, const std::string& checkpoint, const ModelConfig& config, const Batch& batch) {
+Json streams(const Forward& forward, const std::string& checkpoint, const ModelConfig& config,
+             const Batch& batch) {
     std::vector<Values> exact;
     auto measure = [&](const Way& way) { return stream(forward, checkpoint, config, batch, way, exact); };
     Json rows = Json::array();
     rows.push_back(measure(WAYS[0]));
-    std::vector<std::future<Json>> others;  // side by side, since one thread alone makes a model
+    std::vector<std::future<Json>> others;  // in parallel, since creating a model uses one thread
     for (const Way& way : WAYS)
         if (&way != WAYS) others.push_back(std::async(std::launch::async, measure, std::cref(way)));
     for (auto& other : others) rows.push_back(other.get());
@@ -205,16 +228,25 @@ Json report(const std::string& checkpoint, int64_t B) {
     const auto model = make_reference(setup_of(config, WAYS[0], batch));
     load_weights(checkpoint, *model);
     const Forward forward(config, weights_of(*model), batch);
-    return {{"step", state.step}, {"sequences", batch.B}, {"tokens_each", batch.T}, {"layers", config.L}, {"hidden", config.C},
-            {"tensors", tensors(forward, batch.B * batch.T)}, {"streams", streams(forward, checkpoint, config, batch)}};
+    return {{"step", state.step},
+            {"sequences", batch.B},
+            {"tokens_each", batch.T},
+            {"layers", config.L},
+            {"hidden", config.C},
+            {"tensors", tensors(forward, batch.B * batch.T)},
+            {"streams", streams(forward, checkpoint, config, batch)}};
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
-        if (argc != 2 && argc != 3) throw Error("Usage: evidence_activations CHECKPOINT [BATCH]; a folder that ./train --out FOLDER wrote.");
-        std::cout << report(coat::find_checkpoint(argv[1]), argc == 3 ? std::atoll(argv[2]) : 0).dump(1) << "\n";
+        if (argc != 2 && argc != 3)
+            throw Error(
+                "Usage: evidence_activations CHECKPOINT [BATCH], where CHECKPOINT is the --out folder of "
+                "./train.");
+        std::cout << report(coat::find_checkpoint(argv[1]), argc == 3 ? std::atoll(argv[2]) : 0).dump(1)
+                  << "\n";
     } catch (const std::exception& e) {
         std::cerr << e.what() << "\n";
         return 1;

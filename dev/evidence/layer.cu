@@ -1,14 +1,17 @@
-// layer.cu - forward pass, backward pass and memory of one layer (paper table 6), in every recipe that runs here.
+// layer.cu - time and memory of one layer, forward and backward, in every recipe that this GPU supports
+// (paper table 6).
 //
-//   build/evidence_layer [HIDDENxSEQ[xBATCH] ...] > layer.json      default: 2048x2048 2048x4096 4096x2048 4096x4096; 4 sequences each
+//   build/evidence_layer [HIDDENxSEQ[xBATCH] ...] > layer.json
+//   default: 2048x2048 2048x4096 4096x2048 4096x4096, with 4 sequences each
 //
-// A layer is a fourth of what a model of 5 layers takes beyond one of 1: embedding, head, loss and the host's part cancel. The layers are
-// Llama-2-7B's, narrower where the hidden size is smaller. Times are medians by the host's clock, of calls that end when the GPU is done, on random
-// weights and tokens:
-//   forward      evaluating a batch whose FP8 weights are there already
-//   backward     what a third micro-batch adds to a step of two, less forward
-//   once a step  the step of two, less two micro-batches: FP8 weights and their transposes, the gradients' norm, AdamW
-// Memory is what is saved for backward: by the plan, and by what the driver gives away for a layer less what the plan says the rest of it takes.
+// One layer is a fourth of the difference between models of 5 layers and of 1, so that embedding, head, loss
+// and host time cancel. The layers are those of Llama-2-7B, scaled to the hidden size. Weights and tokens are
+// random. Times are medians by the host's clock; every call ends when the GPU is done:
+//   forward      evaluating a batch; the FP8 weights are already there
+//   backward     the time that a third micro-batch adds to a step of two, minus forward
+//   once a step  the step of two minus two micro-batches: FP8 weights, their transposes, gradient norm, AdamW
+// Memory is what is saved for backward: as planned, and as measured by the driver (the memory of a layer
+// minus what the plan says everything else in it takes).
 #include <algorithm>
 #include <chrono>
 #include <cinttypes>
@@ -37,8 +40,10 @@ Setup setup_of(const Shape& shape, const Recipe& recipe, int64_t layers, int64_t
     ModelConfig c = find_row(models(), "llama-2-7b", "--model");
     const int64_t head_size = c.HS();
     c.F = c.F * shape.hidden / c.C;
-    c.C = shape.hidden, c.L = layers, c.NH = c.NKV = shape.hidden / head_size, c.max_T = std::max(c.max_T, shape.seq);
-    return {c, recipe, find_row(optimizers(), recipe.optimizer, "--optimizer"), shape.batch, shape.seq, micro_batches};
+    c.C = shape.hidden, c.L = layers, c.NH = c.NKV = shape.hidden / head_size,
+    c.max_T = std::max(c.max_T, shape.seq);
+    return {c,           recipe,    find_row(optimizers(), recipe.optimizer, "--optimizer"),
+            shape.batch, shape.seq, micro_batches};
 }
 
 double median_ms(const std::function<void()>& call) {
@@ -47,7 +52,8 @@ double median_ms(const std::function<void()>& call) {
     for (int i = 0; i < REPEATS; i++) {
         const auto before = std::chrono::steady_clock::now();
         call();
-        ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - before).count());
+        ms.push_back(
+            std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - before).count());
     }
     std::sort(ms.begin(), ms.end());
     return ms[ms.size() / 2];
@@ -59,7 +65,7 @@ double free_bytes() {
     return static_cast<double>(free);
 }
 
-struct Measured {  // of a model, then of a layer
+struct Measured {  // of a model, or of a layer
     double forward, step, bytes;
 };
 
@@ -70,7 +76,8 @@ Measured measure(const Setup& s) {
     std::mt19937_64 random(1);
     std::vector<int32_t> tokens(s.accumulate * s.B * s.T), targets(tokens.size());
     for (auto* list : {&tokens, &targets})
-        for (int32_t& token : *list) token = static_cast<int32_t>(random() % static_cast<uint64_t>(s.config.V));
+        for (int32_t& token : *list)
+            token = static_cast<int32_t>(random() % static_cast<uint64_t>(s.config.V));
     const double forward = median_ms([&] { model->evaluate(tokens.data(), targets.data()); });
     AdamW adamw{0, 1e-5f};
     const double step = median_ms([&] {
@@ -81,15 +88,20 @@ Measured measure(const Setup& s) {
 }
 
 Measured of_layer(const Shape& shape, const Recipe& recipe, int64_t micro_batches) {
-    const Measured one = measure(setup_of(shape, recipe, SHALLOW, micro_batches)), more = measure(setup_of(shape, recipe, DEEP, micro_batches));
+    const Measured one = measure(setup_of(shape, recipe, SHALLOW, micro_batches)),
+                   more = measure(setup_of(shape, recipe, DEEP, micro_batches));
     const double layers = DEEP - SHALLOW;
-    return {(more.forward - one.forward) / layers, (more.step - one.step) / layers, (more.bytes - one.bytes) / layers};
+    return {(more.forward - one.forward) / layers, (more.step - one.step) / layers,
+            (more.bytes - one.bytes) / layers};
 }
 
-double planned_bytes(const Shape& shape, const Recipe& recipe, int64_t micro_batches) {  // of a layer: everything
+// All memory of a layer
+double planned_bytes(const Shape& shape, const Recipe& recipe, int64_t micro_batches) {
     GpuFacts facts;
     facts.keep_fp8_weights = recipe.w.fp8();
-    auto total = [&](int64_t layers) { return static_cast<double>(gpu_layout(setup_of(shape, recipe, layers, micro_batches), facts).total); };
+    auto total = [&](int64_t layers) {
+        return static_cast<double>(gpu_layout(setup_of(shape, recipe, layers, micro_batches), facts).total);
+    };
     return (total(DEEP) - total(SHALLOW)) / static_cast<double>(DEEP - SHALLOW);
 }
 
@@ -98,17 +110,24 @@ Json row(const Shape& shape, const Recipe& recipe) {
     const double micro_batch = three.step - two.step;
     const Setup s = setup_of(shape, recipe, DEEP, 3);
     const double saved = saved_bytes_per_token_and_layer(s) * static_cast<double>(s.B * s.T);
-    return {{"hidden", shape.hidden}, {"seq", shape.seq}, {"batch", shape.batch}, {"recipe", recipe.name}, {"forward_ms", two.forward},
-            {"backward_ms", micro_batch - two.forward}, {"once_a_step_ms", two.step - 2 * micro_batch}, {"saved_bytes", saved},
+    return {{"hidden", shape.hidden},
+            {"seq", shape.seq},
+            {"batch", shape.batch},
+            {"recipe", recipe.name},
+            {"forward_ms", two.forward},
+            {"backward_ms", micro_batch - two.forward},
+            {"once_a_step_ms", two.step - 2 * micro_batch},
+            {"saved_bytes", saved},
             {"saved_bytes_by_the_driver", saved + three.bytes - planned_bytes(shape, recipe, 3)}};
 }
 
 Shape shape_named(const std::string& text) {
     Shape shape{0, 0};
     char rest = 0;
-    const int found = std::sscanf(text.c_str(), "%" SCNd64 "x%" SCNd64 "x%" SCNd64 "%c", &shape.hidden, &shape.seq, &shape.batch, &rest);
+    const int found = std::sscanf(text.c_str(), "%" SCNd64 "x%" SCNd64 "x%" SCNd64 "%c", &shape.hidden,
+                                  &shape.seq, &shape.batch, &rest);
     if (found == 2 || found == 3) return shape;
-    throw Error(text + " is no shape; write HIDDENxSEQ or HIDDENxSEQxBATCH, as in 4096x2048.");
+    throw Error(text + " is not a shape; write HIDDENxSEQ or HIDDENxSEQxBATCH, for example 4096x2048.");
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
-// memory.cpp - saved activations by operator, as the paper counts them (table 2), from the table that both tellings save by.
+// memory.cpp - saved activations by operator, as the paper counts them (table 2), from the table of saved
+// tensors that the CPU reference and the GPU implementation use.
 //
 //   build/evidence_memory [MODEL [BATCH [SEQ]]] > memory.json      default: llama-2-7b, 8 x 2048 tokens
 //
-// The unit U is a BF16 tensor of the hidden size: 2 BTC bytes. A row is a recipe with one of the choices that change what is saved, once with
-// outputs of norms and activation functions computed again in backward and once kept. What the card gives to it is measured by timing.cu.
+// The unit U is a BF16 tensor of the hidden size: 2BTC bytes. Each recipe has two rows: one that saves the
+// outputs of norms and activation functions, and one that recomputes them in backward. timing.cu measures the
+// same on a GPU.
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -15,13 +17,16 @@ namespace {
 using namespace coat;
 using Json = nlohmann::ordered_json;
 
-// The paper's columns. It counts attention's output with the linear layer that reads it, and q, k, v with attention.
+// The paper's columns. It counts the output of attention with the linear layer that reads it.
 const char* column(Saved which) {
     switch (which) {
         case Saved::Norm1Input: case Saved::Norm2Input: return "norm";
         case Saved::Up: return "activation function";
         case Saved::Qkv: case Saved::LogSumExp: return "attention";
-        case Saved::Attention: case Saved::Norm1Output: case Saved::Norm2Output: case Saved::ActivationOutput: return "linear";
+        case Saved::Attention:
+        case Saved::Norm1Output:
+        case Saved::Norm2Output:
+        case Saved::ActivationOutput: return "linear";
     }
     throw std::logic_error("a saved tensor has no column");
 }
@@ -36,7 +41,8 @@ Json row(const Setup& s, const std::string& name, double unit) {
         columns[column(t.which)] += share, total += share;
         tensors.push_back({{"name", t.name}, {"format", t.quant.text()}, {"U", share}});
     }
-    return {{"name", name}, {"recompute", s.recompute}, {"U", columns}, {"total", total}, {"bytes", total * unit}, {"tensors", tensors}};
+    return {{"name", name},   {"recompute", s.recompute}, {"U", columns},
+            {"total", total}, {"bytes", total * unit},    {"tensors", tensors}};
 }
 
 Json report(const std::string& model, int64_t B, int64_t T) {
@@ -46,7 +52,7 @@ Json report(const std::string& model, int64_t B, int64_t T) {
     for (const Recipe& recipe : recipes()) {
         if (recipe.stream == Format::F32) continue;
         std::vector<Recipe> variants = {recipe};
-        if (recipe.nonlinear.fp8()) {  // only then is there another choice for attention (--attention groups)
+        if (recipe.nonlinear.fp8()) {  // only such recipes support --attention groups
             variants.push_back(recipe);
             variants.back().attention = Q_GROUP;
         }
@@ -55,7 +61,9 @@ Json report(const std::string& model, int64_t B, int64_t T) {
                 Setup s{config, variant, find_row(optimizers(), "coat", "OPTIMIZER"), B, T};
                 s.recompute = recompute;
                 validate(s);
-                rows.push_back(row(s, std::string(recipe.name) + (variant.attention.fp8() ? ", q, k, v and output in groups" : ""), unit));
+                rows.push_back(row(
+                    s, std::string(recipe.name) + (variant.attention.fp8() ? ", attention in groups" : ""),
+                    unit));
             }
     }
     return {{"model", model}, {"batch", B}, {"seq", T}, {"unit_bytes", unit}, {"rows", rows}};

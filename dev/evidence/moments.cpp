@@ -1,11 +1,13 @@
-// moments.cpp - what a real run's optimizer states look like, and what FP8 does to them (paper section 4, figure 2 and table 1).
+// moments.cpp - the dynamic range of a real run's optimizer states, and their quantization error in FP8
+// (paper section 4, figure 2 and table 1).
 //
 //   build/evidence_moments CHECKPOINT > moments.json        the checkpoint of a run with --optimizer fp32
 //
-// For every group of 128: the dynamic range R = largest / smallest non-zero magnitude, k of equation 4, and the range R^k after expansion.
-// Then each moment through each format with and without expansion, and m / (sqrt(v) + eps), which is what moves a weight, for every pair of
-// them. Everything goes through encode_moment and decode_moment, as in training: a second moment that is not zero keeps at least the
-// smallest code, in every column.
+// Figure 2, for every group of 128: the dynamic range R = largest / smallest non-zero magnitude, the factor k
+// of equation 4, and the range R^k after expansion. Table 1: the error of each moment in each format, with
+// and without expansion, and of m / (sqrt(v) + eps), which updates the weight, for every pair of formats. All
+// values go through encode_moment and decode_moment, as in training, so a non-zero second moment never
+// becomes zero.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -29,51 +31,62 @@ struct Coding {
 constexpr Coding CODINGS[] = {{"E4M3", Format::E4M3, false}, {"E4M3 + expansion", Format::E4M3, true},
                               {"E5M2", Format::E5M2, false}, {"E5M2 + expansion", Format::E5M2, true}};
 constexpr int WAYS = 4;
-constexpr int GROUPS[] = {8, 16, 32, 64, 128};  // 128 is MOMENT_GROUP, the largest that encode_moment takes as one group
-constexpr int64_t CHUNK = 1 << 15;              // elements that one thread measures at a time
+constexpr int GROUPS[] = {8, 16, 32, 64, 128};  // MOMENT_GROUP = 128 is the largest
+constexpr int64_t CHUNK = 1 << 15;              // elements per task of a thread
 constexpr double EPS = 1e-8;                    // AdamW's
 
-// Of x and what became of it: a relative error weighs all elements alike, the root of noise / signal weighs the large ones.
+// Errors of x: the mean relative error weighs all elements alike; sqrt(noise / signal) weighs large ones
+// more.
 struct Deviation {
     double signal = 0, noise = 0, relative = 0;
     int64_t elements = 0;
     void add(double x, double decoded) {
         if (x == 0) return;
-        signal += x * x, noise += (x - decoded) * (x - decoded), relative += std::abs(x - decoded) / std::abs(x), elements++;
+        signal += x * x, noise += (x - decoded) * (x - decoded),
+            relative += std::abs(x - decoded) / std::abs(x), elements++;
     }
-    void add(const Deviation& e) { signal += e.signal, noise += e.noise, relative += e.relative, elements += e.elements; }
+    void add(const Deviation& e) {
+        signal += e.signal, noise += e.noise, relative += e.relative, elements += e.elements;
+    }
     Json json() const {
-        return {{"mean_square_error", noise / elements}, {"root_noise_to_signal", std::sqrt(noise / signal)}, {"mean_relative", relative / elements}};
+        return {{"mean_square_error", noise / elements},
+                {"root_noise_to_signal", std::sqrt(noise / signal)},
+                {"mean_relative", relative / elements}};
     }
 };
 
 struct Histogram {
     double low, width;
-    std::vector<int64_t> counts;  // what lies beyond goes to the first or last
+    std::vector<int64_t> counts;  // values out of range count in the first or last bin
     std::vector<float> all;
     Histogram(double from, double to, int bins) : low(from), width((to - from) / bins), counts(bins) {}
     void add(double x) {
-        counts[static_cast<size_t>(std::clamp((x - low) / width, 0.0, static_cast<double>(counts.size()) - 1))]++;
+        counts[static_cast<size_t>(
+            std::clamp((x - low) / width, 0.0, static_cast<double>(counts.size()) - 1))]++;
         all.push_back(static_cast<float>(x));
     }
     Json json() {
         std::sort(all.begin(), all.end());
-        auto at = [&](double share) { return all[static_cast<size_t>(share * static_cast<double>(all.size() - 1))]; };
-        return {{"low", low}, {"width", width}, {"counts", counts}, {"p10", at(0.1)}, {"median", at(0.5)}, {"p90", at(0.9)}};
+        auto at = [&](double share) {
+            return all[static_cast<size_t>(share * static_cast<double>(all.size() - 1))];
+        };
+        return {{"low", low},     {"width", width},    {"counts", counts},
+                {"p10", at(0.1)}, {"median", at(0.5)}, {"p90", at(0.9)}};
     }
 };
 
-struct Moments {  // of one parameter
+struct Moments {  // of one parameter tensor
     std::vector<float> m, v;
 };
 
-// The parameters whose moments a run may hold in FP8.
+// The moments of all parameters that may have FP8 optimizer states.
 std::vector<Moments> read(const std::string& checkpoint, const ModelConfig& config) {
     const Safetensors file(checkpoint + "/optimizer.safetensors");
     auto values = [&](const std::string& name, const Param& p) {
         const Tensor* t = file.find(name);
         if (!t || t->dtype != "F32" || t->bytes != p.size() * 4)
-            throw Error(file.path() + " has no " + name + " in FP32; give the checkpoint of a run with --optimizer fp32.");
+            throw Error(file.path() + " has no " + name +
+                        " in FP32; give the checkpoint of a run with --optimizer fp32.");
         std::vector<float> x(p.size());
         std::memcpy(x.data(), t->data, t->bytes);
         return x;
@@ -111,12 +124,14 @@ Errors errors_of_chunk(int group, const float* m, const float* v, int64_t n) {
         decoded_m[way].resize(n), decoded_v[way].resize(n);
         through(CODINGS[way], false, group, m, n, decoded_m[way].data());
         through(CODINGS[way], true, group, v, n, decoded_v[way].data());
-        for (int64_t i = 0; i < n; i++) e.m[way].add(m[i], decoded_m[way][i]), e.v[way].add(v[i], decoded_v[way][i]);
+        for (int64_t i = 0; i < n; i++)
+            e.m[way].add(m[i], decoded_m[way][i]), e.v[way].add(v[i], decoded_v[way][i]);
     }
     auto update = [](double first, double second) { return first / (std::sqrt(second) + EPS); };
     for (int64_t i = 0; i < n; i++)
         for (int a = 0; a < WAYS; a++)
-            for (int b = 0; b < WAYS; b++) e.update[a][b].add(update(m[i], v[i]), update(decoded_m[a][i], decoded_v[b][i]));
+            for (int b = 0; b < WAYS; b++)
+                e.update[a][b].add(update(m[i], v[i]), update(decoded_m[a][i], decoded_v[b][i]));
     return e;
 }
 
@@ -124,16 +139,18 @@ Errors errors(int group, const std::vector<Moments>& all) {
     Errors total;
     for (const Moments& p : all) {
         const int64_t n = static_cast<int64_t>(p.m.size());
-        std::vector<Errors> chunks(ceil_div(n, CHUNK));  // summed in order, so that the figures do not depend on the number of threads
+        // Summed in order, so the result does not depend on the number of threads
+        std::vector<Errors> chunks(ceil_div(n, CHUNK));
 #pragma omp parallel for schedule(dynamic)
         for (int64_t i = 0; i < static_cast<int64_t>(chunks.size()); i++)
-            chunks[i] = errors_of_chunk(group, p.m.data() + i * CHUNK, p.v.data() + i * CHUNK, std::min(CHUNK, n - i * CHUNK));
+            chunks[i] = errors_of_chunk(group, p.m.data() + i * CHUNK, p.v.data() + i * CHUNK,
+                                        std::min(CHUNK, n - i * CHUNK));
         for (const Errors& e : chunks) total.add(e);
     }
     return total;
 }
 
-// Figure 2: log10 of the range before and after, and k.
+// Figure 2: log10 of the range before and after expansion, and k.
 Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment) {
     Histogram before(0, 12, 60), after(0, 12, 60), k(0, 24, 96);
     int64_t zero = 0;
@@ -147,12 +164,16 @@ Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment
                 if (a > 0) smallest = std::min(smallest, a);
             }
             if (largest == 0) { zero++; continue; }
-            const double range = std::log10(static_cast<double>(largest)) - std::log10(static_cast<double>(smallest));
+            const double range =
+                std::log10(static_cast<double>(largest)) - std::log10(static_cast<double>(smallest));
             const float factor = reference::expansion_factor(Format::E4M3, largest, smallest);
             before.add(range), after.add(factor * range), k.add(factor);
         }
     }
-    return {{"groups", before.all.size()}, {"zero_groups", zero}, {"log10_range", before.json()}, {"log10_range_expanded", after.json()},
+    return {{"groups", before.all.size()},
+            {"zero_groups", zero},
+            {"log10_range", before.json()},
+            {"log10_range_expanded", after.json()},
             {"k", k.json()}};
 }
 
@@ -161,13 +182,18 @@ Json report(const std::string& checkpoint) {
     const std::vector<Moments> all = read(checkpoint, config);
     int64_t elements = 0;
     for (const Moments& p : all) elements += static_cast<int64_t>(p.m.size());
-    Json out = {{"step", read_loop_state(checkpoint).step}, {"elements", elements}, {"m", ranges(all, &Moments::m)}, {"v", ranges(all, &Moments::v)}};
+    Json out = {{"step", read_loop_state(checkpoint).step},
+                {"elements", elements},
+                {"m", ranges(all, &Moments::m)},
+                {"v", ranges(all, &Moments::v)}};
     for (int group : GROUPS) {
         const Errors e = errors(group, all);
-        Json one = {{"group", group}, {"m", Json::object()}, {"v", Json::object()}, {"update", Json::object()}};
+        Json one = {
+            {"group", group}, {"m", Json::object()}, {"v", Json::object()}, {"update", Json::object()}};
         for (int a = 0; a < WAYS; a++) {
             one["m"][CODINGS[a].name] = e.m[a].json(), one["v"][CODINGS[a].name] = e.v[a].json();
-            for (int b = 0; b < WAYS; b++) one["update"][CODINGS[a].name][CODINGS[b].name] = e.update[a][b].json();
+            for (int b = 0; b < WAYS; b++)
+                one["update"][CODINGS[a].name][CODINGS[b].name] = e.update[a][b].json();
         }
         out["errors"].push_back(one);
     }
@@ -178,7 +204,10 @@ Json report(const std::string& checkpoint) {
 
 int main(int argc, char** argv) {
     try {
-        if (argc != 2) throw Error("Usage: evidence_moments CHECKPOINT; a folder that ./train --optimizer fp32 --out FOLDER wrote.");
+        if (argc != 2)
+            throw Error(
+                "Usage: evidence_moments CHECKPOINT, where CHECKPOINT is the --out folder of ./train "
+                "--optimizer fp32.");
         std::cout << report(coat::find_checkpoint(argv[1])).dump(1) << "\n";
     } catch (const std::exception& e) {
         std::cerr << e.what() << "\n";

@@ -1,9 +1,10 @@
-// timing.cu - what only a card can tell: the time of an amax (paper section 5, figure 4b), the speed of matrix products in each scaling
-// against their size, and the bytes that the card gives up for saved activations (table 2).
+// timing.cu - three measurements on a GPU: the time of an amax (paper section 5, figure 4b), the speed of
+// GEMMs by size and scaling, and the memory of saved activations (table 2).
 //
-//   build/evidence_timing [amax] [products] [memory] > timing.json      without a word: all three
+//   build/evidence_timing [amax] [gemms] [memory] > timing.json      default: all three
 //
-// Times are medians of 21 runs between events on the GPU, on random numbers, with an L2 cache that holds other, unmodified data.
+// Times are medians of 21 runs between CUDA events, on random values, after the L2 cache was filled with
+// other data.
 #include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -21,16 +22,17 @@ using Json = nlohmann::ordered_json;
 
 double milliseconds(const std::function<void()>& run) {
     const double ms = ladder::milliseconds(21, run);
-    check(cudaGetLastError(), "Something that is timed failed");
+    check(cudaGetLastError(), "A timed operation failed");
     return ms;
 }
 
-struct Tensor {  // BF16 ones hold random numbers
+struct Tensor {  // a BF16 tensor gets random values
     Buffer<uint8_t> codes, scales;
     Operand operand;
     Tensor(int64_t rows, int64_t cols, const Quant& q)
         : codes(q.code_bytes(rows, cols)),
-          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale).bytes), size_t(q.operand_scales(rows, cols) * 4)})),
+          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale).bytes),
+                           size_t(q.operand_scales(rows, cols) * 4)})),
           operand{{codes.get(), scales.get(), rows, cols, q}} {
         static uint64_t made = 0;
         const Param all{"", LINEAR, rows, cols, 1.0f, 0, 0};
@@ -41,10 +43,11 @@ struct Tensor {  // BF16 ones hold random numbers
 
 void clear(TensorScale* slot) { check(cudaMemsetAsync(slot, 0, sizeof *slot), "Clearing a scale failed"); }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Figure 4b: the paper's four shapes. Just-in-time scaling reads the tensor; group scaling reads the maxima of 1x16 groups that its producer left, in
-// BF16, as in the paper. Here no producer leaves maxima: it raises the tensor's amax itself, and what that costs is its time with less its time
-// without, of residual add and norm as the producer.
+// -----------------------------------------------------------------------------------------------------------
+// Figure 4b: the paper's four shapes. Just-in-time scaling reads the whole tensor. The paper's group scaling
+// reads the maxima of 1x16 groups, in BF16, that the producer of the tensor wrote. Here the producer updates
+// the amax itself; the cost is its time with the amax minus its time without. The producer is the residual
+// addition with the next norm.
 
 struct Shape {
     int64_t cols, tokens;
@@ -55,7 +58,8 @@ Json amax_times() {
     Json rows = Json::array();
     for (const Shape& shape : SHAPES) {
         const int64_t N = shape.tokens, C = shape.cols;
-        const Tensor x(N, C, Q_BF16), a(N, C, Q_BF16), sum(N, C, Q_BF16), maxima(N, C / 16, Q_BF16), gain(1, C, Q_BF16), input(N, C, Q_GROUP);
+        const Tensor x(N, C, Q_BF16), a(N, C, Q_BF16), sum(N, C, Q_BF16), maxima(N, C / 16, Q_BF16),
+            gain(1, C, Q_BF16), input(N, C, Q_GROUP);
         Buffer<float2> stats(N);
         Buffer<TensorScale> slot(1);
         const Norm next{input.view(), gain.view().codes, nullptr, stats.get(), true, 1e-5f};
@@ -71,14 +75,18 @@ Json amax_times() {
                 residual_add(x.view(), a.view(), sum.view(), next, left, nullptr, nullptr);
             });
         };
-        rows.push_back({{"columns", C}, {"tokens", N}, {"whole_tensor_ms", amax_of(x)}, {"group_maxima_ms", amax_of(maxima)},
-                        {"producer_without_ms", producer(nullptr)}, {"producer_with_ms", producer(slot.get())}});
+        rows.push_back({{"columns", C},
+                        {"tokens", N},
+                        {"whole_tensor_ms", amax_of(x)},
+                        {"group_maxima_ms", amax_of(maxima)},
+                        {"producer_without_ms", producer(nullptr)},
+                        {"producer_with_ms", producer(slot.get())}});
     }
     return rows;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// y = x w^T with all three sides n
+// -----------------------------------------------------------------------------------------------------------
+// GEMM: y = x w^T with M = N = K = n
 
 struct Scaling {
     const char* name;
@@ -100,11 +108,12 @@ void quantize_just_in_time(const Tensor& from, const Tensor& to) {
     quantize(stored(from.view()), to.operand, nullptr, nullptr);
 }
 
-Json product_times() {
+Json gemm_times() {
     Json rows = Json::array();
     Buffer<uint8_t> scratch(Gemms::SCRATCH);
     for (const Scaling& scaling : SCALINGS) {
-        Gemms gemms(scratch.get(), {scaling.fast_accumulation, scaling.fast_accumulation, scaling.fast_accumulation});
+        Gemms gemms(scratch.get(),
+                    {scaling.fast_accumulation, scaling.fast_accumulation, scaling.fast_accumulation});
         gemms.tune(true);
         for (const int64_t n : SIDES) {
             const Tensor x(n, n, Q_BF16), w(n, n, Q_BF16), y(n, n, Q_BF16);
@@ -112,11 +121,12 @@ Json product_times() {
             const Tensor x8(n, n, fp8 ? scaling.x : Q_E4M3), w8(n, n, fp8 ? scaling.w : Q_E4M3);
             if (fp8) quantize_just_in_time(x, x8), quantize_just_in_time(w, w8);
             const Operand &a = fp8 ? x8.operand : x.operand, &b = fp8 ? w8.operand : w.operand;
-            auto product = [&] { gemms.run(Gemm::Fprop, a, b, y.view(), false, nullptr, nullptr); };
-            Json row = {{"scaling", scaling.name}, {"side", n}, {"product_ms", milliseconds(product)}};
+            auto gemm = [&] { gemms.run(Gemm::Fprop, a, b, y.view(), false, nullptr, nullptr); };
+            Json row = {{"scaling", scaling.name}, {"side", n}, {"gemm_ms", milliseconds(gemm)}};
             if (fp8) {
-                row["with_x_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), product(); });
-                row["with_x_and_w_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), quantize_just_in_time(w, w8), product(); });
+                row["with_x_ms"] = milliseconds([&] { quantize_just_in_time(x, x8), gemm(); });
+                row["with_x_and_w_ms"] =
+                    milliseconds([&] { quantize_just_in_time(x, x8), quantize_just_in_time(w, w8), gemm(); });
             }
             rows.push_back(row);
         }
@@ -124,9 +134,10 @@ Json product_times() {
     return rows;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Table 2 on the card. With f(L, B) the free memory that a model of L layers and B sequences takes away, f(2, 2B) - f(1, 2B) - f(2, B) + f(1, B) is
-// what one layer holds for B sequences: weights, optimizer and workspace cancel. Two micro-batches a step, since with one, gradients lie where
+// -----------------------------------------------------------------------------------------------------------
+// Table 2, measured. Let f(L, B) be the memory that a model of L layers and B sequences takes. Then f(2, 2B)
+// - f(1, 2B) - f(2, B) + f(1, B) is what one layer saves for B sequences: weights, optimizer state and
+// workspace cancel. There are two micro-batches a step, since with one, gradients are stored where
 // activations were.
 
 double taken(const Setup& setup) {
@@ -145,7 +156,12 @@ Json saved_memory() {
             for (const bool groups : {false, true}) {
                 const Recipe recipe = find_row(recipes(), name, "--recipe");
                 if (groups && !recipe.nonlinear.fp8()) continue;
-                Setup setup{find_row(models(), "llama-2-7b", "--model"), recipe, find_row(optimizers(), "coat", "--optimizer"), B, T, 2};
+                Setup setup{find_row(models(), "llama-2-7b", "--model"),
+                            recipe,
+                            find_row(optimizers(), "coat", "--optimizer"),
+                            B,
+                            T,
+                            2};
                 setup.recompute = recompute;
                 if (groups) setup.recipe.attention = Q_GROUP;
                 auto f = [&](int64_t layers, int64_t sequences) {
@@ -153,18 +169,22 @@ Json saved_memory() {
                     return taken(setup);
                 };
                 try {
-                    f(1, B), f(1, 2 * B);  // the first model with a shape also pays for loading kernels
-                    const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B), unit = 2.0 * static_cast<double>(B * T * setup.config.C);
-                    rows.push_back({{"name", std::string(name) + (groups ? ", q, k, v and output in groups" : "")}, {"recompute", recompute},
-                                    {"bytes", bytes}, {"total", bytes / unit}});
-                } catch (const Error& refusal) {  // a recipe that this GPU has no kernels for: its place in the table says that it was not run
+                    f(1, B), f(1, 2 * B);  // the first model of a shape also loads its kernels
+                    const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B),
+                                 unit = 2.0 * static_cast<double>(B * T * setup.config.C);
+                    rows.push_back({{"name", std::string(name) + (groups ? ", attention in groups" : "")},
+                                    {"recompute", recompute},
+                                    {"bytes", bytes},
+                                    {"total", bytes / unit}});
+                } catch (const Error& refusal) {  // a recipe that this GPU does not support gets no row
                     std::cerr << name << ": " << refusal.what() << "\n";
                 }
             }
     return rows;
 }
 
-constexpr std::pair<const char*, Json (*)()> PARTS[] = {{"amax", amax_times}, {"products", product_times}, {"memory", saved_memory}};
+constexpr std::pair<const char*, Json (*)()> PARTS[] = {
+    {"amax", amax_times}, {"gemms", gemm_times}, {"memory", saved_memory}};
 
 }  // namespace
 

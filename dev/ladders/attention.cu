@@ -1,26 +1,38 @@
-// attention.cu - a ladder: causal attention forward from naive to fast. Kernels 3 to 5 are the ones that train (attention.cu,
-// attention_sm90.cu).
+// attention.cu - a ladder of five kernels: causal attention forward, from naive to fast. Kernels 3 to 5 are
+// the ones that train (attention.cu, attention_sm90.cu), each on the GPUs that support it.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -Xcompiler -fopenmp -I. dev/ladders/attention.cu attention.cu attention_sm90.cu
-//       reference.cpp -o build/ladder_attention && build/ladder_attention
+//   make build/ladder_attention && build/ladder_attention
 //
-// 1  As the formula reads: s = q k^T, p = softmax(s) and p v, each a kernel. The T x T matrix goes through memory four times.
-// 2  One thread a query walks over the keys with a running maximum and sum (online softmax): nothing T x T exists. Bound by
-//    the loads of k and v, which every thread makes for itself, and by a query and an output that do not fit in registers.
-// 3  A block shares tiles of k and v in shared memory, and a warp shares a query: bound by shared memory, one load a multiplication.
-// 4  Tensor cores (mma.sync): a warp owns 32 queries, p goes from one product to the next in registers, copies run ahead (cp.async).
-// 5  Hopper: products run asynchronously on operands in shared memory (wgmma), a thread of its own moves tiles (TMA), and one
-//    warpgroup's exponentials run under another's products.
+// 1  As the formula reads: s = q k^T, p = softmax(s) and p v, one kernel each. The T x T matrix goes through
+//    memory four times.
+// 2  Online softmax: one thread per query walks over the keys with a running maximum and sum, so no T x T
+//    matrix exists. It is bound by the loads of k and v, which every thread repeats, and by a query and an
+//    output that do not fit into registers.
+// 3  A block shares tiles of k and v in shared memory, and a warp shares a query. It is bound by shared
+//    memory: one load per multiplication.
+// 4  Tensor cores (mma.sync): a warp owns 32 queries, p stays in registers between the two matmuls, and tiles
+//    are copied ahead (cp.async).
+// 5  Hopper: matmuls run asynchronously on operands in shared memory (wgmma), a dedicated thread moves tiles
+//    (TMA), and the exponentials of one warpgroup overlap with the matmuls of another.
 //
-// On an H200, B 4, T 2048, 32 heads of 128, L2 flushed:       Backward on the same GPU, TFLOP/s, as it was built:    head 128   head 64
-//   kernel  error      ms      TFLOP/s                            mma.sync, two passes (dk and dv; dq)                    174       158
-//   1       2.6e-03   317.3        0.4                            Hopper, one pass, dq summed in order, 64 queries a step 392       265
-//   2       2.6e-03    40.5        3.4                            the last block of keys finishes dq, no kernel after     367       273
-//   3       2.6e-03    17.6        7.8                            64 queries a step for 128, 128 for 64, p in BF16 alone  377       346
-//   4       2.6e-03     0.527      261                            and dq finished by a kernel of its own again            388       364
-//   5       2.6e-03     0.261      527                            heads one by one, no divisions before and after         398       365
+// H200, B 4, T 2048, 32 heads of 128, L2 flushed:
+//   kernel  error      ms      TFLOP/s
+//   1       2.6e-03   317.3        0.4
+//   2       2.6e-03    40.5        3.4
+//   3       2.6e-03    17.6        7.8
+//   4       2.6e-03     0.527      261
+//   5       2.6e-03     0.261      527
 //
-// Rows of `out` are compared with the CPU reference in FP32; FLOPs are 4 B NH T^2 HS / 2, the masked half not counted.
+// Backward on the same GPU, TFLOP/s, in the order in which it was built:   head 128   head 64
+//   mma.sync, two passes (dk and dv; dq)                                       174       158
+//   Hopper, one pass, dq summed in a fixed order, 64 queries per iteration     392       265
+//   the last block of keys finishes dq, without a separate kernel              367       273
+//   64 queries per iteration for head size 128, 128 for 64; p only in BF16     377       346
+//   and dq is finished by a separate kernel again                              388       364
+//   one head after another, no divisions before and after                      398       365
+//
+// The output is compared with the CPU reference in FP32. FLOPs are 4 B NH T^2 HS / 2; the masked half is not
+// counted.
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -45,13 +57,15 @@ struct Shape {
     AttentionShape attention() const { return {B, T, NH, NH, HS, Format::BF16}; }
 };
 
-__device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {  // which: 0 q, 1 k, 2 v
+// Which: 0 q, 1 k, 2 v
+__device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {
     return qkv + (int64_t(bh / s.NH) * s.T + t) * s.cols() + (which * s.NH + bh % s.NH) * s.HS;
 }
 
-// --- 1: scores (B, NH, T, T) in memory ------------------------------------------------------------------------------------
+// --- 1: scores (B, NH, T, T) in memory ---------------------------------------------------------------------
 
-__global__ void scores_kernel1(Shape s, const bf16* qkv, float* scores) {  // grid (T / 256, T, B NH): a thread a score
+// Grid (T / 256, T, B NH): one thread per score
+__global__ void scores_kernel1(Shape s, const bf16* qkv, float* scores) {
     const int key = blockIdx.x * blockDim.x + threadIdx.x, query = blockIdx.y, bh = blockIdx.z;
     if (key >= s.T) return;
     const bf16 *q = row(s, qkv, 0, bh, query), *k = row(s, qkv, 1, bh, key);
@@ -59,7 +73,7 @@ __global__ void scores_kernel1(Shape s, const bf16* qkv, float* scores) {  // gr
     for (int i = 0; i < s.HS; i++) sum += __bfloat162float(q[i]) * __bfloat162float(k[i]);
     scores[(int64_t(bh) * s.T + query) * s.T + key] = key <= query ? sum / sqrtf(float(s.HS)) : -INFINITY;
 }
-__global__ void softmax_kernel1(Shape s, float* scores) {  // a thread a row
+__global__ void softmax_kernel1(Shape s, float* scores) {  // one thread per row
     const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at >= int64_t(s.B) * s.NH * s.T) return;
     float *p = scores + at * s.T, max = -INFINITY, sum = 0;
@@ -67,7 +81,8 @@ __global__ void softmax_kernel1(Shape s, float* scores) {  // a thread a row
     for (int i = 0; i < s.T; i++) sum += p[i] = expf(p[i] - max);
     for (int i = 0; i < s.T; i++) p[i] /= sum;
 }
-__global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf16* out) {  // grid (T, B NH): a thread an element of the head
+// Grid (T, B NH): one thread per element of the head
+__global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf16* out) {
     const int query = blockIdx.x, bh = blockIdx.y, i = threadIdx.x;
     const float* p = scores + (int64_t(bh) * s.T + query) * s.T;
     float sum = 0;
@@ -75,7 +90,7 @@ __global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf
     out[((int64_t(bh / s.NH) * s.T + query) * s.NH + bh % s.NH) * s.HS + i] = __float2bfloat16(sum);
 }
 
-// --- 2: online softmax, a thread a query -------------------------------------------------------------------------------------
+// --- 2: online softmax, one thread per query ---------------------------------------------------------------
 
 template <int HS>
 __global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B NH)
@@ -95,11 +110,11 @@ __global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64,
     for (int i = 0; i < HS; i++) to[i] = __float2bfloat16(acc[i] / sum);
 }
 
-// --- The ladder -----------------------------------------------------------------------------------------------------------
+// --- The ladder --------------------------------------------------------------------------------------------
 
 struct Buffers {
     bf16 *qkv, *out;
-    float *lse, *scores;  // scores: kernel 1 alone
+    float *lse, *scores;  // scores: only for kernel 1
 };
 
 void run(int kernel, const Shape& s, const Buffers& b) {
@@ -111,9 +126,15 @@ void run(int kernel, const Shape& s, const Buffers& b) {
             output_kernel1<<<dim3(T, heads), unsigned(s.HS)>>>(s, b.qkv, b.scores, b.out);
             break;
         case 2: kernel2<128><<<dim3((T + 63) / 64, heads), 64>>>(s, b.qkv, b.out); break;
-        case 3: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Simple); break;
-        case 4: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::TensorCores); break;
-        case 5: attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Hopper); break;
+        case 3:
+            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Simple);
+            break;
+        case 4:
+            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::TensorCores);
+            break;
+        case 5:
+            attention_forward(s.attention(), b.qkv, b.out, b.lse, nullptr, AttentionKernel::Hopper);
+            break;
     }
     check(cudaGetLastError());
 }
@@ -135,7 +156,7 @@ void free(const Buffers& b) {
     for (void* p : {(void*)b.qkv, (void*)b.out, (void*)b.lse, (void*)b.scores}) cudaFree(p);
 }
 
-// Largest |out - reference| over the largest |reference|. BF16 in the last place is 2^-8.
+// Largest |out - reference| / largest |reference|. The relative rounding error of BF16 is at most 2^-8.
 double error(int kernel, const Shape& s, const Buffers& b) {
     const size_t rows = size_t(s.B) * s.T, n = rows * s.NH * s.HS;
     std::vector<uint16_t> qkv_bits(rows * s.cols()), out_bits(n);
@@ -150,13 +171,13 @@ double error(int kernel, const Shape& s, const Buffers& b) {
     double worst = 0, largest = 0;
     for (size_t i = 0; i < n; i++) {
         const double difference = std::abs(reference::from_bf16(out_bits[i]) - double(out[i]));
-        worst = difference <= worst ? worst : difference;  // NaN stays
+        worst = difference <= worst ? worst : difference;  // keeps NaN
         largest = std::max(largest, std::abs(double(out[i])));
     }
     return worst / largest;
 }
 
-// Median of `repeats` runs, each with the L2 cache full of something else.
+// Median of `repeats` runs. The L2 cache is filled with other data before each.
 float milliseconds(int kernel, const Shape& s, const Buffers& b, int repeats) {
     static void* other = nullptr;
     const size_t cache = 256 << 20;
@@ -186,10 +207,12 @@ int main() try {
     const Shape small{1, 300, 2, 128}, large{4, 2048, 32, 128};
     const Buffers checked = allocate(small), timed = allocate(large);
     const double flops = 4.0 * large.B * large.NH * large.T * double(large.T) * large.HS / 2;
-    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n", large.B, large.T, large.NH, large.HS);
+    printf("causal attention forward, B %d, T %d, %d heads of %d\nkernel  error      ms       TFLOP/s\n",
+           large.B, large.T, large.NH, large.HS);
     for (int kernel = 1; kernel <= (major == 9 ? 5 : 4); kernel++) {
         const float ms = milliseconds(kernel, large, timed, kernel < 4 ? 3 : 20);
-        printf("%d       %.1e    %-8.3f %.1f\n", kernel, error(kernel, small, checked), ms, flops / ms * 1e-9);
+        printf("%d       %.1e    %-8.3f %.1f\n", kernel, error(kernel, small, checked), ms,
+               flops / ms * 1e-9);
     }
     free(checked);
     free(timed);

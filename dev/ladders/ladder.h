@@ -1,4 +1,4 @@
-// ladder.h - what ladders share: checked CUDA calls, device memory and the clock. The kernels are in the ladders.
+// ladder.h - what the ladders share: device memory, random data and the clock.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -30,13 +30,15 @@ public:
     const size_t size;
     T* get() const { return data_; }
     void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
-    void poison() { fill(0xFF); }  // NaN in every format here
+    void poison() { fill(0xFF); }  // NaN in every format that the ladders use
     void write(const std::vector<T>& host) {
-        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice), "Copying failed");
+        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
+                   "Copying failed");
     }
     std::vector<T> read() const {
         std::vector<T> host(size);
-        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost), "Copying failed");
+        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost),
+                   "Copying failed");
         return host;
     }
 
@@ -50,7 +52,8 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
     return x;
 }
 
-// Milliseconds: the median of several runs, each with an L2 cache that holds other, unmodified data.
+// Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no
+// write-back.
 template <class Run>
 float milliseconds(int repeats, Run run) {
     static Buffer<uint16_t> other(128 << 20);
@@ -63,7 +66,9 @@ float milliseconds(int repeats, Run run) {
     std::vector<float> times(static_cast<size_t>(repeats));
     run();
     for (float& ms : times) {
-        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, {0}, state.get(), partials.get(), nullptr);  // reads all
+        // Reads all
+        gpu::gradient_norm(other.get(), Format::BF16, static_cast<int64_t>(other.size), nullptr, {0},
+                           state.get(), partials.get(), nullptr);
         gpu::check(cudaEventRecord(start), "Timing failed");
         run();
         gpu::check(cudaEventRecord(stop), "Timing failed");
@@ -76,11 +81,12 @@ float milliseconds(int repeats, Run run) {
     return times[times.size() / 2];
 }
 
-// Bytes a second of a copy within the device, read and written.
+// Copy bandwidth within the device in bytes per second, reads plus writes.
 inline double copy_rate() {
     Buffer<uint8_t> from(1 << 30), to(1 << 30);
     const float ms = milliseconds(20, [&] {
-        gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice), "Copying failed");
+        gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice),
+                   "Copying failed");
     });
     return 2e3 * static_cast<double>(from.size) / ms;
 }

@@ -1,24 +1,30 @@
-// norm_to_fp8.cu - a ladder: RMSNorm from the FP8 groups that are saved (E4M3 1x16, BF16 scales) to the FP8 operand of a linear layer
-// (E4M3, one scale). A tensor's largest value must be known before its first code: so there are two passes, and the question is what each
-// moves. Kernel 5 trains (coat.cu); there its first pass is part of the residual addition before it, which has the row at hand.
+// norm_to_fp8.cu - a ladder of five kernels: RMSNorm, from saved FP8 groups (E4M3 1x16, BF16 scales) to the
+// FP8 operand of a linear layer (E4M3, per-tensor scaling).
+//
+// The amax of a tensor must be known before its first code can be written, so there are two passes. The
+// question is how many bytes each pass moves. Kernel 5 is the one that trains (coat.cu). In training its
+// first pass is part of the residual addition before it, which has the row at hand.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8
 //
-// 1  An operator a kernel: dequantize, norm (a thread a row), amax, quantize, with FP32 tensors between them: some 25 bytes an element, and
-//    the threads of a warp read addresses a row apart.
-// 2  A block a row: the group's values and their sum of squares in one kernel, coalesced; the normalized row is still stored, in FP32.
-// 3  The normalized row is not stored: pass one leaves 1 / rms of every row and the amax, pass two computes the same values again and
-//    writes codes. A third of the bytes and hardly faster: a byte at a time it is bound by instructions.
-// 4  Eight elements a thread at once, and the row stays in registers from the sum of squares to the amax.
-// 5  The general kernels: LayerNorm too, rows of any length, statistics whose bits backward meets again, output transposed if wanted. As two
-//    passes of their own they are as fast as 4; in training the first one costs nothing but the arithmetic.
+// 1  One kernel per operator: dequantize, norm (one thread per row), amax, quantize. The FP32 tensors between
+//    them cost about 25 bytes per element, and the threads of a warp read addresses that are a row apart.
+// 2  One block per row: dequantization and the sum of squares in one kernel, with coalesced accesses. The
+//    normalized row is still stored in FP32.
+// 3  The normalized row is not stored. Pass one stores 1 / rms of every row and the amax. Pass two computes
+//    the same values again and writes codes. It moves a third of the bytes but is hardly faster, since
+//    accesses of one byte make it bound by instructions.
+// 4  Eight elements per thread, and the row stays in registers from the sum of squares to the amax.
+// 5  The general kernels: also LayerNorm, rows of any length, statistics with the same bits as in backward,
+//    and a transposed output if needed. As two separate passes they are as fast as 4. In training, the first
+//    pass adds only arithmetic.
 //
-// On an H200, 16384 x 4096, of a copy at 4.29 TB/s:   kernel     1     2     3     4     5
-//                                                     us      2437   413   394   116   123
-//                                                     of it     2%   12%   13%   44%   41%
+// H200, 16384 x 4096; copy bandwidth 4.29 TB/s:   kernel                    1     2     3     4     5
+//                                                 us                     2437   413   394   116   123
+//                                                 % of copy bandwidth      2%   12%   13%   44%   41%
 //
-// Codes are compared with the CPU reference: a value that is off in FP32's last bits may fall to a code's neighbour. Least traffic: 1.125
-// bytes in, twice, and 1 out.
+// Codes are compared with the CPU reference. A value that differs in the last bits of FP32 may round to a
+// neighbouring code. Minimum traffic per element: 1.125 bytes in, twice, and 1 byte out.
 #include "ladder.h"
 
 using namespace ladder;
@@ -30,20 +36,29 @@ struct Tensors {
     const uint8_t* in;        // (rows, cols) codes
     const uint16_t* scales;   // (rows, cols / 16)
     const bf16* gain;         // (cols)
-    float *x, *y, *inverse;   // between kernels: (rows, cols), (rows, cols), 1 / rms (rows)
+    float *x, *y, *inverse;   // intermediate: (rows, cols), (rows, cols), 1 / rms (rows)
     gpu::TensorScale* scale;
     uint8_t* codes;           // (rows, cols)
 };
 constexpr float EPS = 1e-5f, FMAX = 448.0f;
 constexpr unsigned THREADS = 256;
 
-__device__ float decode(uint8_t code) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3))); }
+__device__ float decode(uint8_t code) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
 __device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 __device__ float bf16_bits(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
-__device__ float normalized(float x, float inverse, bf16 gain) { return x * inverse * __bfloat162float(gain) + 0.0f; }  // no -0
+// No -0
+__device__ float normalized(float x, float inverse, bf16 gain) {
+    return x * inverse * __bfloat162float(gain) + 0.0f;
+}
 __device__ float input(const Tensors& t, int64_t i) { return decode(t.in[i]) * bf16_bits(t.scales[i / 16]); }
-__device__ void raise(gpu::TensorScale* scale, float x) { atomicMax(reinterpret_cast<uint32_t*>(&scale->amax), __float_as_uint(fabsf(x))); }
-__device__ float inverse_scale(const gpu::TensorScale* scale) { return __frcp_rn(__fdiv_rn(scale->amax, FMAX)); }
+__device__ void update_amax_once(gpu::TensorScale* scale, float x) {
+    atomicMax(reinterpret_cast<uint32_t*>(&scale->amax), __float_as_uint(fabsf(x)));
+}
+__device__ float inverse_scale(const gpu::TensorScale* scale) {
+    return __frcp_rn(__fdiv_rn(scale->amax, FMAX));
+}
 
 __device__ float block_sum(float x) {
     __shared__ float warps[32];
@@ -54,41 +69,44 @@ __device__ float block_sum(float x) {
     for (unsigned w = 0; w < blockDim.x / 32; w++) x += warps[w];
     return x;
 }
-__device__ void raise_by_warp(gpu::TensorScale* scale, float top) {
+__device__ void update_amax(gpu::TensorScale* scale, float top) {
     const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(top));
-    if (threadIdx.x % 32 == 0 && bits > __float_as_uint(*static_cast<volatile float*>(&scale->amax))) raise(scale, __uint_as_float(bits));
+    if (threadIdx.x % 32 == 0 && bits > __float_as_uint(*static_cast<volatile float*>(&scale->amax)))
+        update_amax_once(scale, __uint_as_float(bits));
 }
 
-// --- 1: an operator a kernel ---------------------------------------------------------------------------------------------------
+// --- 1: one kernel per operator ----------------------------------------------------------------------------
 
 __global__ void dequantize_kernel1(Tensors t) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < t.rows * t.cols) t.x[i] = input(t, i);
 }
-__global__ void norm_kernel1(Tensors t) {  // a thread a row
+__global__ void norm_kernel1(Tensors t) {  // one thread per row
     const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (row >= t.rows) return;
     float sum = 0;
     for (int64_t c = 0; c < t.cols; c++) sum += t.x[row * t.cols + c] * t.x[row * t.cols + c];
     const float rms = sqrtf(sum / float(t.cols) + EPS);
-    for (int64_t c = 0; c < t.cols; c++) t.y[row * t.cols + c] = normalized(t.x[row * t.cols + c], 1 / rms, t.gain[c]);
+    for (int64_t c = 0; c < t.cols; c++)
+        t.y[row * t.cols + c] = normalized(t.x[row * t.cols + c], 1 / rms, t.gain[c]);
 }
 __global__ void amax_kernel1(Tensors t) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    raise_by_warp(t.scale, i < t.rows * t.cols ? fabsf(t.y[i]) : 0.0f);
+    update_amax(t.scale, i < t.rows * t.cols ? fabsf(t.y[i]) : 0.0f);
 }
 __global__ void quantize_kernel1(Tensors t) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < t.rows * t.cols) t.codes[i] = encode(t.y[i] * inverse_scale(t.scale));
 }
 
-// --- 2 and 3: a block a row; the normalized row stored, or computed again ---------------------------------------------------------
+// --- 2 and 3: one block per row; the normalized row is stored, or computed again ---------------------------
 
 template <bool STORED>
 __global__ void rows_kernel3(Tensors t) {
     const int64_t first = blockIdx.x * t.cols;
     float sum = 0, top = 0;
-    for (int64_t c = threadIdx.x; c < t.cols; c += blockDim.x) sum += input(t, first + c) * input(t, first + c);
+    for (int64_t c = threadIdx.x; c < t.cols; c += blockDim.x)
+        sum += input(t, first + c) * input(t, first + c);
     const float inverse = 1.0f / sqrtf(block_sum(sum) / float(t.cols) + EPS);
     for (int64_t c = threadIdx.x; c < t.cols; c += blockDim.x) {
         const float y = normalized(input(t, first + c), inverse, t.gain[c]);
@@ -96,16 +114,18 @@ __global__ void rows_kernel3(Tensors t) {
         top = fmaxf(top, fabsf(y));
     }
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
-    raise_by_warp(t.scale, top);
+    update_amax(t.scale, top);
 }
 __global__ void quantize_kernel3(Tensors t) {  // grid (cols / 256, rows)
     const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, i = blockIdx.y * t.cols + col;
-    if (col < t.cols) t.codes[i] = encode(normalized(input(t, i), t.inverse[blockIdx.y], t.gain[col]) * inverse_scale(t.scale));
+    if (col < t.cols)
+        t.codes[i] =
+            encode(normalized(input(t, i), t.inverse[blockIdx.y], t.gain[col]) * inverse_scale(t.scale));
 }
 
-// --- 4: eight elements a thread -------------------------------------------------------------------------------------------------
+// --- 4: eight elements per thread --------------------------------------------------------------------------
 
-constexpr int CHUNK = 8, CHUNKS = 2;  // a block of 256 threads holds a row of up to 4096
+constexpr int CHUNK = 8, CHUNKS = 2;  // so a block of 256 threads holds a row of up to 4096 elements
 
 __device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK]) {
     const uint2 raw = *reinterpret_cast<const uint2*>(t.in + i);
@@ -129,10 +149,11 @@ __global__ void __launch_bounds__(THREADS) rows_kernel4(Tensors t) {
         for (float value : x[c]) top = fmaxf(top, fabsf(value));
     }
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
-    raise_by_warp(t.scale, top);
+    update_amax(t.scale, top);
 }
 __global__ void quantize_kernel4(Tensors t) {  // grid (cols / 8 / 256, rows)
-    const int64_t col = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * CHUNK, i = blockIdx.y * t.cols + col;
+    const int64_t col = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * CHUNK,
+                  i = blockIdx.y * t.cols + col;
     if (col >= t.cols) return;
     float x[CHUNK];
     load8(t, i, x);
@@ -143,19 +164,37 @@ __global__ void quantize_kernel4(Tensors t) {  // grid (cols / 8 / 256, rows)
     *reinterpret_cast<uint2*>(t.codes + i) = codes;
 }
 
-// --- The ladder -------------------------------------------------------------------------------------------------------------------
+// --- The ladder --------------------------------------------------------------------------------------------
 
 class Case {
 public:
     Case(int64_t rows, int64_t cols)
-        : x_(random_bf16(rows * cols, 2.0f)), gain_(random_bf16(cols, 1.0f, 2)), device_x_(x_), device_gain_(gain_), scales_(rows * cols / 16), in_(rows * cols),
-          codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows), scale_(1),
-          norm_{{in_.get(), scales_.get(), rows, cols, Q_GROUP}, gain_on_device(), nullptr, stats_.get(), true, EPS},
-          t_{rows, cols, in_.get(), scales_.get(), gain_on_device(), x32_.get(), y32_.get(), inverse_.get(), scale_.get(), codes_.get()} {
-        gpu::quantize(gpu::stored({device_x_.get(), nullptr, rows, cols, Q_BF16}), {norm_.in}, nullptr, nullptr);
+        : x_(random_bf16(rows * cols, 2.0f)),
+          gain_(random_bf16(cols, 1.0f, 2)),
+          device_x_(x_),
+          device_gain_(gain_),
+          scales_(rows * cols / 16),
+          in_(rows * cols),
+          codes_(rows * cols),
+          x32_(rows * cols),
+          y32_(rows * cols),
+          inverse_(rows),
+          stats_(rows),
+          scale_(1),
+          norm_{{in_.get(), scales_.get(), rows, cols, Q_GROUP},
+                gain_on_device(),
+                nullptr,
+                stats_.get(),
+                true,
+                EPS},
+          t_{rows,       cols,       in_.get(),      scales_.get(), gain_on_device(),
+             x32_.get(), y32_.get(), inverse_.get(), scale_.get(),  codes_.get()} {
+        gpu::quantize(gpu::stored({device_x_.get(), nullptr, rows, cols, Q_BF16}), {norm_.in}, nullptr,
+                      nullptr);
     }
     void run(int kernel) {
-        const unsigned rows = static_cast<unsigned>(t_.rows), cols = static_cast<unsigned>(t_.cols), elements = static_cast<unsigned>(ceil_div(t_.rows * t_.cols, THREADS));
+        const unsigned rows = static_cast<unsigned>(t_.rows), cols = static_cast<unsigned>(t_.cols),
+                       elements = static_cast<unsigned>(ceil_div(t_.rows * t_.cols, THREADS));
         scale_.fill(0);
         switch (kernel) {
             case 1:
@@ -178,12 +217,14 @@ public:
                 break;
             case 5:
                 gpu::norm_statistics(norm_, scale_.get(), nullptr);
-                gpu::quantize(gpu::norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, Q_E4M3}}, nullptr, nullptr);
+                gpu::quantize(gpu::norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, Q_E4M3}}, nullptr,
+                              nullptr);
                 break;
         }
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
     }
-    // Codes that differ from the reference's, and those by more than one: magnitudes are ordered like their codes.
+    // How many codes differ from the reference, and how many by more than one. Codes are ordered like
+    // magnitudes.
     std::pair<int64_t, int64_t> wrong_codes(int kernel) {
         const int64_t rows = t_.rows, cols = t_.cols;
         std::vector<float> x, gain, y(rows * cols);
@@ -196,7 +237,8 @@ public:
         run(kernel);
         const std::vector<uint8_t> codes = codes_.read();
         int64_t differ = 0, far = 0;
-        for (int64_t i = 0; i < rows * cols; i++) differ += codes[i] != expected[i], far += std::abs(codes[i] - expected[i]) > 1;
+        for (int64_t i = 0; i < rows * cols; i++)
+            differ += codes[i] != expected[i], far += std::abs(codes[i] - expected[i]) > 1;
         return {differ, far};
     }
 
@@ -218,14 +260,14 @@ private:
 int main() try {
     Case small(301, 1040), large(16384, 4096);
     const double copy = copy_rate(), bytes = 3.25 * 16384 * 4096;
-    printf("RMSNorm, E4M3 1x16 to E4M3 tensor, 16384 x 4096; a copy moves %.2f TB/s\n", copy * 1e-12);
+    printf("RMSNorm, E4M3 1x16 to E4M3 tensor, 16384 x 4096; copy bandwidth %.2f TB/s\n", copy * 1e-12);
     printf("kernel  of 313040 codes: differ, by more than 1      us     TB/s   of copy\n");
     bool wrong = false;
     for (int kernel = 1; kernel <= 5; kernel++) {
         const auto [differ, far] = small.wrong_codes(kernel);
         const float ms = milliseconds(20, [&] { large.run(kernel); });
-        printf("%d       %23lld %14lld %9.1f   %5.2f   %4.0f%%\n", kernel, static_cast<long long>(differ), static_cast<long long>(far), ms * 1e3,
-               bytes / ms * 1e-9, 100 * bytes / ms * 1e3 / copy);
+        printf("%d       %23lld %14lld %9.1f   %5.2f   %4.0f%%\n", kernel, static_cast<long long>(differ),
+               static_cast<long long>(far), ms * 1e3, bytes / ms * 1e-9, 100 * bytes / ms * 1e3 / copy);
         wrong = wrong || far > 0;
     }
     return wrong;

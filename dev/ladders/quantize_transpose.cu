@@ -1,22 +1,31 @@
-// quantize_transpose.cu - a ladder: a BF16 matrix becomes FP8 with one scale, and the same codes transposed, as a gradient does on its way
-// into dgrad and wgrad (Hopper's FP8 product contracts contiguous dimensions only). The amax is known. Kernel 5 trains (coat.cu).
+// quantize_transpose.cu - a ladder of five kernels: quantize a BF16 matrix to FP8 with per-tensor scaling,
+// and write the codes both row-major and transposed.
+//
+// Training does this to every gradient. FP8 GEMMs on Hopper reduce over contiguous elements only: dgrad reads
+// the codes row-major, and wgrad reads them transposed. The amax is already known. Kernel 1 is the simplest;
+// kernel 5 is the one that trains (coat.cu).
 //
 //   make build/ladder_quantize_transpose && build/ladder_quantize_transpose
 //
-// 1  Two kernels, a thread an element. The second writes one byte in every row that a warp meets: each byte costs a sector of 32.
-// 2  The transpose goes through a tile in shared memory, so that both sides are written along their rows. (One byte more a row of the
-//    tile keeps columns in different banks.) Codes are still read back from memory.
-// 3  One kernel: the codes that are written are also what goes into the tile. A quarter of the traffic gone.
-// 4  Eight elements a thread: loads of 16 bytes and stores of 8 instead of 2 and 1, and several in flight.
-//    But a byte at a time into and out of shared memory.
-// 5  Eight by eight elements a thread: bytes are transposed in registers (prmt), shared memory sees units of 8 bytes in places that
-//    meet every bank once, and the transposed rows leave 16 bytes a thread, 128 a row.
+// 1  Two kernels, one thread per element. In the transpose, the threads of a warp write single bytes to
+//    different rows, and each byte costs a memory sector of 32 bytes.
+// 2  The transpose goes through a tile in shared memory, so that reads and writes are both contiguous. Each
+//    row of the tile has one extra byte, so that a column falls into different banks. Codes are still read
+//    back from memory.
+// 3  One kernel: each code goes to memory and into the tile at once. This removes a quarter of the memory
+//    traffic.
+// 4  Eight elements per thread: loads of 16 bytes instead of 2 and stores of 8 bytes instead of 1, with
+//    several in flight. Shared memory is still accessed byte by byte.
+// 5  8 x 8 elements per thread: bytes are transposed in registers (prmt). Shared memory is accessed in units
+//    of 8 bytes without bank conflicts. Transposed rows are stored with 16 bytes per thread, 128 bytes per
+//    row.
 //
-// On an H200, 16384 x 4096, of a copy at 4.26 TB/s:   kernel     1     2     3    4    5
-//                                                     us      1209   314   203   76   70
-//                                                     of it     5%   20%   31%  83%  91%
+// H200, 16384 x 4096; copy bandwidth 4.26 TB/s:   kernel                    1     2     3    4    5
+//                                                 us                     1209   314   203   76   70
+//                                                 % of copy bandwidth      5%   20%   31%  83%  91%
 //
-// Codes are compared with the CPU reference byte for byte. Least traffic: 2 bytes in, 1 + 1 out.
+// The codes must equal those of the CPU reference, byte for byte. Minimum traffic per element: 2 bytes in, 1
+// + 1 out.
 #include "ladder.h"
 
 using namespace ladder;
@@ -26,14 +35,17 @@ namespace {
 struct Matrix {
     int64_t rows, cols;
     const bf16* x;            // (rows, cols)
-    gpu::TensorScale* scale;  // with the amax
+    gpu::TensorScale* scale;      // contains the amax
     uint8_t *codes, *transposed;  // (rows, cols), (cols, rows)
 };
 
-__device__ float inverse_scale(const Matrix& m) { return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f)); }  // FMAX of E5M2
-__device__ uint8_t encode(bf16 x, float inverse) { return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2); }
+// FMAX of E5M2
+__device__ float inverse_scale(const Matrix& m) { return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f)); }
+__device__ uint8_t encode(bf16 x, float inverse) {
+    return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2);
+}
 
-// --- 1 ---------------------------------------------------------------------------------------------------------------------
+// --- 1: one thread per element -----------------------------------------------------------------------------
 
 __global__ void quantize_kernel1(Matrix m) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -44,7 +56,7 @@ __global__ void transpose_kernel1(Matrix m) {
     if (i < m.rows * m.cols) m.transposed[i % m.cols * m.rows + i / m.cols] = m.codes[i];
 }
 
-// --- 2 and 3: a tile of 32 x 32 in shared memory -----------------------------------------------------------------------------
+// --- 2 and 3: a tile of 32 x 32 in shared memory -----------------------------------------------------------
 
 constexpr int SIDE = 32, TALL = 8;  // a block of 32 x 8 threads
 
@@ -66,9 +78,9 @@ __global__ void kernel3(Matrix m) {  // grid (cols / 32, rows / 32)
     }
 }
 
-// --- 4: 8 elements a thread, a tile of 64 x 64, 256 threads ---------------------------------------------------------------------
+// --- 4: eight elements per thread, a tile of 64 x 64, 256 threads ------------------------------------------
 
-__global__ void kernel4(Matrix m) {  // sides are multiples of 8
+__global__ void kernel4(Matrix m) {  // rows and cols are multiples of 8
     constexpr int T = 64, CHUNKS = T / 8;
     __shared__ uint8_t tile[T][T + 4];
     const float inverse = inverse_scale(m);
@@ -79,7 +91,8 @@ __global__ void kernel4(Matrix m) {  // sides are multiples of 8
         const uint4 raw = *reinterpret_cast<const uint4*>(m.x + (row0 + y) * m.cols + col0 + x);
         const bf16* eight = reinterpret_cast<const bf16*>(&raw);
         uint2 codes;
-        for (int j = 0; j < 8; j++) reinterpret_cast<uint8_t*>(&codes)[j] = tile[y][x + j] = encode(eight[j], inverse);
+        for (int j = 0; j < 8; j++)
+            reinterpret_cast<uint8_t*>(&codes)[j] = tile[y][x + j] = encode(eight[j], inverse);
         *reinterpret_cast<uint2*>(m.codes + (row0 + y) * m.cols + col0 + x) = codes;
     }
     __syncthreads();
@@ -92,11 +105,14 @@ __global__ void kernel4(Matrix m) {  // sides are multiples of 8
     }
 }
 
-// --- The ladder ------------------------------------------------------------------------------------------------------------
+// --- The ladder --------------------------------------------------------------------------------------------
 
 void run(int kernel, const Matrix& m) {
     const unsigned elements = static_cast<unsigned>(ceil_div(m.rows * m.cols, 256));
-    auto tiles = [&](int64_t side) { return dim3(static_cast<unsigned>(ceil_div(m.cols, side)), static_cast<unsigned>(ceil_div(m.rows, side))); };
+    auto tiles = [&](int64_t side) {
+        return dim3(static_cast<unsigned>(ceil_div(m.cols, side)),
+                    static_cast<unsigned>(ceil_div(m.rows, side)));
+    };
     const gpu::View x{const_cast<bf16*>(m.x), nullptr, m.rows, m.cols, Q_BF16};
     switch (kernel) {
         case 1:
@@ -109,23 +125,31 @@ void run(int kernel, const Matrix& m) {
             break;
         case 3: kernel3<true><<<tiles(SIDE), dim3(SIDE, TALL)>>>(m); break;
         case 4: kernel4<<<tiles(64), 256>>>(m); break;
-        case 5: gpu::quantize(gpu::stored(x), {{m.codes, m.scale, m.rows, m.cols, Q_E5M2}, m.transposed}, nullptr, nullptr); break;
+        case 5:
+            gpu::quantize(gpu::stored(x), {{m.codes, m.scale, m.rows, m.cols, Q_E5M2}, m.transposed}, nullptr,
+                          nullptr);
+            break;
     }
     gpu::check(cudaGetLastError(), "Launching a kernel failed");
 }
 
 class Case {
 public:
-    Case(int64_t rows, int64_t cols) : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
-                                       transposed_(bits_.size()), scale_(1), m{rows, cols, reinterpret_cast<bf16*>(x_.get()), scale_.get(),
-                                                                               codes_.get(), transposed_.get()} {
+    Case(int64_t rows, int64_t cols)
+        : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)),
+          x_(bits_),
+          codes_(bits_.size()),
+          transposed_(bits_.size()),
+          scale_(1),
+          m{rows, cols, reinterpret_cast<bf16*>(x_.get()), scale_.get(), codes_.get(), transposed_.get()} {
         scale_.fill(0);
         gpu::amax(gpu::stored({x_.get(), nullptr, rows, cols, Q_BF16}), scale_.get(), nullptr);
     }
     int64_t wrong_codes(int kernel) {  // against the reference
         std::vector<float> values;
         for (uint16_t b : bits_) values.push_back(reference::from_bf16(b));
-        const std::vector<uint8_t> expected = reference::quantize(values.data(), m.rows, m.cols, Q_E5M2).codes;
+        const std::vector<uint8_t> expected =
+            reference::quantize(values.data(), m.rows, m.cols, Q_E5M2).codes;
         codes_.poison();
         transposed_.poison();
         run(kernel, m);
@@ -133,7 +157,8 @@ public:
         int64_t wrong = 0;
         for (int64_t r = 0; r < m.rows; r++)
             for (int64_t c = 0; c < m.cols; c++)
-                wrong += (codes[r * m.cols + c] != expected[r * m.cols + c]) + (transposed[c * m.rows + r] != expected[r * m.cols + c]);
+                wrong += (codes[r * m.cols + c] != expected[r * m.cols + c]) +
+                         (transposed[c * m.rows + r] != expected[r * m.cols + c]);
         return wrong;
     }
 
@@ -152,12 +177,16 @@ public:
 int main() try {
     Case small(200, 304), large(16384, 4096);
     const double copy = copy_rate(), bytes = 4.0 * 16384 * 4096;
-    printf("quantize to E5M2 and transpose, 16384 x 4096; a copy moves %.2f TB/s\nkernel  wrong codes    us      TB/s   of copy\n", copy * 1e-12);
+    printf(
+        "quantize to E5M2 and transpose, 16384 x 4096; copy bandwidth %.2f TB/s\nkernel  wrong codes    us   "
+        "   TB/s   of copy\n",
+        copy * 1e-12);
     int64_t wrong = 0;
     for (int kernel = 1; kernel <= 5; kernel++) {
         const int64_t here = small.wrong_codes(kernel);
         const float ms = milliseconds(20, [&] { run(kernel, large.m); });
-        printf("%d       %-12lld %8.1f  %6.2f   %4.0f%%\n", kernel, static_cast<long long>(here), ms * 1e3, bytes / ms * 1e-9, 100 * bytes / ms * 1e3 / copy);
+        printf("%d       %-12lld %8.1f  %6.2f   %4.0f%%\n", kernel, static_cast<long long>(here), ms * 1e3,
+               bytes / ms * 1e-9, 100 * bytes / ms * 1e3 / copy);
         wrong += here;
     }
     return wrong != 0;

@@ -1,0 +1,423 @@
+#!/usr/bin/env python3
+"""Draws every figure of this project as SVG. Only Python's standard library is needed.
+
+    python3 dev/plot.py loss fp32.jsonl coat.jsonl > loss.svg     loss curves, from logs of ./train --log
+    python3 dev/plot.py bench build/bench.json > bench.svg        every operator of a step, from make bench
+    python3 dev/run.py page                                       renews the figures of dev/results
+
+A curve of `loss` is named after its run's recipe, or as given: NAME=fp32.jsonl.
+"""
+import json
+import math
+import os
+import statistics
+import sys
+
+import tables
+
+COLORS = ["#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#4a5568"]
+DARK, TEXT, LIGHT, LINE, REST = "#1a202c", "#3b4252", "#718096", "#e8ecf1", "#cbd5e0"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# SVG
+
+def picture(width, height, parts):
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
+            f'height="{height:.0f}" font-family="Helvetica, Arial, sans-serif">')
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
+
+
+def text(x, y, words, size=12.0, anchor="start", color=TEXT, weight="normal"):
+    words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}" '
+            f'font-weight="{weight}">{words}</text>')
+
+
+def bar(x, y, width, height, color, opacity=1.0):
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" fill="{color}"' +
+        (f' fill-opacity="{opacity}"/>' if opacity < 1 else "/>"))
+
+
+def legend(x, y, entries, spacing):
+    return [
+        part for i, (name, color) in enumerate(entries)
+        for part in (bar(x + spacing * i, y - 9, 10, 10, color), text(x + spacing * i + 14, y, name, 11.5))]
+
+
+def ticks(low, high, count):
+    """About `count` round numbers from low to high."""
+    raw = (high - low) / count
+    power = 10 ** math.floor(math.log10(raw))
+    spacing = min((m * power for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
+    return [
+        n * spacing for n in range(math.ceil(low / spacing - 1e-9),
+                                   math.floor(high / spacing + 1e-9) + 1)]
+
+
+class Panel:
+    """A titled rectangle with axes. x() and y() map data to positions in the picture."""
+
+    def __init__(self, left, top, width, height, x_range, y_range, title, note=""):
+        self.left, self.top, self.right, self.bottom = left, top, left + width, top + height
+        self.x_range, self.y_range = x_range, y_range
+        self.parts = [
+            text(left, top - 26, title, 14, "start", DARK, "bold"),
+            text(left, top - 9, note, 11.5, "start", LIGHT)]
+
+    def x(self, value):
+        low, high = self.x_range
+        return self.left + (self.right - self.left) * (value - low) / (high - low)
+
+    def y(self, value):
+        low, high = self.y_range
+        return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
+
+    def axes(self, x_label, x_ticks, y_ticks):
+        for value in y_ticks:
+            y = self.y(value)
+            self.parts += [
+                f'<line x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>',
+                text(self.left - 7, y + 4, f"{value:g}", 11, "end")]
+        for value, words in x_ticks:
+            self.parts.append(text(self.x(value), self.bottom + 17, words, 11, "middle"))
+        self.parts += [
+            f'<path d="M{self.left} {self.bottom}H{self.right}" stroke="#a0aec0"/>',
+            text((self.left + self.right) / 2, self.bottom + 36, x_label, 12, "middle", LIGHT)]
+
+    def line(self, points, color, width=2.0, dash="", dots=True, opacity=1.0):
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
+                          f'stroke-opacity="{opacity}"' + (f' stroke-dasharray="{dash}"/>' if dash else "/>"))
+        self.parts += [
+            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3" fill="{color}" stroke="#ffffff"/>'
+            for x, y in points if dots]
+
+    def names(self, named):
+        """Names to the right of the panel, (value, words, color), moved apart where they would overlap."""
+        labels = sorted([self.y(value), words, color] for value, words, color in named)
+        for above, below in zip(labels, labels[1:]):
+            below[0] = max(below[0], above[0] + 15)
+        excess = max(0, labels[-1][0] - self.bottom) if labels else 0
+        self.parts += [text(self.right + 10, y - excess + 4, words, 11.5, "start", color, "bold")
+                       for y, words, color in labels]
+
+    def histogram(self, h, color, opacity):
+        for i, count in enumerate(h["counts"]):
+            low, high = self.x(h["low"] + i * h["width"]), self.x(h["low"] + (i + 1) * h["width"])
+            top = self.y(100 * count / sum(h["counts"]))
+            if count and low < self.right:
+                self.parts.append(bar(low, top, high - low, self.bottom - top, color, opacity))
+
+
+def named(values):
+    return [(value, f"{value:g}") for value in values]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Loss curves
+
+def read_log(argument):
+    """A log of ./train as {"name", "train": {step: loss}, "validation": {step: loss}}. After a resume, a step
+    that was run again counts once."""
+    parts = argument.split("=")  # names and paths may contain "=": the longest path that exists is meant
+    cut = next((i for i in range(len(parts)) if os.path.exists("=".join(parts[i:]))), len(parts) - 1)
+    name, path = "=".join(parts[:cut]), "=".join(parts[cut:])
+    run = {"name": name, "train": {}, "validation": {}}
+    curves = {"step": run["train"], "validation": run["validation"]}
+    try:
+        with open(path, encoding="utf-8") as log:
+            for line in (json.loads(line) for line in log if line.strip()):
+                if line["kind"] == "settings":
+                    run["name"] = name or str(line["recipe"])
+                    for curve in curves.values():  # a resumed run continues at its checkpoint
+                        for step in [step for step in curve if step > line["step"]]:
+                            del curve[step]
+                if line["kind"] in curves and line["loss"] is not None:  # null: the loss was not finite
+                    curves[line["kind"]][int(line["step"])] = float(line["loss"])
+    except OSError as error:
+        sys.exit(f"{path} cannot be read ({error.strerror}); make it with ./train --log {path}.")
+    except (KeyError, TypeError, ValueError):
+        sys.exit(f"{path} is not a log of ./train in JSON lines; make one with ./train --log {path}.")
+    if max(run["train"], default=0) < 1:
+        sys.exit(f"{path} has no training steps; give the log of a run that trained.")
+    return run
+
+
+def smoothed(points):
+    """Exponential mean over about 10 steps, corrected for its start."""
+    mean, weight, out = 0.0, 0.0, []
+    for step, loss in sorted(points.items()):
+        mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
+        out.append((step, mean / weight))
+    return out
+
+
+def loss(runs):
+    losses = [loss for run in runs for curve in ("train", "validation") for loss in run[curve].values()]
+    margin, last = 0.05 * (max(losses) - min(losses) or 1), max(max(run["train"]) for run in runs)
+    panel = Panel(62, 62, 610, 370, (0, last), (min(losses) - margin, max(losses) + margin),
+                  "Loss, nats per token",
+                  "dots: validation; thin lines: training, smoothed over about 10 steps")
+    panel.axes("step", named(ticks(0, last, 6)), ticks(*panel.y_range, 6))
+    labels = []
+    for run, color in zip(runs, COLORS * len(runs)):
+        panel.line(smoothed(run["train"]), color, 1.2, dots=False, opacity=0.55)
+        validation = sorted(run["validation"].items())
+        panel.line(validation, color)
+        end = validation[-1][1] if validation else max(run["train"].items())[1]
+        labels.append((end, f"{run['name']}  {end:.3f}", color))
+    panel.names(labels)
+    return picture(860, 480, panel.parts)
+
+
+def loss_of_group(group, names):
+    rows = tables.load(group)["rows"]
+    return loss([{
+        "name": name, "train": dict(enumerate(rows[name]["train"], 1)),
+        "validation": dict(rows[name]["validation"])} for name in names])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The bench: a panel per model, a bar per operator
+
+KINDS = {"linear layers": ("#0b6bcb", "#a9cdf2"), "attention": ("#6b4fbb", "#cdc2ec"),
+         "between the GEMMs": ("#2e8b57", "#b3dcc3"), "embedding, head, loss": ("#b7791f", "#ecd3a4"),
+         "optimizer": ("#d1495b", "#f2bcc4")}
+BENCH_WIDTH, BENCH_LEFT, BENCH_RIGHT, ROW = 1060, 340, 230, 21
+
+
+def bench_panel(device, run, top):
+    step, groups = run["step"], {}
+    for o in run["operators"]:
+        groups.setdefault(o["group"], []).append(o)
+    shape = f"{run['batch']} x {run['seq']} tokens" + (f" x {run['accumulate']} micro-batches"
+                                                       if run["accumulate"] > 1 else "")
+    parts = [
+        text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
+        text(
+            24, top + 46,
+            f"{device}: {step['seconds'] * 1e3:.1f} ms a step, {step['tokens_per_second']:,.0f} "
+            f"tokens/s, {step['seconds'] / step['floors']:.2f} times the sum of the floors", 12, "start",
+            LIGHT)]
+    sums = [(name, sum(o["count"] * o["seconds"] for o in group), KINDS[name][0])
+            for name, group in groups.items()]
+    sums.append(("the rest", max(0, step["seconds"] - sum(s for _, s, _ in sums)), REST))
+    scale, x, label = (BENCH_WIDTH - 48) / sum(s for _, s, _ in sums), 24.0, 24.0
+    for name, seconds, color in sums:  # the whole step as one bar
+        words = f"{name} {seconds * 1e3:.1f} ms"
+        parts += [bar(x, top + 60, seconds * scale, 20, color), bar(label, top + 90, 10, 10, color),
+                  text(label + 15, top + 99, words, 11)]
+        x, label = x + seconds * scale, label + 30 + 6.2 * len(words)
+    longest, y = max(o["count"] * o["seconds"] for o in run["operators"]), top + 120
+    scale = (BENCH_WIDTH - BENCH_LEFT - BENCH_RIGHT) / longest
+    for name, group in groups.items():
+        dark, light = KINDS[name]
+        parts.append(text(24, y + 14, name, 12, "start", dark, "bold"))
+        for o in group:
+            y += ROW
+            total, floor = o["count"] * o["seconds"], o["count"] * (o["floor"] or 0)
+            percent = f", {100 * floor / total:.0f}%" if floor else ""
+            parts += [
+                text(BENCH_LEFT - 8, y + 13, o["name"], 11.5, "end"),
+                bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
+                bar(BENCH_LEFT, y + 2,
+                    min(floor, total) * scale, ROW - 6, dark),
+                text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
+                text(BENCH_WIDTH - 24, y + 13, f"{o['count']:.4g} x {o['seconds'] * 1e6:.0f} us", 11, "end",
+                     "#94a3b8")]
+        y += ROW + 6
+    return parts, y + 18
+
+
+def bench(report):
+    parts, y = [], 0
+    for run in report["runs"]:
+        rows, y = bench_panel(report["device"], run, y)
+        parts += rows
+    note = ("Bars: milliseconds a step. Dark: the floor, which is the bytes at the rate of a copy or the "
+            "FLOPs at the rate of a large GEMM, both measured on this GPU.")
+    return picture(BENCH_WIDTH, y + 22, parts + [text(24, y + 4, note, 11.5, "start", LIGHT)])
+
+
+def read_bench(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+        if all("step" in run for run in report["runs"]):
+            return report
+    except (OSError, ValueError, LookupError) as error:
+        sys.exit(f"{path} is not a result of the bench ({error}); make it with make bench.")
+    sys.exit(f"{path} has no whole step; make it with make bench, without --only.")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The paper's figures
+
+def moments(name, result):
+    """Figure 2: ranges of groups before and after expansion, and k."""
+    parts, limit = [], math.log10(448 * 512)
+    for column, (moment, title) in enumerate((("m", "First moment"), ("v", "Second moment"))):
+        r, left = result[moment], 60 + 440 * column
+        before, after, k = r["log10_range"], r["log10_range_expanded"], r["k"]
+        top, top_k = (110 * max(max(h["counts"]) / sum(h["counts"]) for h in of)
+                      for of in ((before, after), (k, )))
+        panel = Panel(left, 70, 380, 190, (0, 12), (0, top), f"{title}: dynamic range of groups of 128",
+                      f"% of {r['groups']:,} groups; {tables.MODELS[name]}, step {result['step']}")
+        panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 13, 2)],
+                   ticks(0, top, 4))
+        panel.histogram(before, COLORS[5], 0.55)
+        panel.histogram(after, COLORS[0], 0.85)
+        panel.line([(limit, 0), (limit, top)], COLORS[1], dash="4 3", dots=False)
+        for row, (words, color) in enumerate(
+            (("range R", COLORS[5]), ("expanded, R^k", COLORS[0]), ("range of E4M3", COLORS[1]))):
+            panel.parts.append(text(panel.left + 12, 84 + 15 * row, words, 11.5, "start", color, "bold"))
+        lower = Panel(left, 370, 380, 150, (0, 16), (0, top_k), f"{title}: expansion factor k",
+                      f"median {k['median']:g}; 80% lie from {k['p10']:g} to {k['p90']:g}")
+        lower.axes("k", named(range(0, 17, 2)), ticks(0, top_k, 4))
+        lower.histogram(k, COLORS[2], 0.85)
+        parts += panel.parts + lower.parts
+    return picture(920, 575, parts)
+
+
+def activations(name, result):
+    """Figure 4a: quantization error by granularity."""
+    colors = dict(zip(["linear layers only, per tensor", "per tensor", "1x16", "1x128", "4x4"], COLORS))
+    streams = [s for s in result["streams"] if s["way"] not in ("FP32", "BF16")]  # both are close to zero
+    high, layers = 110 * max(v for s in streams for v in s["noise_to_signal"]), result["layers"]
+    panel = Panel(66, 70, 380, 330, (1, layers), (0, high), "Error of the residual stream after each layer",
+                  f"% of its power, against FP32; {tables.MODELS[name]}, step {result['step']}")
+    panel.axes("layer", named(range(1, layers + 1, max(1, layers // 8))), ticks(0, high, 6))
+    for s in streams:
+        panel.line([(i + 1, 100 * v) for i, v in enumerate(s["noise_to_signal"])],
+                   colors.get(s["way"], COLORS[5]))
+    panel.names([
+        (100 * s["noise_to_signal"][-1], s["way"], colors.get(s["way"], COLORS[5])) for s in streams])
+
+    means = {}
+    for t in result["tensors"]:
+        for granularity, error in t["noise_to_signal"].items():
+            of = means.setdefault(t["tensor"], {})
+            of[granularity] = of.get(granularity, 0) + 100 * error / layers
+    high = 1.05 * max(max(of.values()) for of in means.values())
+    right = Panel(810, 70, 330, 330, (0, high), (0, 1), "Each tensor alone, mean of the layers",
+                  "quantization error, % of its power")
+    right.axes("", named(ticks(0, high, 5)), [])
+    for row, (tensor, of) in enumerate(means.items()):
+        top = right.top + 330 / len(means) * row + 5
+        right.parts.append(text(right.left - 8, top + 24, tensor, 11.5, "end"))
+        right.parts += [bar(right.left, top + 9 * i, right.x(error) - right.left, 8, colors[granularity])
+                        for i, (granularity, error) in enumerate(of.items())]
+    right.parts += legend(right.left, 437, [(granularity, colors[granularity]) for granularity in of], 90)
+    return picture(1170, 460, panel.parts + right.parts)
+
+
+def memory(result):
+    """Table 2: saved activations by operator."""
+    columns = dict(zip(("norm", "activation function", "RoPE", "attention", "linear"),
+                       (COLORS[0], COLORS[1], REST, COLORS[4], COLORS[2])))
+    rows = [(name, values[:-1], values[-1]) for name, *values in tables.PAPER_TABLE_2]
+    rows += [(f"ours: {r['name']}" + (", recompute" if r["recompute"] else ""),
+              [r["U"].get(c, 0) for c in columns], r["total"]) for r in result["rows"]
+             if r["name"].split(",")[0] in ("bf16", "te", "coat")]
+    title = "Saved activations of a layer, in units of a BF16 tensor of the hidden size"
+    parts = [text(24, 30, title, 14, "start", DARK, "bold"), *legend(280, 53, columns.items(), 136)]
+    for row, (name, values, total) in enumerate(rows):
+        x, y = 280, 70 + 27 * row
+        parts.append(text(272, y + 14, name, 11.5, "end", DARK if name.startswith("ours") else LIGHT))
+        for color, value in zip(columns.values(), values):
+            parts += [bar(x, y, value * 24, 19, color)] if value else []
+            x += value * 24
+        parts.append(text(x + 6, y + 14, f"{total:.2f}", 11.5, "start", DARK, "bold"))
+    return picture(980, 84 + 27 * len(rows), parts)
+
+
+MILLION_TOKENS = tables.TOKENS_PER_STEP * 1e-6  # per step of the convergence runs
+
+
+def gaps(rows, colors, left, top, width, steps, title, note, dashed=0.0):
+    """Training losses minus that of bf16, from one step to another; `dashed` is a value to compare with."""
+    (first, last), base = steps, rows["bf16"]["train"]
+    length, lines = len(base) // 40, {}
+    for name in colors:
+        both = list(zip(rows[name]["train"], base))[:last]
+        blocks = [(i + length / 2, both[i:i + length]) for i in range(0, len(both) - length + 1, length)]
+        lines[name] = [(step * MILLION_TOKENS, statistics.mean(a - b for a, b in pairs if None not in (a, b)))
+                       for step, pairs in blocks if step >= first]
+    values = [gap for points in lines.values() for _, gap in points] + [0, dashed]
+    panel = Panel(left, top, width, 350, (first * MILLION_TOKENS, last * MILLION_TOKENS),
+                  (min(values) - 0.001, max(values) + 0.001), title, f"means of {length} steps{note}")
+    panel.axes("million tokens", named(ticks(*panel.x_range, 5)), ticks(*panel.y_range, 7))
+    if dashed:
+        panel.line([(x, dashed) for x in panel.x_range], LIGHT, dash="5 4", dots=False)
+    panel.line([(x, 0) for x in panel.x_range], DARK, dots=False)
+    for name, points in lines.items():
+        panel.line(points, colors[name])
+    panel.names([(points[-1][1], name, colors[name]) for name, points in lines.items()])
+    return panel.parts
+
+
+def convergence(rows):
+    steps = len(rows["bf16"]["train"])
+    whole = {name: row for name, row in rows.items() if len(row["train"]) == steps}
+    colors = dict(zip(tables.RECIPES, COLORS))  # seeds and ablations have other panels
+    ends = {name: (row["validation"][-1][1], row.get("evaluated_in_bf16")) for name, row in whole.items()}
+    values = [value for end in ends.values() for value in end if value]
+    seeds = [trained for name, (trained, _) in ends.items() if name.startswith("bf16")]
+    panel = Panel(90, 70, 400, 350, (min(values) - 0.002, max(values) + 0.002), (0, 1),
+                  "GPT-2 124M in every recipe: validation loss after 200 million tokens",
+                  "filled: as trained; hollow: the same weights evaluated in BF16")
+    panel.axes("nats per token", named(ticks(*panel.x_range, 5)), [])
+    panel.parts += [bar(panel.x(min(seeds)), 70, panel.x(max(seeds)) - panel.x(min(seeds)), 350, "#e2e8f0"),
+                    text(panel.x(min(seeds)), 412, f" bf16, {len(seeds)} seeds", 11, "start", LIGHT)]
+    for row, (name, color) in enumerate(colors.items()):
+        y = 100 + 54 * row
+        panel.parts.append(text(80, y + 4, name, 12, "end", color, "bold"))
+        panel.parts += [f'<circle cx="{panel.x(value):.1f}" cy="{y}" r="5.5" fill="{fill}" stroke="{color}" '
+                        'stroke-width="2"/>' for value, fill in zip(ends[name], (color, "#ffffff")) if value]
+    parts = panel.parts
+    paper, third = tables.PAPER_GAP["coat"], (steps // 3, steps)
+    parts += gaps(rows, {name: color for name, color in colors.items() if name != "bf16"}, 680, 70, 400,
+                  third, "Training loss minus bf16, same seed and data",
+                  f"; dashed: the paper's {paper:+.3f} for COAT", paper)
+    of_coat = ("te", "activations only", "optimizer only", "without expansion", "coat")
+    parts += gaps(rows, dict(zip(of_coat, COLORS[1:])), 90, 550, 400, third, "The same: parts of COAT",
+                  "; te: FP8 in linear layers only")
+    sizes = sorted((name for name in rows if " in groups of " in name), key=tables.in_order)
+    end = len(rows[sizes[0]]["train"])
+    parts += gaps(rows, {"coat": DARK, **dict(zip(sizes, [*COLORS[:5], LIGHT] * len(sizes)))}, 680, 550, 400,
+                  (end // 10, end), "The same: other group sizes",
+                  "; coat: activations in 16, moments in 128")
+    return picture(1260, 960, parts)
+
+
+def draw_results():
+    """The figures of dev/RESULTS.md."""
+    one = {
+        group: tables.load(group)["rows"]
+        for group in ("bench", "moments", "activations", "memory", "convergence")}
+    report = one["bench"]["bench"]
+    figures = {
+        "bench": bench({"device": report["where"],
+                        **report}), "moments": moments("gpt2", one["moments"]["gpt2"]),
+        "activations": activations("gpt2", one["activations"]["gpt2"]),
+        "memory": memory(one["memory"]["memory"]), "convergence": convergence(one["convergence"]),
+        "loss-cpu": loss_of_group("cpu", ("fp32", "bf16", "coat")),
+        "loss-default": loss_of_group("default", ("bf16", "coat"))}
+    for name, svg in figures.items():
+        with open(tables.path_of(name).replace(".json", ".svg"), "w", encoding="utf-8") as file:
+            file.write(svg + "\n")
+
+
+def main():
+    if len(sys.argv) > 2 and sys.argv[1] == "loss":
+        print(loss([read_log(argument) for argument in sys.argv[2:]]))
+    elif len(sys.argv) == 3 and sys.argv[1] == "bench":
+        print(bench(read_bench(sys.argv[2])))
+    else:
+        sys.exit(__doc__.strip())
+
+
+if __name__ == "__main__":
+    main()
