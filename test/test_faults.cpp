@@ -42,7 +42,8 @@ std::vector<nlohmann::json> logged(const Folder& folder, const std::string& kind
 // Runs with these flags; when a line of the output contains `part` for the first time, the shell runs `action` ($pid is the run's).
 Ended acting(const Folder& folder, const std::string& flags, const std::string& part, const std::string& action) {
     return shell(folder, "mkfifo pipe; '" + program() + "' " + flags + " > pipe & pid=$!; acted=\n"
-                         "while read -r line; do echo \"$line\"; case $acted$line in *'" + part + "'*) acted=acted; " + action + ";; esac; done < pipe\n"
+                         "while read -r line; do echo \"$line\"; [ -n \"$acted\" ] ||\n"
+                         "case $line in *'" + part + "'*) acted=yes; " + action + ";; esac; done < pipe\n"
                          "rm pipe; wait $pid");
 }
 
