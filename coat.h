@@ -148,9 +148,9 @@ inline const std::vector<Recipe>& recipes() {
         {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::Delayed, {true, false, false},
          "FP8 GEMMs, scales from the amaxes of the steps before (TransformerEngine's delayed scaling)"},
         {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::JustInTime, {true, true, true},
-         "FP8 GEMMs, one just-in-time scale a tensor (Colossal-AI, torchao's tensorwise)"},
+         "FP8 GEMMs, one just-in-time scale a tensor, fast accumulation in all of them (Colossal-AI)"},
         {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, Scaling::JustInTime, {true, false, false},
-         "FP8 GEMMs, one just-in-time scale a row (torchao's rowwise)"},
+         "FP8 GEMMs, one just-in-time scale a row, not rounded to a power of two"},
         {"deepseek", Format::BF16, Q_VECTOR, Q_BLOCK, Q_VECTOR, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
          "FP8 GEMMs, a scale for 1x128 of activations and gradients and for 128x128 of weights (DeepSeek-V3)"},
     };

@@ -4,6 +4,8 @@
 // In order: the table of flags, what the flags make of a run, generated text, the log, and the loop.
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,9 +16,9 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <future>
 #include <map>
 #include <new>
+#include <random>
 
 #include "coat.h"
 #include "data/checkpoint.h"
@@ -337,8 +339,8 @@ int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t copies = parameter_count(setup.config) * (4 + 4 - info(setup.recipe.stream).bytes) + 2 * 4 * largest;
-    const int64_t batches = 2 * 2 * 4 * setup.accumulate * setup.B * setup.T;  // this step's and the next one's tokens and targets
-    return total_bytes(memory_plan(setup)) + copies + batches;
+    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;  // tokens and targets of a step
+    return total_bytes(memory_plan(setup)) + copies + batch;
 }
 
 // Linux grants more memory than there is and kills the program later: so what is needed is compared with the machine first.
@@ -350,53 +352,73 @@ void need_memory(const Setup& setup) {
                     " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate (./train --plan shows what takes how much).");
 }
 
-// Before the first step, so that hours of training do not end in a folder that cannot be written.
-void need_folder(const std::string& out, const Setup& setup) {
-    std::error_code failed;
-    create_folders(out, failed);
-    if (failed || !is_folder(out) || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-        throw Error("--out " + out + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
-                    "); choose another folder, or \"\" to save nothing.");
-    const std::vector<MemoryRow> plan = memory_plan(setup);
-    const int64_t weight = setup.master ? 4 : 2;  // BF16, and the rest of the master
-    const int64_t checkpoint = weight * parameter_count(setup.config) + total_bytes(plan, Category::Optimizer);
-    const fs::space_info space = fs::space(out, failed);
-    if (!failed && space.available < static_cast<uint64_t>(checkpoint))
-        throw Error("--out " + out + " has " + std::to_string(space.available >> 20) + " MiB free, but a checkpoint takes " +
-                    std::to_string(checkpoint >> 20) + " MiB; free some, or choose another folder.");
-}
-
-// While it lives no other run takes the folder: each would remove the other's checkpoints. (Some file systems have no locks; then nothing is kept.)
-class FolderLock {
-public:
-    explicit FolderLock(const std::string& out) : folder_(::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-        if (folder_ < 0 || ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
-        ::close(folder_);
-        throw Error("--out " + out + " is the folder of another run that is going on; choose another folder.");
-    }
-    ~FolderLock() {
-        if (folder_ >= 0) ::close(folder_);
-    }
-    FolderLock(const FolderLock&) = delete;
-    FolderLock& operator=(const FolderLock&) = delete;
-
-private:
-    int folder_;
-};
-
-bool saves(const Flags& flags) { return flags.count("steps") > 0 && !flags.text("out").empty(); }
-
 std::string parent_folder(const std::string& path) {
     const fs::path whole = fs::absolute(path).lexically_normal();
     return (whole.has_filename() ? whole : whole.parent_path()).parent_path().string();  // "out/step-000300/" has no file name
 }
 
-// A new run would remove the checkpoints of the run whose folder it shares.
+bool lies_in(const std::string& checkpoint, const std::string& out) {
+    return !checkpoint.empty() && parent_folder(checkpoint) == parent_folder(out + "/x");
+}
+
+// The folder of a run's checkpoints, made if it is missing. While this lives no other run takes the folder: each would remove
+// the other's checkpoints. (Some file systems have no locks; then nothing is kept.) A new folder that stayed empty goes again.
+class FolderLock {
+public:
+    explicit FolderLock(const std::string& out) : out_(out) {
+        std::error_code failed;
+        made_ = !is_folder(out);
+        create_folders(out, failed);
+        folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+            throw Error("--out " + out + " cannot be written (" + (failed ? failed.message() : std::strerror(errno)) +
+                        "); choose another folder, or \"\" to save nothing.");
+        struct stat locked, named;  // they differ if another run has just removed the folder
+        const bool held = (::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) && ::fstat(folder_, &locked) == 0 &&
+                          ::stat(out.c_str(), &named) == 0 && locked.st_ino == named.st_ino;
+        if (held) return;
+        ::close(folder_);
+        throw Error("--out " + out + " is the folder of another run that is going on; choose another folder.");
+    }
+    ~FolderLock() {
+        if (made_) ::rmdir(out_.c_str());
+        ::close(folder_);
+    }
+    FolderLock(const FolderLock&) = delete;
+    FolderLock& operator=(const FolderLock&) = delete;
+
+private:
+    std::string out_;
+    bool made_ = false;
+    int folder_ = -1;
+};
+
+// Before the first step, so that hours of training do not end on a full disk. A run that saves more than once has at most three
+// checkpoints at one time: the best, the last, and the next one while it is written.
+void need_space(const Flags& flags, const Setup& setup, int64_t step, bool resumed_there) {
+    const std::string& out = flags.text("out");
+    const int64_t every = flags.count("save-every"), left = flags.count("steps") - step;
+    const int64_t saves = every ? ceil_div(left + step % every, every) : 1, at_once = std::min<int64_t>(saves, resumed_there ? 2 : 3);
+    const int64_t weight = setup.master ? 4 : 2;  // BF16, and the rest of the master
+    const int64_t checkpoint = weight * parameter_count(setup.config) + total_bytes(memory_plan(setup), Category::Optimizer);
+    std::error_code failed;
+    const fs::space_info space = fs::space(out, failed);
+    if (!failed && space.available < static_cast<uint64_t>(at_once * checkpoint))
+        throw Error("--out " + out + " has " + std::to_string(space.available >> 20) + " MiB free, but " + std::to_string(at_once) + " more of " +
+                    std::to_string(checkpoint >> 20) + " MiB each must fit; free some, choose another folder, or give a larger --save-every.");
+}
+
+void print_error(const std::string& sentence) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
+}
+
+// A new run must not share the folder of another one's checkpoints.
 void need_no_other_run(const std::string& out, const std::string& resumed) {
-    if (!resumed.empty() && parent_folder(resumed) == parent_folder(out + "/x")) return;
+    if (lies_in(resumed, out)) return;
     std::string found;
     try {
-        found = find_checkpoint(out);
+        found = find_checkpoint(out, print_error);
     } catch (const Error&) {
         return;  // none there
     }
@@ -460,7 +482,11 @@ public:
     void open(const std::string& path, bool append) {
         path_ = path;
         need_log_or_nothing();
-        file_.reset(std::fopen(path.c_str(), append ? "a" : "w"));
+        // Non-blocking, since a named pipe without a reader would be waited for: that is an error. Writing then waits again.
+        const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | (append ? O_APPEND : O_TRUNC), 0666);
+        if (file < 0 && errno == ENXIO) throw Error("--log " + path + " is a pipe that nobody reads; start its reader first, or choose a file.");
+        if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
+        file_.reset(file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w"));
         if (!file_) throw Error("--log " + path + " cannot be written (" + std::strerror(errno) + "); choose another file.");
     }
     void write(const Json& line) {
@@ -474,7 +500,7 @@ private:
     // A log of an earlier run is written anew; any other file is somebody's.
     void need_log_or_nothing() const {
         std::error_code ignored;
-        if (!fs::is_regular_file(path_, ignored)) return;  // a pipe would be waited for
+        if (!fs::is_regular_file(path_, ignored)) return;  // reading a pipe would wait
         const std::string begin = "{\"kind\":\"settings\"";
         std::string found(begin.size(), '\0');
         std::ifstream file(path_, std::ios::binary);
@@ -516,19 +542,18 @@ std::string duration(double s) {
 
 struct Batch {  // (accumulate, B, T) each
     std::vector<int32_t> tokens, targets;
-    Loader::Position after;  // where the data goes on
     Batch(int64_t micro_batches, int64_t tokens_each)
         : tokens(static_cast<size_t>(micro_batches * tokens_each)), targets(tokens.size()) {}
     void fill(Loader& loader, int64_t tokens_each) {
         for (size_t at = 0; at < tokens.size(); at += static_cast<size_t>(tokens_each)) loader.next(&tokens[at], &targets[at]);
-        after = loader.position();
     }
 };
 
 class Training {
 public:
-    Training(const Flags& flags, const Corpus& corpus, const Schedule& schedule, Model& model, const LoopState& state)
-        : flags_(flags), corpus_(corpus), schedule_(schedule), model_(model), setup_(model.setup()), state_(state),
+    // last_good: the run's newest checkpoint in --out; empty if it has none there
+    Training(const Flags& flags, const Corpus& corpus, const Schedule& schedule, Model& model, const LoopState& state, const std::string& last_good)
+        : flags_(flags), corpus_(corpus), schedule_(schedule), model_(model), setup_(model.setup()), state_(state), last_good_(last_good),
           train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
           validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step), steps_(flags.count("steps")) {
         train_.seek(state_.position);
@@ -536,28 +561,38 @@ public:
         settings["train_tokens"] = corpus.train.size();
         settings["train_hash"] = sampled_hash(corpus.train);
         state_.settings = json_text(settings);
+        if (state_.run.empty()) state_.run = random_name();
         if (samples()) check_prompt();
     }
 
     int run() {
         start_log();
         if (steps_ == 0) return evaluate_only();
-        if (state_.step == 0) state_.first_validation = last_validation_ = validate();
-        if (state_.step == 0) tell_validation();
+        try {
+            return loop();
+        } catch (...) {
+            if (unsaved_) try_to_save();
+            throw;
+        }
+    }
+
+private:
+    int loop() {
+        if (state_.step == 0) validate(), state_.first_validation = state_.validation;
         started_ = seconds();
         while (state_.step < steps_) {
             step();
             const bool last = state_.step == steps_;
             if (interrupted && !last) return stop_early();
-            if (!last && every("eval-every")) last_validation_ = validate(), tell_validation();
+            const bool saves = !last && every("save-every") && !skipped_in_a_row_;  // a validated checkpoint can be the best one
+            if (!last && (every("eval-every") || saves)) validate();
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
-            if (!last && every("save-every") && !skipped_in_a_row_) save();  // what skips may not get better: the last good one stays
+            if (saves) save();
         }
         finish();
         return 0;
     }
 
-private:
     static constexpr int64_t VALIDATION_BATCHES = 20;
     static constexpr uint64_t VALIDATION_SEED = 0;  // the windows are the same whatever --seed is
     static constexpr int MOST_SKIPPED = 20;         // in a row: by then it is the run that is wrong, not a batch
@@ -583,7 +618,14 @@ private:
         log_.write(line);
     }
 
-    double validate() {
+    static std::string random_name() {
+        std::random_device random;
+        char text[17];
+        std::snprintf(text, sizeof text, "%08x%08x", random(), random());
+        return text;
+    }
+
+    void validate() {
         validation_.seek({});
         const int64_t batches = std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
         Batch batch(1, setup_.B * setup_.T);
@@ -592,23 +634,20 @@ private:
             batch.fill(validation_, setup_.B * setup_.T);
             sum += model_.evaluate(batch.tokens.data(), batch.targets.data());
         }
+        unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum))
             throw Error(state_.step ? "The validation loss is not finite after step " + std::to_string(state_.step) +
                                           "; begin again with a lower --lr."
                                     : "The first validation loss is not finite: the weights of --model " + flags_.text("model") +
                                           " hold NaN or infinity; start from other weights.");
-        return sum / static_cast<double>(batches);
-    }
-
-    void tell_validation() {
-        std::printf("validation | step %lld | loss %.4f\n", static_cast<long long>(state_.step), last_validation_);
+        state_.validation = sum / static_cast<double>(batches);
+        std::printf("validation | step %lld | loss %.4f\n", static_cast<long long>(state_.step), state_.validation);
         std::fflush(stdout);
-        log_.write({{"kind", "validation"}, {"step", state_.step}, {"loss", last_validation_}});
+        log_.write({{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}});
     }
 
     int evaluate_only() {
-        last_validation_ = validate();
-        tell_validation();
+        validate();
         report_quantization();
         return 0;
     }
@@ -626,8 +665,10 @@ private:
 
     void step() {
         const double before = seconds();
-        const Batch batch = next_.valid() ? next_.get() : training_batch();
-        if (state_.step + 1 < steps_) next_ = std::async(std::launch::async, [this] { return training_batch(); });
+        Batch batch(setup_.accumulate, setup_.B * setup_.T);
+        batch.fill(train_, setup_.B * setup_.T);
+        train_.prefetch(setup_.accumulate);  // the next step's, while the model works on this one's
+        unsaved_ = false;                    // if an error ends the step, the model is neither the old one nor the new one
         AdamW adamw{};
         adamw.step = state_.updates + 1;
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
@@ -640,19 +681,15 @@ private:
         state_.updates += !result.skipped;
         if (!result.skipped) state_.growth = result.growth;
         state_.tokens += setup_.accumulate * setup_.B * setup_.T;
-        state_.position = batch.after;
+        state_.position = train_.position();
+        state_.validation = std::numeric_limits<double>::quiet_NaN();
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
+        unsaved_ = skipped_in_a_row_ < MOST_SKIPPED;
         tell_step(result, adamw.lr, seconds() - before);
         if (skipped_in_a_row_ == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
                         " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint with --model and an --out "
                         "of its own.");
-    }
-
-    Batch training_batch() {
-        Batch batch(setup_.accumulate, setup_.B * setup_.T);
-        batch.fill(train_, setup_.B * setup_.T);
-        return batch;
     }
 
     void tell_step(const StepResult& result, float lr, double took) {
@@ -681,25 +718,36 @@ private:
         std::fflush(stdout);
     }
 
-    std::string save() {
-        if (flags_.text("out").empty()) return "";
-        const std::string folder = save_checkpoint(flags_.text("out"), model_, state_);
-        std::printf("saved | step %lld | %s\n", static_cast<long long>(state_.step), printable(folder).c_str());
+    void save() {
+        unsaved_ = false;
+        if (flags_.text("out").empty()) return;
+        if (skipped_in_a_row_ && !last_good_.empty()) {  // the weights may be the reason: they take no good checkpoint's place
+            std::printf("not saved: step %lld was skipped; the last good checkpoint stays | %s\n", static_cast<long long>(state_.step),
+                        printable(last_good_).c_str());
+        } else {
+            last_good_ = save_checkpoint(flags_.text("out"), model_, state_);
+            std::printf("saved | step %lld | %s\n", static_cast<long long>(state_.step), printable(last_good_).c_str());
+        }
         std::fflush(stdout);
-        return folder;
+    }
+
+    void try_to_save() {
+        try {
+            save();
+        } catch (const std::exception&) {  // the first error is the one to tell
+        }
     }
 
     int stop_early() {
-        const std::string folder = save();
+        save();
         std::printf("Interrupted after step %lld%s\n", static_cast<long long>(state_.step),
-                    folder.empty() ? "; nothing was saved, since --out is empty."
-                                   : (": go on with ./train --resume " + printable(flags_.text("out"))).c_str());
+                    last_good_.empty() ? "; nothing was saved, since --out is empty."
+                                       : (": go on with ./train --resume " + printable(flags_.text("out"))).c_str());
         return 128 + interrupted;
     }
 
     void finish() {
-        last_validation_ = validate();
-        tell_validation();
+        validate();
         save();
         report_quantization();
         const int64_t steps = state_.step - resumed_at_, timed_steps = steps - 1;
@@ -707,8 +755,8 @@ private:
         const double took = seconds() - started_, rate = timed_steps > 0 ? tokens * static_cast<double>(timed_steps) / timed_ : tokens / took;
         std::printf("\nDone: %lld steps in %s, %.0f tok/s; %lld skipped. Validation loss %.4f -> %.4f nats per token.\n",
                     static_cast<long long>(steps), duration(took).c_str(), rate, static_cast<long long>(state_.step - state_.updates),
-                    state_.first_validation, last_validation_);
-        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation}, {"validation", last_validation_},
+                    state_.first_validation, state_.validation);
+        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation}, {"validation", state_.validation},
                     {"skipped", state_.step - state_.updates}, {"seconds", took}, {"tokens_per_second", rate}});
     }
 
@@ -745,19 +793,21 @@ private:
     Model& model_;
     const Setup& setup_;
     LoopState state_;
+    std::string last_good_;
+    bool unsaved_ = false;  // the model is that of a whole step, is sound as far as is known, and no checkpoint has it
     Loader train_, validation_;
     const int64_t resumed_at_, steps_;
     std::vector<int32_t> prompt_;
     Log log_;
-    double last_validation_ = 0, started_ = 0, timed_ = 0;
+    double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
-    std::future<Batch> next_;  // is read while the model works on the one before
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // From the command line to the exit code
 
 struct Origin {  // of a run: a checkpoint to go on from, or nothing
+    std::unique_ptr<FolderLock> lock;  // of --out; null if nothing is saved
     std::string checkpoint;
     LoopState state;
     int64_t train_tokens = 0;
@@ -789,9 +839,13 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
 
 Origin find_origin(Flags& flags) {
     Origin origin;
-    if (!flags.given("resume")) return origin;
-    if (flags.text("resume").empty()) throw Error("--resume is empty; name a checkpoint, or a folder of them.");
-    origin.checkpoint = find_checkpoint(flags.text("resume"));
+    const bool resumes = flags.given("resume");
+    if (resumes && flags.text("resume").empty()) throw Error("--resume is empty; name a checkpoint, or a folder of them.");
+    if (!flags.given("out")) flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out")->cpu);
+    const bool saves = !flags.given("plan") && !flags.text("out").empty() && !(flags.given("steps") && flags.count("steps") == 0);
+    if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
+    if (!resumes) return origin;
+    origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);  // under the lock: what was found before may be gone
     origin.state = read_loop_state(origin.checkpoint);
     try {
         std::string why;
@@ -804,7 +858,6 @@ Origin find_origin(Flags& flags) {
     } catch (const nlohmann::json::exception&) {
         throw Error("--resume " + origin.checkpoint + " has no settings of this program in its trainer.json; start from its weights with --model.");
     }
-    if (!flags.given("out")) flags.set("out", parent_folder(origin.checkpoint));
     return origin;
 }
 
@@ -852,13 +905,10 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     const std::unique_ptr<Model> model = device.make(setup);
     if (!origin.checkpoint.empty()) load_checkpoint(origin.checkpoint, *model);
     else if (!named) load_weights(weights, *model);
-    Training training(flags, corpus, schedule, *model, origin.state);
-    std::unique_ptr<FolderLock> lock;
-    if (saves(flags)) {
-        need_folder(flags.text("out"), setup);
-        lock = std::make_unique<FolderLock>(flags.text("out"));
-    }
-    finish_at_interrupt();
+    const bool resumed_there = lies_in(origin.checkpoint, flags.text("out"));
+    Training training(flags, corpus, schedule, *model, origin.state, resumed_there ? origin.checkpoint : "");
+    if (origin.lock) need_space(flags, setup, origin.state.step, resumed_there);
+    if (flags.count("steps")) finish_at_interrupt();  // an evaluation has nothing to finish
     return training.run();
 }
 
@@ -878,7 +928,7 @@ int run(int argc, char** argv) {
     choose_rows(flags, setup);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
     if (!plan_only) need_steps_left(flags, origin);
-    if (!plan_only && saves(flags)) need_no_other_run(flags.text("out"), origin.checkpoint);
+    if (origin.lock) need_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
     if (!plan_only || (setup.config.V == 0 && chose_data)) corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
@@ -929,16 +979,20 @@ int main(int argc, char** argv) {
     open_standard_files();
     wait_without_spinning(argv);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is a failed write, which gets a sentence, and not the program's end
+    std::signal(SIGPIPE, SIG_IGN);  // as is a pipe without a reader: who stops looking at a run does not stop it
+    rlimit files{};
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);  // token files stay open
     try {
         return run(argc, argv);
     } catch (const Error& error) {
-        std::fflush(stdout);
-        std::fprintf(stderr, "train: %s\n", error.what());
+        print_error(error.what());
     } catch (const fs::filesystem_error& error) {
         std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", shown(error.path1().string()).c_str(),
                      error.code().message().c_str());
     } catch (const std::bad_alloc&) {
         std::fprintf(stderr, "train: The memory ran out while the data was read; give --data less text.\n");
+    } catch (const std::exception& error) {
+        print_error(std::string("The system refused what the program needs (") + error.what() + "); check the limits that ulimit -a lists.");
     }
     return 1;
 }

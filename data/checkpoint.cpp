@@ -636,22 +636,28 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     write_json(join(folder, TRAINER), {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
                       {"first_validation", s.first_validation},  // JSON has no NaN: that is null
-                      {"growth", s.growth}, {"settings", s.settings}, {"hashes", hashes}});
+                      {"growth", s.growth}, {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Folders: OUT/step-000300, and while it is being replaced OUT/step-000300.old; OUT/step-000300.tmp comes or goes.
 
 struct Checkpoint {
-    std::string folder;
-    int64_t step;
+    std::string folder, name;
+    LoopState state;
     fs::file_time_type written;
 };
 
 bool is_complete(const fs::path& folder) {
+    std::error_code unreadable;
     for (const std::string& file : {CONFIG, WEIGHTS, OPTIMIZER, TRAINER})
-        if (!fs::is_regular_file(folder / file)) return false;
+        if (!fs::is_regular_file(folder / file, unreadable)) return false;
     return true;
+}
+
+bool present(const std::string& path) {  // also if it is a link that leads nowhere
+    std::error_code unreadable;
+    return fs::exists(fs::symlink_status(path, unreadable));
 }
 
 // "step-000300" and an end ("", ".old", ".tmp"); -1 if it is not such a name
@@ -671,23 +677,40 @@ std::vector<fs::path> entries(const std::string& folder) {
     return paths;
 }
 
-// Complete ones, the one written first in front. A run into a folder that an earlier run filled has the lower steps, but later.
-std::vector<Checkpoint> checkpoints(const std::string& folder) {
+// Those that can be read, the one written first in front. A run into a folder that an earlier run filled has the lower steps,
+// but later.
+std::vector<Checkpoint> checkpoints(const std::string& folder, const Tell& tell = {}) {
     std::vector<Checkpoint> found;
     for (const fs::path& path : entries(folder)) {
         const std::string name = path.filename().string();
-        const int64_t step = std::max(step_of(name, ""), step_of(name, ".old"));
-        if (step >= 0 && is_complete(path)) found.push_back({path.string(), step, fs::last_write_time(path / TRAINER)});
+        const bool old = step_of(name, ".old") >= 0;
+        if (!old && step_of(name, "") < 0) continue;
+        try {
+            if (!is_complete(path)) throw Error("it is not a folder with the four files of a checkpoint.");
+            for (const std::string& file : {WEIGHTS, OPTIMIZER}) Safetensors(join(path.string(), file));
+            found.push_back({path.string(), name, read_loop_state(path.string()), fs::last_write_time(path / TRAINER)});
+        } catch (const std::exception& e) {
+            if (tell && !old) tell(path.string() + " cannot be read as a checkpoint and is passed over: " + e.what());
+        }
     }
     std::stable_sort(found.begin(), found.end(), [](const Checkpoint& a, const Checkpoint& b) {
-        return std::pair(a.written, a.step) < std::pair(b.written, b.step);
+        return std::pair(a.written, a.state.step) < std::pair(b.written, b.state.step);
     });
     return found;
 }
 
-void remove_leftovers(const std::string& out, const std::string& end) {
+// A checkpoint goes under a name that is none: a kill while its files go leaves nothing of a good name.
+void remove(const Checkpoint& c) {
+    const std::string leaving = c.folder + ".tmp";
+    fs::rename(c.folder, leaving);
+    fs::remove_all(leaving);
+}
+
+void remove_leftovers(const std::string& out) {
+    std::error_code ignored;  // what cannot be removed does not end a run
     for (const fs::path& path : entries(out))
-        if (step_of(path.filename().string(), end) >= 0) fs::remove_all(path);
+        for (const char* end : {".tmp", ".old.tmp"})
+            if (step_of(path.filename().string(), end) >= 0) fs::remove_all(path, ignored);
 }
 
 void write_checkpoint(const std::string& folder, Model& model, const LoopState& state) {
@@ -699,29 +722,45 @@ void write_checkpoint(const std::string& folder, Model& model, const LoopState& 
     sync_folder(folder);
 }
 
-// At every moment either `folder` or `folder`.old or both are complete.
-void replace(const std::string& folder, const std::string& by) {
-    const std::string old = folder + ".old";
-    if (fs::exists(folder)) {
-        fs::remove_all(old);
-        fs::rename(folder, old);
+std::vector<Checkpoint> checkpoints_of(const std::string& run, const std::string& out) {
+    std::vector<Checkpoint> own;
+    for (const Checkpoint& c : checkpoints(out))
+        if (!run.empty() && c.state.run == run) own.push_back(c);
+    return own;
+}
+
+// At every moment either `folder` or `folder`.old or both are complete. What stands there and is not this run's own stays,
+// under another name.
+void replace(const std::string& folder, const std::string& by, const std::string& run) {
+    if (present(folder)) {
+        const std::string name = fs::path(folder).filename().string();
+        bool own = false;
+        for (const Checkpoint& c : checkpoints_of(run, fs::path(folder).parent_path().string())) {
+            own |= c.name == name;
+            if (c.name == name + ".old") remove(c);
+        }
+        std::string aside = folder + (own ? ".old" : ".other");
+        while (present(aside)) aside += ".other";
+        fs::rename(folder, aside);
     }
     fs::rename(by, folder);
     sync_folder(fs::path(folder).parent_path().string());
 }
 
-// Checkpoints of later steps are another run's and stay.
-void remove_older(const std::string& out, int64_t step, int keep) {
-    remove_leftovers(out, ".old");
+// Checkpoints of later steps stay: the run was resumed from one before them.
+void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::vector<Checkpoint> older;
-    for (const Checkpoint& c : checkpoints(out))
-        if (c.step < step) older.push_back(c);
-    std::sort(older.begin(), older.end(), [](const Checkpoint& a, const Checkpoint& b) { return a.step > b.step; });
-    for (size_t i = static_cast<size_t>(std::max(keep, 1)) - 1; i < older.size(); i++) {
-        const std::string leaving = older[i].folder + ".tmp";  // a kill while its files go leaves nothing of a good name
-        fs::rename(older[i].folder, leaving);
-        fs::remove_all(leaving);
+    for (const Checkpoint& c : checkpoints_of(state.run, out)) {
+        if (step_of(c.name, ".old") >= 0) remove(c);
+        else if (c.state.step < state.step) older.push_back(c);
     }
+    std::sort(older.begin(), older.end(), [](const Checkpoint& a, const Checkpoint& b) { return a.state.step > b.state.step; });
+    double lowest = state.validation;
+    std::string best;  // stays empty if the new one is the best
+    for (const Checkpoint& c : older)
+        if (c.state.validation < lowest || (std::isnan(lowest) && !std::isnan(c.state.validation))) lowest = c.state.validation, best = c.folder;
+    for (size_t i = static_cast<size_t>(std::max(keep, 1)) - 1; i < older.size(); i++)
+        if (older[i].folder != best) remove(older[i]);
 }
 
 // std::filesystem's exceptions name the reason and mostly the path; they lack the cure.
@@ -770,25 +809,25 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         std::error_code failed;
         create_folders(out, failed);
         if (failed) throw fs::filesystem_error("", out, failed);
-        remove_leftovers(out, ".tmp");
+        remove_leftovers(out);
         try {
             write_checkpoint(temporary, model, state);
-            replace(folder, temporary);
+            replace(folder, temporary, state.run);
         } catch (...) {
             std::error_code ignored;  // the first error is the one to tell
             fs::remove_all(temporary, ignored);
             throw;
         }
-        remove_older(out, state.step, keep);
+        remove_older(out, state, keep);
         return folder;
     });
 }
 
-std::string find_checkpoint(const std::string& folder) {
+std::string find_checkpoint(const std::string& folder, const Tell& tell) {
     return with_cure(folder, [&] {
         if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
         if (is_complete(folder)) return folder;
-        const std::vector<Checkpoint> found = checkpoints(folder);
+        const std::vector<Checkpoint> found = checkpoints(folder, tell);
         if (found.empty()) throw Error(folder + " holds no complete checkpoint; give a folder that a run with --out wrote.");
         return found.back().folder;
     });
@@ -810,6 +849,9 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.first_validation = first.is_number() ? first.get<double>() : std::numeric_limits<double>::quiet_NaN();
     s.growth = f.not_negatives("growth");
     s.settings = f.text("settings");
+    if (f.has("run")) s.run = f.text("run");
+    const json validation = f.object.value("validation", json());
+    if (validation.is_number()) s.validation = validation.get<double>();
     return s;
 }
 

@@ -1,4 +1,4 @@
-// data/file.h - files as the operating system has them: mapped to be read, checked and synced when written.
+// data/file.h - files as the operating system has them: mapped or read piece by piece, checked and synced when written.
 //
 // Every other file of data/ goes through these few lines, so that a failed read or write is always an Error that names the
 // path, and a half-written file never stays behind.
@@ -22,6 +22,46 @@ inline bool ends_with(const std::string& text, const std::string& end) {
     return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
+// A file that is read piece by piece. It may become shorter while it is open: that is an Error, where a mapped file
+// would end the program with SIGBUS.
+class InputFile {
+public:
+    explicit InputFile(const std::string& path) : path_(path) {
+        file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking, since path may be a pipe
+        if (file_ < 0) fail();
+        struct stat status;
+        const bool known = ::fstat(file_, &status) == 0, regular = known && S_ISREG(status.st_mode);
+        if (regular) bytes_ = status.st_size;
+        else ::close(file_);
+        if (!known) fail();
+        if (!regular) throw Error(path + " is not a regular file; give a file.");
+    }
+    InputFile(const InputFile&) = delete;
+    InputFile& operator=(const InputFile&) = delete;
+    ~InputFile() { ::close(file_); }
+    int64_t bytes() const { return bytes_; }
+    int descriptor() const { return file_; }
+    void read(int64_t at, void* to, int64_t bytes) const {
+        for (char* next = static_cast<char*>(to); bytes > 0;) {
+            const ssize_t got = ::pread(file_, next, static_cast<size_t>(bytes), at);
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) fail();
+            if (got == 0) throw Error("Cannot read " + path_ + ", which became shorter while it was in use; restore the file.");
+            next += got, at += got, bytes -= got;
+        }
+    }
+    // A hint that these bytes are read soon: the system fetches them in the background.
+    void prefetch(int64_t at, int64_t bytes) const { ::posix_fadvise(file_, at, bytes, POSIX_FADV_WILLNEED); }
+
+private:
+    [[noreturn]] void fail() const {
+        throw Error("Cannot read " + path_ + " (" + std::strerror(errno) + "); check the path and its permissions.");
+    }
+    std::string path_;
+    int file_ = -1;
+    int64_t bytes_ = 0;
+};
+
 // A whole file, read only. Pages are read when touched, so that a file larger than memory works. Copies share the mapping.
 struct MappedFile {
     std::string path;
@@ -31,20 +71,13 @@ struct MappedFile {
 };
 
 inline MappedFile map_file(const std::string& path) {
-    auto fail = [&](int error) -> MappedFile {
-        throw Error("Cannot read " + path + " (" + std::strerror(error) + "); check the path and its permissions.");
-    };
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking, since path may be a pipe
-    if (file < 0) return fail(errno);
-    std::unique_ptr<const int, void (*)(const int*)> closer(&file, [](const int* f) { ::close(*f); });
-    struct stat status;
-    if (::fstat(file, &status)) return fail(errno);
-    if (!S_ISREG(status.st_mode)) throw Error(path + " is not a regular file; give a file.");
-    MappedFile map{path, nullptr, status.st_size};
+    const InputFile file(path);
+    MappedFile map{path, nullptr, file.bytes()};
     if (!map.bytes) return map;
     const size_t length = static_cast<size_t>(map.bytes);
-    void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED) return fail(errno);
+    void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file.descriptor(), 0);
+    if (memory == MAP_FAILED)
+        throw Error("Cannot read " + path + " (" + std::strerror(errno) + "); check the path and its permissions.");
     map.memory = std::shared_ptr<const void>(memory, [length](const void* m) { ::munmap(const_cast<void*>(m), length); });
     return map;
 }

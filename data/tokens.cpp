@@ -2,6 +2,7 @@
 #include "tokens.h"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <numeric>
 #include <unordered_set>
@@ -20,26 +21,62 @@ namespace fs = std::filesystem;
 // TokenStream
 
 TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count) : count_(count) {
-    if (count) segments_.push_back({std::move(memory), width, 0, count});
+    if (count) segments_.push_back({std::move(memory), nullptr, 0, width, 0, count});
+}
+
+TokenStream::TokenStream(std::shared_ptr<const InputFile> file, int64_t at, int width, int64_t count) : count_(count) {
+    if (count) segments_.push_back({nullptr, std::move(file), at, width, 0, count});
+}
+
+const TokenStream::Segment* TokenStream::segment(int64_t i) const {  // that token i lies in
+    const auto after = std::upper_bound(segments_.begin(), segments_.end(), i, [](int64_t at, const Segment& s) { return at < s.first; });
+    return &*std::prev(after);
+}
+
+template <class Token>
+static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
+    for (int64_t i = 0; i < count; i++) {
+        Token token;
+        std::memcpy(&token, bytes + i * static_cast<int64_t>(sizeof token), sizeof token);
+        tokens[i] = static_cast<int32_t>(token);
+    }
+}
+
+void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
+    std::vector<uint8_t> buffer;
+    for (const Segment* s = count ? segment(first) : nullptr; count > 0; s++) {
+        const int64_t n = std::min(count, s->first + s->count - first), at = s->at + (first - s->first) * s->width;
+        if (s->file) {
+            buffer.resize(static_cast<size_t>(n * s->width));
+            s->file->read(at, buffer.data(), n * s->width);
+        }
+        const uint8_t* bytes = s->file ? buffer.data() : static_cast<const uint8_t*>(s->memory.get()) + at;
+        (s->width == 1 ? widen<uint8_t> : s->width == 2 ? widen<uint16_t> : widen<uint32_t>)(bytes, n, tokens);
+        tokens += n, first += n, count -= n;
+    }
+}
+
+void TokenStream::prefetch(int64_t first, int64_t count) const {
+    const Segment* s = segment(first);  // what lies beyond its end is left to the read
+    if (s->file) s->file->prefetch(s->at + (first - s->first) * s->width, std::min(count, s->first + s->count - first) * s->width);
 }
 
 int32_t TokenStream::operator[](int64_t i) const {
-    const auto after = std::upper_bound(segments_.begin(), segments_.end(), i, [](int64_t at, const Segment& s) { return at < s.first; });
-    const Segment& s = *std::prev(after);
-    const void* memory = s.memory.get();
-    i -= s.first;
-    return s.width == 1   ? static_cast<const uint8_t*>(memory)[i]
-           : s.width == 2 ? static_cast<const uint16_t*>(memory)[i]
-                          : static_cast<int32_t>(static_cast<const uint32_t*>(memory)[i]);
+    int32_t token;
+    read(i, 1, &token);
+    return token;
 }
 
 TokenStream TokenStream::part(int64_t first, int64_t count) const {
     TokenStream result;
-    for (const Segment& s : segments_) {
+    for (Segment s : segments_) {
         const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
         if (begin >= end) continue;
-        const auto* memory = static_cast<const uint8_t*>(s.memory.get()) + (begin - s.first) * s.width;
-        result.append(TokenStream(std::shared_ptr<const void>(s.memory, memory), s.width, end - begin));
+        s.at += (begin - s.first) * s.width;
+        s.first = result.count_;
+        s.count = end - begin;
+        result.count_ += s.count;
+        result.segments_.push_back(std::move(s));
     }
     return result;
 }
@@ -52,19 +89,15 @@ void TokenStream::append(const TokenStream& other) {
     }
 }
 
-template <class Token>
-static int64_t largest_of(const void* memory, int64_t count) {
-    const Token* tokens = static_cast<const Token*>(memory);
-    Token most = 0;
-    for (int64_t i = 0; i < count; i++) most = std::max(most, tokens[i]);
-    return static_cast<int64_t>(most);
-}
-
 int64_t TokenStream::largest() const {
     int64_t most = -1;
-    for (const Segment& s : segments_) {
-        const auto scan = s.width == 1 ? largest_of<uint8_t> : s.width == 2 ? largest_of<uint16_t> : largest_of<uint32_t>;
-        most = std::max(most, scan(s.memory.get(), s.count));
+    std::vector<int32_t> tokens(1 << 16);
+    for (int64_t first = 0; first < count_; first += static_cast<int64_t>(tokens.size())) {
+        const int64_t count = std::min(count_ - first, static_cast<int64_t>(tokens.size()));
+        read(first, count, tokens.data());
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < count; i++) largest = std::max(largest, static_cast<uint32_t>(tokens[static_cast<size_t>(i)]));
+        most = std::max(most, static_cast<int64_t>(largest));
     }
     return most;
 }
@@ -291,18 +324,18 @@ TokenStream read_token_file(const std::string& path) {
     auto need = [&](bool ok, const std::string& what) {
         if (!ok) throw Error("--data " + path + " " + what + "; write it again with data/tokenize.py.");
     };
-    const MappedFile file = map_file(path);
-    need(file.bytes >= TOKEN_HEADER, "is truncated: it is shorter than a token file's header");
+    const auto file = std::make_shared<const InputFile>(path);
+    need(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than a token file's header");
     int32_t header[3];
-    std::memcpy(header, file.data(), sizeof header);
+    file->read(0, header, sizeof header);
     const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS), [&](const TokenFormat& f) { return f.magic == header[0]; });
     need(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " + std::to_string(header[0]) + ", not 20240520 or 20240801");
     need(header[1] == 1 || header[1] == format->newest_version, "is a token file of version " + std::to_string(header[1]) + ", which is not known");
-    const int64_t count = header[2], bytes = file.bytes - TOKEN_HEADER;
+    const int64_t count = header[2], bytes = file->bytes() - TOKEN_HEADER;
     need(count > 0, "holds no tokens");
     need(bytes == count * format->width, "is truncated or damaged: " + std::to_string(count) + " tokens need " + std::to_string(count * format->width) +
                                              " bytes, it has " + std::to_string(bytes));
-    const TokenStream tokens(std::shared_ptr<const void>(file.memory, file.data() + TOKEN_HEADER), format->width, count);
+    const TokenStream tokens(file, TOKEN_HEADER, format->width, count);
     need(tokens.largest() <= INT32_MAX, "is damaged: it holds token " + std::to_string(tokens.largest()));
     return tokens;
 }
@@ -398,16 +431,28 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shu
                     std::to_string(B) + " and --seq " + std::to_string(T) + " needs; give more text, or make --batch or --seq smaller.");
 }
 
+int64_t Loader::window(Position p) const {
+    const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * static_cast<uint64_t>(p.epoch + 1));
+    return shuffle_ ? permute(key, windows_, p.window) : p.window;
+}
+
+Loader::Position Loader::after(Position p) const {
+    return p.window + 1 < windows_ ? Position{p.epoch, p.window + 1} : Position{p.epoch + 1, 0};
+}
+
 void Loader::next(int32_t* tokens, int32_t* targets) {
+    std::vector<int32_t> both(static_cast<size_t>(T_ + 1));
     for (int64_t b = 0; b < B_; b++) {
-        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * static_cast<uint64_t>(position_.epoch + 1));
-        const int64_t window = shuffle_ ? permute(key, windows_, position_.window) : position_.window;
-        for (int64_t t = 0; t < T_; t++) {
-            tokens[b * T_ + t] = stream_[window * T_ + t];
-            targets[b * T_ + t] = stream_[window * T_ + t + 1];
-        }
-        if (++position_.window == windows_) position_ = {position_.epoch + 1, 0};
+        stream_.read(window(position_) * T_, T_ + 1, both.data());
+        std::copy(both.begin(), both.end() - 1, tokens + b * T_);
+        std::copy(both.begin() + 1, both.end(), targets + b * T_);
+        position_ = after(position_);
     }
+}
+
+void Loader::prefetch(int64_t batches) const {
+    Position p = position_;
+    for (int64_t i = 0; i < batches * B_; i++, p = after(p)) stream_.prefetch(window(p) * T_, T_ + 1);
 }
 
 void Loader::seek(Position p) {

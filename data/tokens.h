@@ -11,23 +11,31 @@
 
 namespace coat {
 
-// Tokens of one, two or four bytes each, in memory or mapped from files. Copies and parts share the memory.
+class InputFile;  // file.h
+
+// Tokens of one, two or four bytes each, in memory or in files. Copies and parts share the memory or the open file.
 class TokenStream {
 public:
     TokenStream() = default;
     TokenStream(std::shared_ptr<const void> memory, int width, int64_t count);
+    TokenStream(std::shared_ptr<const InputFile> file, int64_t at, int width, int64_t count);  // from byte `at` on
     int64_t size() const { return count_; }
     int32_t operator[](int64_t i) const;
+    void read(int64_t first, int64_t count, int32_t* tokens) const;  // Error if the file has become shorter
+    void prefetch(int64_t first, int64_t count) const;               // a hint that these tokens are read soon
     TokenStream part(int64_t first, int64_t count) const;
     void append(const TokenStream& other);  // data sets come in many files
     int64_t largest() const;                // of all tokens, read as unsigned; -1 if there are none
 
 private:
     struct Segment {
-        std::shared_ptr<const void> memory;
+        std::shared_ptr<const void> memory;     // either this
+        std::shared_ptr<const InputFile> file;  // or this
+        int64_t at;                             // byte of the first token
         int width;
-        int64_t first, count;  // the tokens [first, first + count) of the stream
+        int64_t first, count;                   // the tokens [first, first + count) of the stream
     };
+    const Segment* segment(int64_t i) const;
     std::vector<Segment> segments_;
     int64_t count_ = 0;
 };
@@ -68,11 +76,14 @@ public:
     };
     Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle);  // Error if fewer tokens than one batch
     void next(int32_t* tokens, int32_t* targets);  // (B, T) each
+    void prefetch(int64_t batches) const;          // a hint that so many batches are asked for soon
     int64_t windows() const { return windows_; }
     Position position() const { return position_; }
     void seek(Position p);  // Error if these data have no such window
 
 private:
+    int64_t window(Position p) const;   // which one comes at this position
+    Position after(Position p) const;
     TokenStream stream_;
     int64_t B_, T_, windows_;
     uint64_t seed_;

@@ -162,7 +162,9 @@ const Param& param(const std::vector<Param>& table, const std::string& name) {
     return *std::find_if(table.begin(), table.end(), [&](const Param& p) { return p.name == name; });
 }
 
-LoopState some_state(int64_t step) { return {step, step - 1, {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}"}; }
+LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef", double validation = std::numeric_limits<double>::quiet_NaN()) {
+    return {step, step - 1, {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}", run, validation};
+}
 
 }  // namespace
 
@@ -341,6 +343,7 @@ TEST_CASE("data: a checkpoint gives back every bit") {
                 CHECK(state.first_validation == expected.first_validation);
                 CHECK(state.growth == expected.growth);
                 CHECK(state.settings == expected.settings);
+                CHECK(state.run == expected.run);
 
                 const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
                 CHECK(std::string(config.arch.name) == arch.name);
