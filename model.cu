@@ -615,7 +615,7 @@ private:
     // used where it lies.
     Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
         if (x.rule == Rule::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
-        const Operand out = operand_at(gemm_rows(x.rows), x.cols, q, codes, transposed, scale);
+        const Operand out = operand_at(q.fp8() ? gemm_rows(x.rows) : x.rows, x.cols, q, codes, transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
