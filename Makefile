@@ -21,7 +21,7 @@ endif
 CXXFLAGS := -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
 SOURCES := plan.cpp reference.cpp $(sort $(wildcard data/*.cpp))
-TESTS   := $(sort $(wildcard test/*.cpp))
+TESTS   := $(sort $(wildcard test/*.cpp test/robustness/*.cpp))
 LINK    := $(CXX) -fopenmp $(OPT)
 
 # The corpus that needs no network: headers of the C++ library and of the compiler (and of CUDA), in this order.

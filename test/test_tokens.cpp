@@ -1,56 +1,26 @@
-// test_tokens.cpp - what the model is fed: which bytes are trained on and which held out, llm.c's token files and their tables
-// taken apart and lied about, and an order of the windows that is a permutation and resumes exactly.
+// test_tokens.cpp - data/tokens.cpp: corpora, the split into training and validation, token files, vocabularies, and
+// the order of the batches.
 #include <doctest/doctest.h>
-
-#include <stdlib.h>
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <numeric>
-#include <set>
 
 #include "../coat.h"
 #include "../data/tokens.h"
 #include "random.h"
+#include "token_files.h"
 
 using namespace coat;
-using coat::test::count;
-using coat::test::Random;
+using namespace coat::test::token_files;
 
 namespace {
-
-namespace fs = std::filesystem;
-
-struct Folder {  // removed when the test ends
-    fs::path path;
-    Folder() {
-        std::string name = (fs::temp_directory_path() / "coat-tokens-XXXXXX").string();
-        REQUIRE(mkdtemp(name.data()));
-        path = name;
-    }
-    ~Folder() {
-        std::error_code ignored;
-        fs::remove_all(path, ignored);
-    }
-    std::string write(const std::string& name, const std::string& content) const {
-        fs::create_directories((path / name).parent_path());
-        std::ofstream(path / name, std::ios::binary) << content;
-        return (path / name).string();
-    }
-};
 
 std::string text_of(const TokenStream& stream) {
     std::string text;
     for (int64_t i = 0; i < stream.size(); i++) text += static_cast<char>(stream[i]);
     return text;
-}
-
-std::vector<int32_t> tokens_of(const TokenStream& stream) {
-    std::vector<int32_t> tokens;
-    for (int64_t i = 0; i < stream.size(); i++) tokens.push_back(stream[i]);
-    return tokens;
 }
 
 template <class Token>
@@ -63,37 +33,6 @@ TokenStream counting(int64_t n) {
     std::vector<uint32_t> tokens(static_cast<size_t>(n));
     std::iota(tokens.begin(), tokens.end(), 0u);
     return stream_of(tokens);
-}
-
-template <class Token>
-std::string token_file(const std::vector<Token>& tokens, int32_t version = 1) {
-    int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, version, static_cast<int32_t>(tokens.size())};
-    std::string file(reinterpret_cast<const char*>(header), sizeof header);
-    return file.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token));
-}
-
-void put(std::string* file, size_t index, int32_t value) { file->replace(index * 4, 4, reinterpret_cast<const char*>(&value), 4); }
-
-std::string table(const std::string& pieces, const std::string& size) {
-    return R"({"format": "coat vocabulary", "version": 1, "size": )" + size + R"(, "pieces": )" + pieces + "}";
-}
-
-// The action is refused with one sentence that names the culprit and ends as a sentence does.
-template <class Action>
-void check_refused(const Action& action, const std::string& names) {
-    std::string said;
-    try {
-        action();
-    } catch (const Error& error) {
-        said = error.what();
-    }
-    CHECK_MESSAGE(said.find(names) != std::string::npos, "said \"" << said << "\", which does not name " << names);
-    CHECK_MESSAGE((!said.empty() && said.back() == '.' && said.find('\n') == std::string::npos), said);
-}
-
-void check_data_refused(const std::string& data, const std::string& names) {
-    INFO("--data ", data);
-    check_refused([&] { load_corpus(data); }, names);
 }
 
 std::vector<int32_t> windows_of_epoch(Loader& loader) {  // with B = T = 1, of counting(): the windows in their order
@@ -116,7 +55,7 @@ bool is_permutation_of_all(std::vector<int32_t> order) {
 
 }  // namespace
 
-TEST_CASE("tokens: streams of several widths, joined and cut, are the tokens in their order") {
+TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens in order") {
     FRESH_RANDOM(rng);
     for (int round = 0; round < 50; round++) {
         TokenStream stream;
@@ -138,7 +77,7 @@ TEST_CASE("tokens: streams of several widths, joined and cut, are the tokens in 
     }
 }
 
-TEST_CASE("tokens: without --data the corpus is the compiler's headers, the same each time") {
+TEST_CASE("load_corpus: without --data it is the compiler's headers, the same each time") {
     const Corpus corpus = load_corpus("");
     CHECK(corpus.train.size() > 1000000);
     CHECK(corpus.train.size() + corpus.validation.size() <= 32 << 20);
@@ -153,7 +92,7 @@ TEST_CASE("tokens: without --data the corpus is the compiler's headers, the same
     CHECK(text_of(load_corpus("").validation) == text_of(corpus.validation));
 }
 
-TEST_CASE("tokens: of a few text files the last tenth is held out") {
+TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
     Folder folder;
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n";
     for (const std::string& data : {folder.write("a.txt", a), folder.write("a.txt", a) + "," + folder.write("b", b)}) {
@@ -165,7 +104,7 @@ TEST_CASE("tokens: of a few text files the last tenth is held out") {
     }
 }
 
-TEST_CASE("tokens: of a folder's text files, in the order of their bytes, every 20th is held out and none is read twice") {
+TEST_CASE("load_corpus: of a folder's text files, sorted by bytes, every 20th is for validation and none is read twice") {
     Folder folder;
     std::map<std::string, std::string> files;  // by name: std::map is in the order of bytes, as the corpus must be in any locale
     for (int i = 0; i < 61; i++) {
@@ -199,7 +138,7 @@ TEST_CASE("tokens: of a folder's text files, in the order of their bytes, every 
     CHECK(text_of(load_corpus((folder.path / "in/").string()).train) == trained);
 }
 
-TEST_CASE("tokens: llm.c's token files of both widths give their tokens back") {
+TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
     Folder folder;
     FRESH_RANDOM(rng);
     std::vector<uint16_t> narrow(1003);
@@ -228,64 +167,7 @@ TEST_CASE("tokens: llm.c's token files of both widths give their tokens back") {
     CHECK(one.train.size() + one.validation.size() == 1003);
 }
 
-TEST_CASE("tokens: data that are missing, empty, truncated, of a wrong magic or not what they say are refused by name") {
-    Folder folder;
-    const std::string good = token_file(std::vector<uint16_t>(100, 7));
-    check_data_refused((folder.path / "missing").string(), "missing");
-    check_data_refused(std::string(5000, 'x'), "xxx");
-    check_data_refused(",", "--data");
-    check_data_refused("/dev/null", "/dev/null");
-    check_data_refused(folder.write("empty", ""), "empty");
-    check_data_refused(folder.write("empty.bin", ""), "empty.bin");
-    check_data_refused(folder.write("zeros", std::string("text\0text", 9)), "zeros");
-    folder.write("hollow/binary", std::string(10, '\0'));
-    check_data_refused((folder.path / "hollow").string(), "hollow");
-    check_data_refused(folder.write("text", "text") + "," + folder.write("good.bin", good), "good.bin");
-    for (size_t size = 1; size < good.size(); size += 13) check_data_refused(folder.write("cut.bin", good.substr(0, size)), "cut.bin");
-    check_data_refused(folder.write("long.bin", good + "x"), "long.bin");
-    struct Lie {
-        size_t place;
-        int32_t value;
-    };
-    const Lie lies[] = {{0, 20240521}, {0, 0},  {0, 20240801}, {1, 0},   {1, 2},         {1, 7},
-                        {2, 0},        {2, -1}, {2, 99},       {2, 101}, {2, INT32_MAX}, {2, INT32_MIN}};
-    for (const Lie& lie : lies) {
-        CAPTURE(lie.place);
-        CAPTURE(lie.value);
-        std::string file = good;
-        put(&file, lie.place, lie.value);
-        check_data_refused(folder.write("lie.bin", file), "lie.bin");
-    }
-    check_data_refused(folder.write("negative.bin", token_file(std::vector<uint32_t>{1, 0x80000000u, 2})), "negative.bin");
-}
-
-TEST_CASE("tokens: whatever bytes are changed or cut in a token file and its table, it is read or refused") {
-    Folder folder;
-    FRESH_RANDOM(rng);
-    const std::string tokens = token_file(std::vector<uint16_t>{0, 1, 2, 3, 1, 2, 0, 3, 1, 1, 0, 2});
-    const std::string pieces = table(R"(["a", "\u00e9", "\n", ""])", "4");
-    int64_t read = 0;
-    for (int64_t round = count(3000, 600); round > 0; round--) {
-        std::string changed[] = {tokens, pieces};
-        std::string& file = changed[rng.below(2)];
-        const auto reach = rng.below(2) ? 12 : static_cast<int64_t>(file.size());  // half of the time where the meaning is
-        for (int64_t changes = rng.below(3); changes >= 0; changes--)
-            file[static_cast<size_t>(rng.below(reach))] ^= static_cast<char>(1 << rng.below(8));
-        if (rng.below(4) == 0) file.resize(static_cast<size_t>(rng.below(static_cast<int64_t>(file.size()))));
-        folder.write("vocabulary.json", changed[1]);
-        const std::string path = folder.write("fuzz.bin", changed[0]);
-        try {
-            const Corpus corpus = load_corpus(path);
-            read++;
-            for (int32_t t : tokens_of(corpus.train)) CHECK((t >= 0 && t < corpus.tokens_in_use));
-            corpus.vocabulary.decode(tokens_of(corpus.validation));
-        } catch (const Error&) {  // anything else fails the test
-        }
-    }
-    CHECK(read > 0);  // a change of an unused header word or of one token by another is no damage
-}
-
-TEST_CASE("tokens: bytes are their own vocabulary") {
+TEST_CASE("vocabulary: bytes need no table") {
     std::string all;
     std::vector<int32_t> tokens;
     for (int byte = 0; byte < 256; byte++) all += static_cast<char>(byte), tokens.push_back(byte);
@@ -295,7 +177,7 @@ TEST_CASE("tokens: bytes are their own vocabulary") {
     CHECK(Vocabulary::bytes().encode("").empty());
 }
 
-TEST_CASE("tokens: a vocabulary's table carries the bytes of every piece") {
+TEST_CASE("vocabulary: the table has the bytes of every piece") {
     Folder folder;
     const std::string pieces = R"(["a", "ab", "b", "", "\u0000", "\u00c3\u00a9", "\u00ff\"\\", "abc", "b"])";
     const Vocabulary v = Vocabulary::read(folder.write("vocabulary.json", table(pieces, "9")));
@@ -312,33 +194,7 @@ TEST_CASE("tokens: a vocabulary's table carries the bytes of every piece") {
     check_data_refused(path, "8");  // a token that the table has not
 }
 
-TEST_CASE("tokens: a damaged table is refused by name") {
-    Folder folder;
-    const std::string whole = table(R"(["a", "b"])", "2");
-    for (size_t size = 0; size < whole.size(); size++)
-        check_refused([&] { Vocabulary::read(folder.write("t.json", whole.substr(0, size))); }, "t.json");
-    const std::vector<std::string> damaged = {
-        table(R"(["a", "b"])", "3"),
-        table(R"(["a", 1])", "2"),
-        table("[]", "0"),
-        table("{}", "0"),
-        table(R"(["\u0100"])", "1"),
-        table(R"(["\u20ac"])", "1"),
-        table(R"(["a"])", R"("1")"),
-        "[]",
-        "null",
-        "{}",
-        R"({"format": "coat vocabulary", "version": 2, "size": 1, "pieces": ["a"]})",
-        R"({"format": 1, "version": 1, "size": 1, "pieces": ["a"]})",
-        std::string(100000, '['),
-    };
-    for (const std::string& bad : damaged) {
-        INFO(bad.substr(0, 100));
-        check_refused([&] { Vocabulary::read(folder.write("t.json", bad)); }, "t.json");
-    }
-}
-
-TEST_CASE("tokens: each epoch hands out every window once, in another order for each epoch and seed") {
+TEST_CASE("Loader: each epoch gives every window once, in another order for each epoch and seed") {
     FRESH_RANDOM(rng);
     std::vector<int64_t> sizes(70);
     std::iota(sizes.begin(), sizes.end(), 1);
@@ -358,7 +214,7 @@ TEST_CASE("tokens: each epoch hands out every window once, in another order for 
     CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_CASE("tokens: every window is as likely as another to come at any place") {
+TEST_CASE("Loader: every window is equally likely at every position") {
     FRESH_RANDOM(rng);
     constexpr int64_t N = 7, EPOCHS = 7000;  // each window at each place: mean 1000, standard deviation 29.3
     Loader loader(counting(N + 1), 1, 1, rng.bits(), true);
@@ -371,7 +227,7 @@ TEST_CASE("tokens: every window is as likely as another to come at any place") {
         for (int64_t times : place) CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // beyond 6 sigma in one of 10^7 runs
 }
 
-TEST_CASE("tokens: batches span epochs, their windows overlap by one token, and a position resumes exactly") {
+TEST_CASE("Loader: batches span epochs, windows overlap by one token, and a position resumes exactly") {
     FRESH_RANDOM(rng);
     constexpr int64_t B = 3, T = 4, WINDOWS = 7;
     const TokenStream stream = counting(WINDOWS * T + 3);  // two tokens too few for another window
@@ -408,7 +264,7 @@ TEST_CASE("tokens: batches span epochs, their windows overlap by one token, and 
     }
 }
 
-TEST_CASE("tokens: fewer tokens than one batch, and a position that the data have not, are refused") {
+TEST_CASE("Loader: fewer tokens than one batch, and a position beyond the data, are rejected") {
     CHECK_NOTHROW(Loader(counting(4 * 8 + 1), 4, 8, 1, true));
     for (int64_t n : {0, 1, 2, 8, 9, 32}) check_refused([&] { Loader(counting(n), 4, 8, 1, true); }, "--batch");
     check_refused([] { Loader(TokenStream(), 1, 1, 1, true); }, "--batch");

@@ -1,7 +1,7 @@
-// test_quantize.cpp - properties of the quantizers: every format, granularity, kind of data and tail.
+// test_reference_quantize.cpp - quantize and dequantize in reference.cpp: every format, granularity, kind of data and tail.
 //
-// Bounds come from the formats. A value is code * s with code = encode(x * (1 / s)); 1 / s and the product round by 2^-24
-// each, a normal code by 2^-(mantissa+1) relative, a subnormal one by half of FMIN, the last product by 2^-24.
+// Error bounds come from the formats. A value is code * s with code = encode(x * (1 / s)). 1 / s and the product round by
+// 2^-24 each, a normal code by 2^-(mantissa+1) relative, a subnormal code by half of FMIN, the last product by 2^-24.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -61,7 +61,7 @@ double error_bound(Format f, double x, double s) {
 
 }  // namespace
 
-TEST_CASE("quantize: a scale is amax / FMAX, rounded up where it is stored in BF16") {
+TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants())
         for (int64_t i = 0; i < count(20000, 1000); i++) {
@@ -75,7 +75,7 @@ TEST_CASE("quantize: a scale is amax / FMAX, rounded up where it is stored in BF
         }
 }
 
-TEST_CASE("quantize: an amax of zero gives a scale of 1, one that is not finite 1 for a tensor and NaN for a block") {
+TEST_CASE("scale_of: amax 0 gives scale 1; an amax that is not finite gives 1 for a tensor and NaN for a block") {
     for (const Quant& q : fp8_quants()) {
         CHECK(scale_of(q, 0.0f) == 1.0f);
         for (float a : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
@@ -85,7 +85,7 @@ TEST_CASE("quantize: an amax of zero gives a scale of 1, one that is not finite 
     }
 }
 
-TEST_CASE("quantize: group scaling gives the amax of one stage, for any count") {
+TEST_CASE("amax: group scaling gives the amax of a single pass, for any size") {
     FRESH_RANDOM(rng);
     for (const Distribution& d : distributions())
         for (int64_t n : {0, 1, 2, 15, 16, 17, 31, 100, 4097, 16385, 100001}) {
@@ -105,7 +105,7 @@ TEST_CASE("quantize: group scaling gives the amax of one stage, for any count") 
         }
 }
 
-TEST_CASE("quantize: sizes of codes and scales, with a scale of its own for every tail") {
+TEST_CASE("quantize: sizes of codes and scales; a tail has its own scale") {
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
         const Quantized z = quantize(x.data(), rows, cols, q);
@@ -117,7 +117,7 @@ TEST_CASE("quantize: sizes of codes and scales, with a scale of its own for ever
     });
 }
 
-TEST_CASE("quantize: scale, code and value of every element follow the rule, on every kind of data and tail") {
+TEST_CASE("quantize: scale, code and value of every element are correct, for every kind of data and tail") {
     FRESH_RANDOM(rng);
     const NearestCode oracles[] = {NearestCode(Format::E4M3), NearestCode(Format::E5M2)};
     for_every_quant(rng, [&](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
@@ -139,7 +139,7 @@ TEST_CASE("quantize: scale, code and value of every element follow the rule, on 
     });
 }
 
-TEST_CASE("quantize: statistics count what happened, and add up") {
+TEST_CASE("quantize: statistics count saturated and flushed elements, and add up") {
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
         QuantStats stats;
@@ -161,7 +161,7 @@ TEST_CASE("quantize: statistics count what happened, and add up") {
     });
 }
 
-TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted or makes its block NaN, and neighbours outside the block do not change") {
+TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants()) {
         INFO(q.text());
@@ -184,7 +184,7 @@ TEST_CASE("quantize: NaN stays NaN, infinity saturates and is counted or makes i
     }
 }
 
-TEST_CASE("quantize: the opposite sign gives the opposite code, a power of two the same code") {
+TEST_CASE("quantize: -x gives the opposite codes, and x times a power of two the same codes") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants()) {
         std::vector<float> x = rng.normals<float>(9 * 50), opposite(x), larger(x);
@@ -197,7 +197,7 @@ TEST_CASE("quantize: the opposite sign gives the opposite code, a power of two t
     }
 }
 
-TEST_CASE("quantize: what has been quantized once does not change again") {
+TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // The largest code of a block is FMAX where the scale is FP32, so the second scale is the first one up to rounding.
     // A scale rounded up to BF16 leaves the largest code below FMAX, and a second pass may take another scale.
     FRESH_RANDOM(rng);
@@ -213,7 +213,7 @@ TEST_CASE("quantize: what has been quantized once does not change again") {
     });
 }
 
-TEST_CASE("quantize: FP32 and BF16 hold values themselves and have no scales") {
+TEST_CASE("quantize: FP32 and BF16 store the values themselves and have no scales") {
     FRESH_RANDOM(rng);
     for (const Distribution& d : distributions())
         for (const Quant& q : {Q_F32, Q_BF16}) {
@@ -226,7 +226,7 @@ TEST_CASE("quantize: FP32 and BF16 hold values themselves and have no scales") {
         }
 }
 
-TEST_CASE("quantize: smaller blocks keep outliers from drowning the rest (paper section 5)") {
+TEST_CASE("quantize: smaller blocks limit the error that outliers cause (paper section 5)") {
     FRESH_RANDOM(rng);
     std::vector<float> x = rng.normals<float>(64 * 256);
     for (int i = 0; i < 8; i++) x[size_t(rng.below(int64_t(x.size())))] = 3e4f;
@@ -269,7 +269,7 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
 
 }  // namespace
 
-TEST_CASE("quantize: an operand's scales lie along what its product contracts, with a scale of its own for every tail") {
+TEST_CASE("operand: scales are taken along the reduction dimension; a tail has its own scale") {
     FRESH_RANDOM(rng);
     for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, Granularity{1, 128}, Granularity{128, 128}})
         for (Format f : {Format::E4M3, Format::E5M2})
@@ -286,7 +286,7 @@ TEST_CASE("quantize: an operand's scales lie along what its product contracts, w
             }
 }
 
-TEST_CASE("quantize: a given scale is taken as it is, and what lies beyond it saturates and is counted") {
+TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2}) {
         const float scale = 0.25f, edge = info(f).max * scale;

@@ -1,5 +1,5 @@
-// test_faults.cpp - what goes wrong around a run: readers of its output that leave, signals at bad moments, files that change, folders
-// that hold other things, a machine that refuses. A run ends with what it has learned on the disk, and no run's checkpoint is lost.
+// test_faults.cpp - faults around a run: readers of its output that leave, signals, files that change, locks. No
+// run's checkpoint is lost.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -11,17 +11,18 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 
-#include "../data/checkpoint.h"
-#include "../plan.h"
-#include "../reference.h"
-#include "program.h"
+#include "../../data/checkpoint.h"
+#include "../../plan.h"
+#include "../../reference.h"
+#include "../program.h"
 
 using namespace coat;
 using namespace coat::test;
-namespace fs = std::filesystem;
-using Names = std::set<std::string>;
 
 namespace {
+
+namespace fs = std::filesystem;
+using Names = std::set<std::string>;
 
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
@@ -59,17 +60,14 @@ void write_tokens(const Folder& folder, const std::string& name) {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Readers that leave
-
-TEST_CASE("faults: a run goes on when nobody reads its output any more") {
+TEST_CASE("train: a run continues when the reader of its output ends") {
     Folder folder;
     shell(folder, "'" + program() + "'" + TINY + "--steps 24 --out out | head -n 1");
     REQUIRE(fs::exists(folder.path / "out"));
     CHECK(names_in(folder.path / "out") == Names{"step-000024"});
 }
 
-TEST_CASE("faults: a run goes on without its log when the log's reader leaves") {
+TEST_CASE("train: a run continues without its log when the log's reader ends") {
     Folder folder;
     const Ended ended = shell(folder, "mkfifo pipe; head -n 2 pipe > /dev/null & sleep 0.2; '" + program() + "'" + TINY +
                                           "--steps 24 --out out --log pipe > /dev/null");
@@ -78,16 +76,13 @@ TEST_CASE("faults: a run goes on without its log when the log's reader leaves") 
     CHECK(names_in(folder.path / "out") == Names{"step-000024"});
 }
 
-TEST_CASE("faults: a log that is a pipe without a reader is refused, not waited for") {
+TEST_CASE("train: a --log pipe without a reader is rejected without waiting") {
     Folder folder;
     check_one_sentence(shell(folder, "mkfifo pipe; timeout -s KILL 20 '" + program() + "'" + TINY + "--steps 2 --out '' --log pipe > /dev/null"),
                        "--log pipe");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Signals
-
-TEST_CASE("faults: an evaluation ends at the first signal") {
+TEST_CASE("train: a signal ends an evaluation") {
     Folder folder;
     const Ended ended = shell(folder, "'" + program() + "' --device cpu --data text --steps 0 --batch 16 --seq 256 > told & pid=$!\n"
                                       "until grep -q 'saved activations' told; do sleep 0.02; done; sleep 0.3; kill -TERM $pid; wait $pid");
@@ -95,7 +90,7 @@ TEST_CASE("faults: an evaluation ends at the first signal") {
     CHECK(!contains(read_file(folder.path / "told"), "validation | step 0 | loss"));
 }
 
-TEST_CASE("faults: a run that is interrupted while its steps are skipped leaves the last good checkpoint") {
+TEST_CASE("train: a run that is interrupted while steps are skipped keeps the last good checkpoint") {
     Folder folder;
     const std::string wild = "--lr 10 --weight-decay 10 --schedule constant --warmup 0 --steps 100 --eval-every 0 --save-every 2 --out wild";
     const Ended ended = acting(folder, TINY + wild, "skipped: not finite", "kill -INT $pid");
@@ -109,7 +104,7 @@ TEST_CASE("faults: a run that is interrupted while its steps are skipped leaves 
     CHECK(read_loop_state(find_checkpoint((folder.path / "wild").string())).step == step);
 }
 
-TEST_CASE("faults: an interrupted run without an older checkpoint saves, although its last step was skipped") {
+TEST_CASE("train: an interrupted run without an older checkpoint saves one, even if its last step was skipped") {
     Folder folder;
     const std::string wild = "--lr 10 --weight-decay 10 --schedule constant --warmup 0 --steps 100 --eval-every 0 --out wild";
     const Ended ended = acting(folder, TINY + wild, "skipped: not finite", "kill -INT $pid");
@@ -117,10 +112,7 @@ TEST_CASE("faults: an interrupted run without an older checkpoint saves, althoug
     CHECK(names_in(folder.path / "wild").size() == 1);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Which checkpoints stay
-
-TEST_CASE("faults: of a run that gets worse the best validated checkpoint stays beside the last") {
+TEST_CASE("train: the checkpoint with the best validation loss is kept beside the last") {
     Folder folder;
     const Ended ended = tiny(folder, "--lr 2 --schedule constant --warmup 30 --steps 30 --save-every 5 --eval-every 0 --out out --log log");
     require_success(ended);
@@ -137,7 +129,7 @@ TEST_CASE("faults: of a run that gets worse the best validated checkpoint stays 
     CHECK(read_loop_state((folder.path / "out" / name).string()).validation == best.first);
 }
 
-TEST_CASE("faults: a run keeps its name when it goes on, and removes no other run's checkpoints") {
+TEST_CASE("train: a resumed run keeps its name and removes no checkpoint of another run") {
     Folder folder;
     require_success(tiny(folder, "--schedule constant --steps 2 --out a"));
     require_success(tiny(folder, "--schedule constant --steps 3 --out b"));
@@ -157,7 +149,7 @@ TEST_CASE("faults: a run keeps its name when it goes on, and removes no other ru
     CHECK(weights_and_state(folder.path / "kept/step-000003.other") == other);
 }
 
-TEST_CASE("faults: a folder is taken before its checkpoints or the data are read, and a refused run leaves none behind") {
+TEST_CASE("train: a folder is locked before checkpoints or data are read, and a rejected run leaves no folder") {
     Folder folder;
     fs::create_directory(folder.path / "taken");
     const int taken = ::open((folder.path / "taken").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -170,7 +162,7 @@ TEST_CASE("faults: a folder is taken before its checkpoints or the data are read
     CHECK(!fs::exists(folder.path / "new"));
 }
 
-TEST_CASE("faults: a step that cannot be read is passed over in a sentence, and hides nothing") {
+TEST_CASE("train: a checkpoint that cannot be read is skipped with one sentence, and older ones are still found") {
     Folder folder;
     require_success(tiny(folder, "--schedule constant --steps 3 --out good"));
     const auto make = [&](const std::string& what) {
@@ -200,10 +192,7 @@ TEST_CASE("faults: a step that cannot be read is passed over in a sentence, and 
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Files and the machine
-
-TEST_CASE("faults: when the data become shorter the run saves and says so, and goes on once they are whole") {
+TEST_CASE("train: when the data become shorter the run saves and says so, and resumes once they are complete") {
     Folder folder;
     write_tokens(folder, "text.bin");
     const std::string flags = "--device cpu --data text.bin --batch 2 --seq 16 --sample-every 0 --eval-every 0 ";
@@ -222,7 +211,7 @@ TEST_CASE("faults: when the data become shorter the run saves and says so, and g
         CHECK((read_file(folder.path / "out" / name / file) == read_file(folder.path / "never-stopped" / name / file)));
 }
 
-TEST_CASE("faults: a run needs no thread but its own") {
+TEST_CASE("train: a run works where no other thread can be started") {
     Folder folder;
     const bool root = geteuid() == 0;  // whom no limit holds
     const std::string path = program();
@@ -254,7 +243,7 @@ TEST_CASE("faults: a run needs no thread but its own") {
     CHECK(fs::exists(folder.path / "out/step-000006"));
 }
 
-TEST_CASE("faults: a disk that holds fewer checkpoints than must lie there at one time is refused before training") {
+TEST_CASE("train: a disk that is too small for the checkpoints kept at one time is rejected before training") {
     Folder folder;
     require_success(tiny(folder, "--steps 1 --out one"));
     int64_t bytes = 0;
@@ -274,11 +263,10 @@ TEST_CASE("faults: a disk that holds fewer checkpoints than must lie there at on
                        "disk/out has ");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A skipped step
+namespace {
 
 // Of layer 0 one channel of the feed-forward block overflows where the token is '~', and is zero elsewhere.
-static void write_fragile(Model& model) {
+void write_fragile(Model& model) {
     const ModelConfig& c = model.setup().config;
     for (const Param& p : parameters(c)) {
         std::vector<uint16_t> w(static_cast<size_t>(p.size()));
@@ -296,7 +284,9 @@ static void write_fragile(Model& model) {
     }
 }
 
-TEST_CASE("faults: the bias correction counts updates, not steps") {
+}  // namespace
+
+TEST_CASE("train: bias correction counts updates, not steps") {
     Setup setup{find_row(models(), "llama-tiny", ""), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2, 16};
     setup.config.V = 256, setup.config.tied = false;
     const std::unique_ptr<Model> model = make_reference(setup);

@@ -1,5 +1,6 @@
-// Attention on the GPU against the CPU reference. A tolerance is computed for every element from what the kernels round:
-// p and ds to BF16 before they enter a tensor core, the result to BF16, and sums in FP32; see Bounds.
+// test_attention.cu - attention_forward and attention_backward on CUDA cores, on tensor cores and on Hopper, against the
+// CPU reference. A tolerance is computed for every element from what the kernels round: p and ds to BF16 before
+// they enter a tensor core, the result to BF16, and sums in FP32. See Bounds.
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -12,12 +13,12 @@ using namespace coat;
 
 namespace {
 
+using Buffer = test::Buffer<uint8_t>;
+
 bool hopper() {
     int major = 0;
     return test::gpu_available() && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
 }
-
-using Buffer = test::Buffer<uint8_t>;
 
 std::vector<uint8_t> pack(Format f, const std::vector<float>& x) {
     std::vector<uint8_t> bytes(x.size() * info(f).bytes);
@@ -201,20 +202,20 @@ void check_on_cuda_cores(void (*check_sizes)(Format, int64_t, AttentionKernel)) 
 
 }  // namespace
 
-GPU_TEST_CASE("short attention on CUDA cores, fp32 and bf16, many head sizes") { check_on_cuda_cores(check_short); }
-GPU_TEST_CASE("long attention on CUDA cores, fp32 and bf16, many head sizes") { check_on_cuda_cores(check_long); }
+GPU_TEST_CASE("attention_forward and attention_backward on CUDA cores: fp32 and bf16, many head sizes") { check_on_cuda_cores(check_short); }
+GPU_TEST_CASE("long attention_forward and attention_backward on CUDA cores: fp32 and bf16, many head sizes") { check_on_cuda_cores(check_long); }
 
-GPU_TEST_CASE("attention on tensor cores, head sizes 64 and 128") {
+GPU_TEST_CASE("attention_forward and attention_backward on tensor cores: head sizes 64 and 128") {
     for (auto check_sizes : {check_short, check_long})
         for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
 }
 
-TEST_CASE("gpu: attention on Hopper, head sizes 64 and 128" * doctest::skip(!hopper())) {
+TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head sizes 64 and 128" * doctest::skip(!hopper())) {
     for (auto check_sizes : {check_short, check_long})
         for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
 }
 
-GPU_TEST_CASE("attention refuses head sizes that it cannot do") {
+GPU_TEST_CASE("attention_forward: unsupported head sizes are rejected") {
     for (int64_t HS : {4, 264})
         CHECK_THROWS_AS(attention_forward({1, 16, 2, 2, HS, Format::BF16}, nullptr, nullptr, nullptr, nullptr), Error);
     auto refused = [](const AttentionShape& s, AttentionKernel kernel) {

@@ -1,6 +1,5 @@
-// test_formats.cpp - the encoders and decoders of the reference against the definition of the formats (oracle.h).
-//
-// Both are exact functions, so every check is an equality.
+// test_reference_formats.cpp - encoding and decoding of FP8, FP16 and BF16 in reference.cpp, against the definition of
+// the formats (oracle.h). Both are exact functions, so every check is an equality.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -93,7 +92,7 @@ bool splits_exactly(uint32_t bits) {
 
 }  // namespace
 
-TEST_CASE("formats: all 256 codes decode to their definition") {
+TEST_CASE("decode: all 256 FP8 codes match the definition") {
     for (Format f : FP8)
         for (int code = 0; code < 256; code++) {
             INFO(std::string(info(f).name), " code ", code);
@@ -105,7 +104,7 @@ TEST_CASE("formats: all 256 codes decode to their definition") {
         }
 }
 
-TEST_CASE("formats: all 65536 codes of FP16 decode to their definition, and the finite ones encode to themselves") {
+TEST_CASE("from_f16: all 65536 codes match the definition, and to_f16 returns the finite ones") {
     int64_t failures = 0;
     for (int code = 0; code < 65536; code++) {
         const double wanted = fp16_value(code);
@@ -116,7 +115,7 @@ TEST_CASE("formats: all 65536 codes of FP16 decode to their definition, and the 
     CHECK(failures == 0);
 }
 
-TEST_CASE("formats: FP16 rounds to nearest even down to its subnormal numbers, saturates, keeps NaN") {
+TEST_CASE("to_f16: rounds to nearest even, also subnormals; saturates; NaN stays NaN") {
     FRESH_RANDOM(rng);
     const float inf = std::numeric_limits<float>::infinity();
     for (float x : {inf, std::numeric_limits<float>::max(), 65520.0f, 65536.0f, std::nextafter(65504.0f, inf)}) {
@@ -142,7 +141,7 @@ TEST_CASE("formats: FP16 rounds to nearest even down to its subnormal numbers, s
     });
 }
 
-TEST_CASE("formats: the table's constants are those of the definition") {
+TEST_CASE("formats table: its constants match the definition") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
         CHECK(double(info(f).max) == oracle.values().back());
@@ -158,13 +157,13 @@ TEST_CASE("formats: the table's constants are those of the definition") {
     CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
 }
 
-TEST_CASE("formats: every finite code survives decode and encode") {
+TEST_CASE("encode: returns every finite code that decode was given") {
     for (Format f : FP8)
         for (int code = 0; code < 256; code++)
             if (std::isfinite(fp8_value(f, code))) CHECK(encode(f, decode(f, uint8_t(code))) == code);
 }
 
-TEST_CASE("formats: infinities and what is too large saturate, NaN stays NaN") {
+TEST_CASE("encode: infinity and large values saturate; NaN stays NaN") {
     const float inf = std::numeric_limits<float>::infinity(), largest = std::numeric_limits<float>::max();
     for (Format f : FP8) {
         for (float x : {inf, largest, std::nextafter(info(f).max, inf), 2 * info(f).max}) {
@@ -175,7 +174,7 @@ TEST_CASE("formats: infinities and what is too large saturate, NaN stays NaN") {
     }
 }
 
-TEST_CASE("formats: every tie between two codes goes to the even one, its neighbours to the nearest") {
+TEST_CASE("encode: a tie rounds to the even code, its neighbours to the nearest") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
         const std::vector<double>& v = oracle.values();
@@ -191,7 +190,7 @@ TEST_CASE("formats: every tie between two codes goes to the even one, its neighb
     }
 }
 
-TEST_CASE("formats: every BF16 value encodes to the nearest code") {
+TEST_CASE("encode: every BF16 value gives the nearest code") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
         int failures = 0;
@@ -200,7 +199,7 @@ TEST_CASE("formats: every BF16 value encodes to the nearest code") {
     }
 }
 
-TEST_CASE("formats: tens of millions of FP32 values encode to the nearest code") {
+TEST_CASE("encode: tens of millions of FP32 values give the nearest code") {
     FRESH_RANDOM(rng);
     for (Format f : FP8) {
         const NearestCode oracle(f);
@@ -213,7 +212,7 @@ TEST_CASE("formats: tens of millions of FP32 values encode to the nearest code")
     }
 }
 
-TEST_CASE("formats: BF16 rounds to nearest even, overflows to infinity, keeps NaN") {
+TEST_CASE("to_bf16: rounds to nearest even; overflows to infinity; NaN stays NaN") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000), rounds_to_bf16);
     CHECK(std::isinf(from_bf16(to_bf16(std::numeric_limits<float>::max()))));
@@ -225,7 +224,7 @@ TEST_CASE("formats: BF16 rounds to nearest even, overflows to infinity, keeps Na
         if (!std::isnan(from_bf16(to_bf16(float_of(nan))))) FAIL("NaN " << nan << " became a number");
 }
 
-TEST_CASE("formats: a scale rounds up to the smallest BF16 that is not below it") {
+TEST_CASE("to_bf16_up: gives the smallest BF16 value that is not below the scale") {
     FRESH_RANDOM(rng);
     const uint32_t infinity = 0x7F800000;
     over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000),
@@ -235,7 +234,7 @@ TEST_CASE("formats: a scale rounds up to the smallest BF16 that is not below it"
             if ((upper << 16 | lower) <= infinity && !rounds_up_to_bf16(upper << 16 | lower)) FAIL("bits " << (upper << 16 | lower));
 }
 
-TEST_CASE("formats: round_to is the identity for FP32 and BF16's rounding for BF16") {
+TEST_CASE("round_to: is the identity for FP32 and rounds to BF16") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), 1'000'000, [](uint32_t bits) {
         const float x = float_of(bits);
@@ -244,7 +243,7 @@ TEST_CASE("formats: round_to is the identity for FP32 and BF16's rounding for BF
     });
 }
 
-TEST_CASE("formats: a BF16 weight and its remainder are the exact FP32 master, for all lower halves") {
+TEST_CASE("split_master and join_master: weight and remainder give the exact FP32 master, for all lower halves") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000), splits_exactly);
     std::vector<uint32_t> uppers = {0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x8000, 0xBF80, 0xFF7F};
@@ -254,7 +253,7 @@ TEST_CASE("formats: a BF16 weight and its remainder are the exact FP32 master, f
             if (!splits_exactly(upper << 16 | lower)) FAIL("bits " << (upper << 16 | lower));
 }
 
-TEST_CASE("formats: the stored weight is the rounded master, except on ties") {
+TEST_CASE("split_master: the weight is the master rounded to BF16, except on ties") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), count(5'000'000, 500'000), [](uint32_t bits) {
         if (not_finite(bits) || (bits & 0xFFFF) == 0x8000) return true;
@@ -263,72 +262,4 @@ TEST_CASE("formats: the stored weight is the rounded master, except on ties") {
         split_master(float_of(bits), &weight, &remainder);
         return weight == to_bf16(float_of(bits));
     });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The tables, once more and by themselves: a changed row fails here, whatever else it changes.
-
-TEST_CASE("tables: each recipe is what its method is") {
-    auto row = [](const Recipe& r) {
-        std::string text = std::string(info(r.stream).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
-                           " | " + r.attention.text() + " | " + (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
-        for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer;
-    };
-    const std::vector<std::pair<std::string, std::string>> wanted = {
-        {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
-        {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
-        {"coat", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact | coat"},
-        {"te", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
-        {"colossal", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
-        {"rowwise", "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
-        {"deepseek", "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | fp32"},
-    };
-    REQUIRE(recipes().size() == wanted.size());
-    for (size_t i = 0; i < wanted.size(); i++) {
-        const Recipe& r = recipes()[i];
-        CHECK(r.name == wanted[i].first);
-        CHECK(row(r) == wanted[i].second);
-        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale == Format::F32);
-        CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
-        CHECK(r.history == 1024);
-        CHECK(r.margin == 0);
-    }
-}
-
-TEST_CASE("tables: each named model has the shape and the number of parameters that were published") {
-    struct Shape {
-        const char *name, *arch;
-        int64_t L, C, NH, NKV, F, V, max_T;
-        bool tied;
-        float norm_eps, rope_theta;
-        int64_t count;  // 0: not published
-    };
-    const std::vector<Shape> wanted = {
-        {"llama-tiny", "llama", 4, 128, 4, 2, 352, 0, 256, true, 1e-5f, 1e4f, 0},
-        {"gpt2-tiny", "gpt2", 4, 128, 4, 4, 512, 0, 256, true, 1e-5f, 1e4f, 0},
-        {"llama-30m", "llama", 8, 512, 8, 4, 1408, 0, 1024, true, 1e-5f, 1e4f, 0},
-        {"gpt2", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024, true, 1e-5f, 1e4f, 124439808},
-        {"gpt2-medium", "gpt2", 24, 1024, 16, 16, 4096, 50257, 1024, true, 1e-5f, 1e4f, 354823168},
-        {"gpt2-large", "gpt2", 36, 1280, 20, 20, 5120, 50257, 1024, true, 1e-5f, 1e4f, 774030080},
-        {"gpt2-xl", "gpt2", 48, 1600, 25, 25, 6400, 50257, 1024, true, 1e-5f, 1e4f, 1557611200},
-        {"tinyllama-1.1b", "llama", 22, 2048, 32, 4, 5632, 32000, 2048, false, 1e-5f, 1e4f, 1100048384},
-        {"llama-2-7b", "llama", 32, 4096, 32, 32, 11008, 32000, 4096, false, 1e-5f, 1e4f, 6738415616},
-        {"llama-2-13b", "llama", 40, 5120, 40, 40, 13824, 32000, 4096, false, 1e-5f, 1e4f, 13015864320},
-        {"llama-3-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 8192, false, 1e-5f, 5e5f, 8030261248},
-        {"llama-30b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048, false, 1e-5f, 1e4f, 32528943616},
-    };
-    REQUIRE(models().size() == wanted.size());
-    for (size_t i = 0; i < wanted.size(); i++) {
-        const ModelConfig& c = models()[i];
-        const Shape& s = wanted[i];
-        CAPTURE(s.name);
-        CHECK(c.name == s.name);
-        CHECK(std::string(c.arch.name) == s.arch);
-        CHECK(std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.tied, c.head_size} ==
-              std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, 0});
-        CHECK(c.norm_eps == s.norm_eps);
-        CHECK(c.rope_theta == s.rope_theta);
-        if (s.count) CHECK(parameter_count(c) == s.count);
-    }
 }

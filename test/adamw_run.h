@@ -1,0 +1,163 @@
+// adamw_run.h - one AdamW step on the GPU over parameters of several sizes, for the tests of adamw.
+#pragma once
+#include <cmath>
+#include <memory>
+
+#include "../coat.cuh"
+#include "device_tensors.h"
+#include "gpu.h"
+#include "random.h"
+
+namespace coat::test::adamw_run {
+
+using gpu::TensorScale;
+using namespace coat::test::device_tensors;
+
+// A parameter's share of the flat order with its state on the host.
+struct HostParam {
+    int64_t size, offset;
+    bool decays;
+    Format m_format, v_format;
+    reference::Moment m, v;
+    int64_t padded() const { return round_up(size, MOMENT_GROUP); }
+};
+
+struct DeviceMoment {
+    Buffer<uint8_t> codes;
+    Buffer<float> max, k;
+    Format format;
+    bool expand, whole;  // one scale a tensor: there is room for the next maximum
+    DeviceMoment(const reference::Moment& m, int64_t padded)
+        : codes(padded * info(m.format).bytes), max(static_cast<int64_t>(m.max.size()) * (m.granularity == PER_TENSOR ? 2 : 1)),
+          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand), whole(m.granularity == PER_TENSOR) {
+        codes.zero();
+        codes.write(m.codes);
+        max.write(m.max);
+        k.write(m.k);
+    }
+    gpu::MomentView view() const { return {codes.get(), max.get(), expand ? k.get() : nullptr, format}; }
+    Floats maxima() const {  // that decode what there is
+        Floats values = max.read();
+        if (whole && !values.empty()) values.resize(1);
+        return values;
+    }
+    int64_t group(int64_t n) const { return whole ? n : MOMENT_GROUP; }  // elements that share a scale
+    bool intact() const { return codes.intact() && max.intact() && k.intact(); }
+};
+
+inline int code_at(Format f, const Bytes& codes, int64_t i) { return f == Format::F16 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i]; }
+
+// What a moment's state means, in double, and how far off FP32 may be: the table of logarithms and 1/k to 2 units each of a number up to
+// log2(FMAX/FMIN), ex2.approx to 2^-22, a product.
+inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& error) {
+    Floats held(n);
+    x.resize(n), error.assign(n, 0.0);
+    if (!is_scaled(m.format)) {
+        m.load(0, n, held.data());
+        x = doubles(held);
+        return;
+    }
+    const double fmax = info(m.format).max, range = std::log2(fmax / info(m.format).min);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t g = m.granularity == PER_TENSOR ? 0 : i / MOMENT_GROUP;
+        const double k = m.expand ? m.k[g] : 1, code = decode_any(m.format, code_at(m.format, m.codes, i));
+        x[i] = code == 0 || m.max[g] == 0 ? 0.0 : std::copysign(m.max[g] * std::pow(std::abs(code) / fmax, 1 / k), code);
+        error[i] = std::abs(x[i]) * (m.expand ? range / k * 0x1p-21 + 0x1p-20 : 8 * U) + (x[i] != 0 ? 0x1p-147 : 0);
+    }
+}
+
+inline const OptimizerFormat OPTIMIZERS[] = {
+    {"coat", Format::E4M3, Format::E4M3, true, ""},  {"fp8", Format::E4M3, Format::E4M3, false, ""}, {"m, e5m2", Format::E4M3, Format::E5M2, true, ""},
+    {"e5m2, m", Format::E5M2, Format::E4M3, false, ""}, {"e5m2", Format::E5M2, Format::E5M2, true, ""}, {"bf16", Format::BF16, Format::BF16, false, ""},
+    {"fp8lm", Format::E4M3, Format::F16, false, "", PER_TENSOR, false}, {"whole e5m2, e4m3", Format::E5M2, Format::E4M3, false, "", PER_TENSOR, false},
+    {"whole fp16, fp32", Format::F16, Format::F32, false, "", PER_TENSOR, false}, {"whole bf16, fp16", Format::BF16, Format::F16, false, "", PER_TENSOR, false},
+    {"fp32", Format::F32, Format::F32, false, ""},   {"fp32, e4m3", Format::F32, Format::E4M3, true, ""}, {"e4m3, bf16", Format::E4M3, Format::BF16, true, ""},
+};
+
+inline const OptimizerFormat& FP8LM = OPTIMIZERS[6];
+
+struct AdamRun {
+    static constexpr uint64_t ROUNDING = 0x123456789ABCDEF;
+    std::vector<HostParam> params;
+    int64_t total = 0;
+    Floats master, gradient;  // flat, padded
+    Format stream, gradients;  // of the weights, and of the gradients
+    OptimizerFormat optimizer;
+    bool has_master = true;
+    std::vector<size_t> cuts;  // the update is launched for the parameters before each of these, and then for the rest
+
+    AdamRun(Random& rng, Format stream, const OptimizerFormat& o, const Distribution& of_gradients, bool old_state)
+        : stream(stream), gradients(stream), optimizer(o) {
+        for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
+            HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
+            if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // a gain
+            p.m.init(p.m_format, o.expand, size, o.granularity);
+            p.v.init(p.v_format, o.expand, size, o.granularity);
+            if (old_state) {
+                Floats m(size), v(size);
+                for (int64_t i = 0; i < size; i++) {
+                    v[i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
+                    m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
+                    if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;  // rows of tokens that never came
+                }
+                p.m.fit_tensor(size, m.data());
+                p.v.fit_tensor(size, v.data());
+                p.m.store(0, size, m.data(), false);
+                p.v.store(0, size, v.data(), o.keep_positive);
+            }
+            total += p.padded();
+            params.push_back(std::move(p));
+        }
+        master.assign(total, 0.0f), gradient.assign(total, 0.0f);
+        for (const HostParam& p : params)
+            for (int64_t i = 0; i < p.size; i++) {
+                master[p.offset + i] = static_cast<float>(0.02 * rng.normal());
+                gradient[p.offset + i] = reference::round_to(stream, of_gradients.draw(rng, i));
+            }
+    }
+
+    struct Result {
+        std::vector<std::unique_ptr<DeviceMoment>> m, v;
+        Floats master;
+        std::vector<uint16_t> weight;
+        std::vector<TensorScale> amax;
+        bool intact;
+    };
+    Result step(const AdamW& a, float scale, bool skip) const {
+        Result r;
+        const int64_t n = static_cast<int64_t>(params.size());
+        Buffer<TensorScale> slots(n);
+        slots.zero();
+        std::vector<gpu::Segment> table;
+        for (int64_t i = 0; i < n; i++) {
+            r.m.push_back(std::make_unique<DeviceMoment>(params[i].m, params[i].padded()));
+            r.v.push_back(std::make_unique<DeviceMoment>(params[i].v, params[i].padded()));
+            table.push_back({params[i].offset, params[i].size, r.m[i]->view(), r.v[i]->view(), params[i].decays, slots.get() + i});
+        }
+        const Buffer<gpu::Segment> segments(table);
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, scale, skip}});
+        const Tensor g(gradient, gradients);
+        Buffer<float> masters(master);
+        Buffer<uint16_t> weight(total);
+        Buffer<int16_t> remainder(total);
+        gpu::split_master(masters.get(), weight.get(), remainder.get(), total, 0);
+        const bool f32 = stream == Format::F32;
+        const gpu::Weights weights{f32 ? static_cast<void*>(masters.get()) : weight.get(), f32 || !has_master ? nullptr : remainder.get(), stream};
+        std::vector<size_t> ends = cuts;
+        ends.push_back(params.size());
+        size_t first = 0;
+        for (size_t end : ends) {
+            const int64_t offset = params[first].offset, elements = (end < params.size() ? params[end].offset : total) - offset;
+            gpu::adamw(a, optimizer, segments.get() + first, static_cast<int>(end - first), {offset, elements}, weights, ROUNDING,
+                       static_cast<uint8_t*>(g.codes.get()) + offset * info(gradients).bytes, gradients, state.get(), 0);
+            first = end;
+        }
+        if (!has_master) remainder.zero();
+        if (!f32) gpu::join_master(weight.get(), remainder.get(), masters.get(), total, 0);
+        r.master = masters.read(), r.weight = weight.read(), r.amax = slots.read();
+        r.intact = masters.intact() && weight.intact() && remainder.intact() && slots.intact();
+        return r;
+    }
+};
+
+}  // namespace coat::test::adamw_run

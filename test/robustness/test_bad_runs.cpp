@@ -1,0 +1,234 @@
+// test_bad_runs.cpp - folders, paths, tokenizers and output streams that a run of ./train cannot use: each gives one
+// sentence, and no crash.
+#include <doctest/doctest.h>
+
+#include <dirent.h>
+#include <sys/syscall.h>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "../../coat.h"
+#include "../../data/checkpoint.h"
+#include "../../data/safetensors.h"
+#include "../../data/tokens.h"
+#include "../bad_files.h"
+#include "../tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::test::bad_files;
+
+namespace {
+
+// The test's own fsync and readdir take the place of the C library's: one remembers what is synced, one can fail.
+std::set<std::string> synced;
+int readable_entries = INT_MAX;  // of folders, before the first failure
+
+}  // namespace
+
+extern "C" int fsync(int file) {
+    std::error_code ignored;
+    synced.insert(std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string());
+    return static_cast<int>(syscall(SYS_fsync, file));
+}
+extern "C" dirent* readdir(DIR* folder) {
+    // On 64-bit Linux both structures are the same.
+    if (readable_entries-- > 0) return reinterpret_cast<dirent*>(readdir64(folder));
+    errno = EIO;
+    return nullptr;
+}
+
+TEST_CASE("vocabulary: a long prompt is encoded quickly") {
+    std::vector<std::string> pieces;  // as many as GPT-2 has, and every byte among them
+    for (int c = 0; c < 256; c++) pieces.push_back({static_cast<char>(c < 128 ? c : 0xC2 + (c >= 192))});
+    for (int c = 128; c < 256; c++) pieces[static_cast<size_t>(c)] += static_cast<char>(c & 0xBF);
+    for (int i = 0; i < 50'000; i++) pieces.push_back(" word" + std::to_string(i));
+    Folder folder;
+    const Vocabulary v = Vocabulary::read(folder.write("v.json", vocabulary(pieces)));
+    std::string prompt;
+    for (int i = 0; i < 20'000; i++) prompt += " word" + std::to_string(i);
+    CHECK(seconds_of([&] {
+              const std::vector<int32_t> tokens = v.encode(prompt);
+              CHECK(tokens.size() == 20'000);
+              CHECK(v.decode(tokens) == prompt);
+          }) < 2);
+}
+
+TEST_CASE("vocabulary: the longest match equals that of a search over all pieces") {
+    Folder folder;
+    Random random(run_seed());
+    for (int round = 0; round < 200; round++) {
+        std::vector<std::string> pieces = {"a", "b", "c"};
+        for (int64_t n = random.below(30); n > 0; n--) {
+            pieces.emplace_back();
+            for (int64_t length = random.below(5); length > 0; length--)
+                pieces.back() += static_cast<char>('a' + random.below(3));
+        }
+        std::string text;
+        for (int i = 0; i < 50; i++) text += static_cast<char>('a' + random.below(3));
+        std::vector<int32_t> expected;
+        for (size_t at = 0; at < text.size(); at += pieces[static_cast<size_t>(expected.back())].size()) {
+            size_t best = 0;
+            for (size_t t = 0; t < pieces.size(); t++)
+                if (text.compare(at, pieces[t].size(), pieces[t]) == 0 &&
+                    (pieces[t].size() >= pieces[best].size() || text[at] != pieces[best][0]))
+                    best = t;
+            expected.push_back(static_cast<int32_t>(best));
+        }
+        // of equal pieces the last, and no piece that is empty
+        REQUIRE(Vocabulary::read(folder.write("v.json", vocabulary(pieces))).encode(text) == expected);
+    }
+}
+
+TEST_CASE("error messages: plain, short and complete for any file content or path") {
+    Folder folder;
+    auto type_is = [&](const std::string& type) {
+        const nlohmann::json config = {{"model_type", type}};
+        folder.write("model/config.json", config.dump());
+        check_refused([&] { read_model_config(folder / "model"); }, "config.json",
+                      "implements llama and gpt2");
+    };
+    type_is(std::string("a\0b", 3));
+    type_is("\u009B31m");                    // a control sequence in one character
+    type_is("\u202Eabc\u2066\u200F\u2028");  // changes of direction, and a line break that is not \n
+    type_is(std::string(1'000'000, 'x'));
+    folder.write("model/config.json",
+                 "{\"model_type\": \"llama\", \"hidden_act\": \"" + std::string(1'000'000, 'y') + "\"}");
+    check_refused([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
+    check_refused([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
+                  "give a Hugging Face model folder");
+    CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) ==
+          "caf\u00E9 \u4E2D\u6587");  // what is no danger stays
+
+    const std::string header =
+        "{\"" + std::string(1'000'000, 'z') + "\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,0]}}";
+    const uint64_t length = header.size();
+    const std::string file =
+        folder.write("name", std::string(reinterpret_cast<const char*>(&length), 8) + header);
+    check_refused([&] { Safetensors s(file); }, file, "download it again");
+}
+
+TEST_CASE("train: paths in the output have no control characters") {
+    Folder folder;
+    folder.write("te\u202Ext", text_of_lines());
+    std::string run = TINY;
+    replace(run, "text", "te\u202Ext");
+    const Ended first = shell(folder, run + "--out 'o\u202Eut'");
+    CHECK(first.code == 0);
+    CHECK(!contains(first.out, "\u202E"));
+    CHECK(contains(first.out, "saved | step 2 | o?ut/step-000002"));
+    const Ended second = shell(folder, "train --resume 'o\u202Eut' --steps 3");
+    CHECK(second.code == 0);
+    CHECK(!contains(second.out, "\u202E"));
+}
+
+TEST_CASE("load_corpus: a folder that cannot be read is rejected by name") {
+    Folder folder;
+    for (int i = 0; i < 6; i++) folder.write(std::to_string(i), "");
+    readable_entries = 5;
+    std::string said;
+    try {
+        find_checkpoint(folder.path.string());
+    } catch (const Error& error) {
+        said = error.what();
+    }
+    readable_entries = INT_MAX;
+    CHECK(contains(said, folder.path.string()));
+    CHECK(contains(said, "Input/output error"));
+}
+
+TEST_CASE("load_corpus: a link to itself in a folder is ignored") {
+    Folder folder;
+    folder.write("data/text", "some text to train on");
+    fs::create_symlink("loop", folder / "data/loop");
+    fs::create_symlink(".loop", folder / "data/.loop");
+    CHECK(load_corpus(folder / "data").train.size() > 0);
+}
+
+TEST_CASE("train: settings that a checkpoint cannot store are rejected at the start") {
+    Folder folder;
+    folder.write("caf\xE9", text_of_lines());
+    folder.write("caf\u00E9", text_of_lines());
+    std::string run = TINY;
+    replace(run, "text", "caf\xE9");
+    check_refused(shell(folder, run), "--data", "UTF-8");
+    CHECK(!fs::exists(folder / "out"));
+    replace(run, "caf\xE9", "caf\u00E9");
+    CHECK(shell(folder, run).code == 0);
+    CHECK(shell(folder, "train --resume out --steps 3").code == 0);
+}
+
+TEST_CASE("train: damaged settings in a checkpoint are reported as the checkpoint's") {
+    Folder folder;
+    folder.write("text", text_of_lines());
+    REQUIRE(shell(folder, TINY).code == 0);
+    const std::string path = folder / "out/step-000002/trainer.json", good = read_bytes(path);
+    for (const auto& [from, to] : {std::pair{"\\\"recipe\\\":\\\"coat\\\"", "\\\"recipe\\\":\\\"goat\\\""},
+                                   {"\\\"lr\\\":\\\"3e-3\\\"", "\\\"lr\\\":\\\"3e9\\\""},
+                                   {"\\\"master\\\":\\\"exact\\\"", "\\\"master\\\":\\\"some\\\""},
+                                   {"\\\"schedule\\\":\\\"cosine\\\"", "\\\"schedule\\\":\\\"\\\""}}) {
+        std::string bad = good;
+        replace(bad, from, to);
+        std::ofstream(path, std::ios::binary) << bad;
+        check_refused(shell(folder, "train --resume out --steps 3"), "trainer.json");
+    }
+    std::ofstream(path, std::ios::binary) << good;
+    check_refused(shell(folder, "train --resume out --steps 3 --recompute maybe"),
+                  "--recompute maybe");  // this one is the user's
+    CHECK(!contains(shell(folder, "train --resume out --steps 3 --recompute maybe").error, "trainer.json"));
+}
+
+TEST_CASE("train: with stdout closed nothing but the log is written to the log") {
+    Folder folder;
+    folder.write("text", text_of_lines());
+    CHECK(shell(folder, TINY + "--out '' --log log >&-").code == 0);
+    std::ifstream log(folder / "log");
+    int lines = 0;
+    for (std::string line; std::getline(log, line); lines++) CHECK(nlohmann::json::accept(line));
+    CHECK(lines > 3);
+}
+
+TEST_CASE("train: a new --out folder is synced to disk before its checkpoint") {
+    Folder folder;
+    synced.clear();
+    saved_checkpoint(folder / "new/and/newer");
+    for (const char* path : {"", "new", "new/and", "new/and/newer"}) {
+        CAPTURE(path);
+        CHECK(synced.count((fs::canonical(folder.path) / path).lexically_normal().string()) +
+                  synced.count(fs::canonical(folder.path / path).string()) >
+              0);
+    }
+}
+
+TEST_CASE("tokenize.py: a tokenizer without tokens or without byte tokens is rejected in one sentence" *
+          doctest::skip(std::system("python3 --version >/dev/null 2>&1") != 0)) {
+    Folder folder;
+    folder.write("text", "some text");
+    folder.write("tokenizers.py", R"(
+import json
+class Tokenizer:
+    @staticmethod
+    def from_file(name):
+        self = Tokenizer()
+        self.tokens = json.load(open(name))
+        return self
+    def to_str(self): return json.dumps({"decoder": {"type": "ByteLevel"}})
+    def get_vocab(self, with_added_tokens): return {t: i for i, t in enumerate(self.tokens)}
+    def get_added_tokens_decoder(self): return {}
+    def id_to_token(self, t): return self.tokens[t]
+)");
+    for (const auto& [tokens, named] : {std::pair{"[]", "no tokens"}, {"[\"a\", \"\\u4e2d\"]", "alphabet"}}) {
+        folder.write("t.json", tokens);
+        const Ended ended =
+            shell(folder, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() +
+                              "' --tokenizer t.json text");
+        check_refused(ended, named);
+        CHECK(!contains(ended.error, "Traceback"));
+    }
+}

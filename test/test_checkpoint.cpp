@@ -1,0 +1,266 @@
+// test_checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit, and one that does not fit the
+// run is an error.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "../coat.h"
+#include "../data/checkpoint.h"
+#include "../data/file.h"
+#include "../data/safetensors.h"
+#include "../plan.h"
+#include "model_files.h"
+#include "random.h"
+
+using namespace coat;
+using namespace coat::test::model_files;
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+}  // namespace
+
+TEST_CASE("checkpoint: is read back bit for bit") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (bool tied : {true, false})
+            for (const OptimizerFormat& optimizer : optimizers()) {
+                CAPTURE(arch.name);
+                CAPTURE(tied);
+                CAPTURE(optimizer.name);
+                Folder folder;
+                Setup setup = small_setup(arch, tied, optimizer.name);
+                if (arch.rope && tied) setup.config.head_size = 16;  // not hidden size / heads
+                MemoryModel saved(setup, 1), loaded(setup, 2);
+                const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
+                CHECK(checkpoint == folder / "out/step-000300");
+                CHECK(find_checkpoint(folder / "out") == checkpoint);
+                CHECK(find_checkpoint(checkpoint) == checkpoint);
+                REQUIRE(saved.tensors() != loaded.tensors());
+                load_checkpoint(checkpoint, loaded);
+                CHECK(saved.tensors() == loaded.tensors());
+
+                const LoopState state = read_loop_state(checkpoint), expected = some_state(300);
+                CHECK(state.step == expected.step);
+                CHECK(state.updates == expected.updates);
+                CHECK(state.position.epoch == expected.position.epoch);
+                CHECK(state.position.window == expected.position.window);
+                CHECK(state.tokens == expected.tokens);
+                CHECK(state.first_validation == expected.first_validation);
+                CHECK(state.growth == expected.growth);
+                CHECK(state.settings == expected.settings);
+                CHECK(state.run == expected.run);
+
+                const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
+                CHECK(std::string(config.arch.name) == arch.name);
+                CHECK(std::vector<int64_t>{config.L, config.C, config.NH, config.NKV, config.F, config.V, config.max_T, config.HS(), config.tied} ==
+                      std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.HS(), c.tied});
+                CHECK(config.norm_eps == c.norm_eps);
+                CHECK(config.rope_theta == (arch.rope ? c.rope_theta : config.rope_theta));
+            }
+}
+
+TEST_CASE("checkpoint: is read back bit for bit in every memory mode, without remainders where there is no master") {
+    for (const MemoryMode& mode : memory_modes()) {
+        CAPTURE(mode.flag);
+        Folder folder;
+        Setup setup = small_setup(LLAMA);
+        mode.choose(setup, false);
+        MemoryModel saved(setup, 1), loaded(setup, 2);
+        const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
+        load_checkpoint(checkpoint, loaded);
+        CHECK(saved.tensors() == loaded.tensors());
+        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") != nullptr) == setup.master);
+    }
+}
+
+TEST_CASE("checkpoint: values that no run can write are rejected before the model changes") {
+    const struct {
+        const char *optimizer, *tensor;
+        std::vector<uint8_t> bits;
+    } rows[] = {{"fp32", "layers.0.qkv.m", {0, 0, 0xC0, 0x7F}},       {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0x7F}},  {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0xBF}},
+                {"bf16", "layers.0.qkv.m", {0x80, 0xFF}},             {"coat", "layers.0.qkv.m", {0xFF}},              {"coat", "layers.0.qkv.v", {0x7F}},
+                {"coat", "layers.0.qkv.v", {0x81}},                   {"coat", "layers.0.qkv.m.max", {0, 0, 0xC0, 0x7F}}, {"coat", "layers.0.qkv.v.max", {0, 0, 0x80, 0xBF}},
+                {"coat", "layers.0.qkv.m.k", {0, 0, 0, 0}},           {"coat", "layers.0.qkv.v.k", {0, 0, 0x82, 0x42}},   {"fp8lm", "layers.0.qkv.v", {0, 0x7C}}};
+    for (const auto& row : rows) {
+        Folder folder;
+        Setup setup = small_setup(LLAMA);
+        setup.optimizer = find_row(optimizers(), row.optimizer, "--optimizer");
+        MemoryModel saved(setup, 1), loaded(setup, 2);
+        std::string& bytes = saved.tensors().at(row.tensor);
+        std::copy(row.bits.begin(), row.bits.end(), bytes.end() - std::ptrdiff_t(row.bits.size()));
+        const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+        CAPTURE(row.tensor);
+        check_refused(error_of([&] { load_checkpoint(checkpoint, loaded); }), checkpoint, row.tensor);
+        CHECK(loaded.writes() == 0);
+    }
+}
+
+TEST_CASE("checkpoint: one without memory modes has the default modes and no norm correction") {
+    Folder folder;
+    MemoryModel saved(small_setup(LLAMA), 1), loaded(small_setup(LLAMA), 2);
+    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+    auto without = [](std::string text, const std::string& begin, const std::string& end) {
+        const size_t first = text.find(begin);
+        REQUIRE(first != std::string::npos);
+        return text.erase(first, text.find(end, first) + end.size() - first);
+    };
+    const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
+    write_bytes(trainer, without(read_bytes(trainer), "\"growth\"", "],"));
+    CHECK(read_loop_state(checkpoint).growth.empty());
+    write_bytes(trainer, without(read_bytes(trainer), ",\n  \"hashes\"", "}"));
+    std::string bytes = read_bytes(optimizer);
+    for (const MemoryMode& mode : memory_modes()) {  // the header's length stays: another key takes the place
+        const size_t at = bytes.find("\"" + std::string(mode.flag) + "\"");
+        CHECK((at != std::string::npos) == mode.changes_numbers);
+        if (at != std::string::npos) bytes[at + 1] = '-';
+    }
+    write_bytes(optimizer, bytes);
+    load_checkpoint(checkpoint, loaded);
+    CHECK(saved.tensors() == loaded.tensors());
+    Setup other = small_setup(LLAMA);
+    other.master = false;
+    MemoryModel lean(other, 3);
+    check_refused(error_of([&] { load_checkpoint(checkpoint, lean); }), checkpoint, "--master exact");
+}
+
+TEST_CASE("checkpoint: a validation loss of NaN is read back") {
+    Folder folder;
+    MemoryModel model(small_setup(LLAMA), 1);
+    LoopState state = some_state(1);
+    state.first_validation = std::numeric_limits<double>::quiet_NaN();
+    CHECK(std::isnan(read_loop_state(save_checkpoint(folder / "out", model, state)).first_validation));
+}
+
+TEST_CASE("checkpoint: tensors have the names and shapes of Hugging Face, without padding rows") {
+    Folder folder;
+    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
+    const Safetensors l(save_checkpoint(folder / "l", llama, some_state(1)) + "/model.safetensors");
+    const Safetensors g(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/model.safetensors");
+    auto shapes = [](const Safetensors& file) {
+        std::map<std::string, std::vector<int64_t>> result;
+        for (const Tensor& t : file.tensors()) {
+            CHECK(t.dtype == "BF16");
+            if (!contains(t.name, ".1.")) result[t.name] = t.shape;  // layer 1 is as layer 0
+        }
+        return result;
+    };
+    // As transformers' LlamaForCausalLM and GPT2LMHeadModel print them; Conv1D of GPT-2 is (in, out).
+    CHECK(shapes(l) == std::map<std::string, std::vector<int64_t>>{
+        {"model.embed_tokens.weight", {50, 32}}, {"model.norm.weight", {32}}, {"lm_head.weight", {50, 32}},
+        {"model.layers.0.input_layernorm.weight", {32}}, {"model.layers.0.post_attention_layernorm.weight", {32}},
+        {"model.layers.0.self_attn.q_proj.weight", {32, 32}}, {"model.layers.0.self_attn.k_proj.weight", {16, 32}},
+        {"model.layers.0.self_attn.v_proj.weight", {16, 32}}, {"model.layers.0.self_attn.o_proj.weight", {32, 32}},
+        {"model.layers.0.mlp.gate_proj.weight", {48, 32}}, {"model.layers.0.mlp.up_proj.weight", {48, 32}},
+        {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
+    CHECK(shapes(g) == std::map<std::string, std::vector<int64_t>>{
+        {"transformer.wte.weight", {50, 32}}, {"transformer.wpe.weight", {16, 32}}, {"transformer.ln_f.weight", {32}}, {"transformer.ln_f.bias", {32}},
+        {"transformer.h.0.ln_1.weight", {32}}, {"transformer.h.0.ln_1.bias", {32}}, {"transformer.h.0.ln_2.weight", {32}}, {"transformer.h.0.ln_2.bias", {32}},
+        {"transformer.h.0.attn.c_attn.weight", {32, 96}}, {"transformer.h.0.attn.c_attn.bias", {96}},
+        {"transformer.h.0.attn.c_proj.weight", {32, 32}}, {"transformer.h.0.attn.c_proj.bias", {32}},
+        {"transformer.h.0.mlp.c_fc.weight", {32, 48}}, {"transformer.h.0.mlp.c_fc.bias", {48}},
+        {"transformer.h.0.mlp.c_proj.weight", {48, 32}}, {"transformer.h.0.mlp.c_proj.bias", {32}}});
+    CHECK(l.metadata().at("format") == "pt");  // transformers insists
+}
+
+TEST_CASE("checkpoint: config.json describes the model for transformers") {
+    Folder folder;
+    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
+    const Json l = Json::parse(read_bytes(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
+    const Json g = Json::parse(read_bytes(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
+    // By the documented fields of LlamaConfig and GPT2Config.
+    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}}, {"model_type", "llama"}, {"hidden_size", 32}, {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"num_key_value_heads", 2}, {"head_dim", 8}, {"vocab_size", 50},
+                                 {"max_position_embeddings", 16}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 500000.0},
+                                 {"attention_bias", false}, {"mlp_bias", false}, {"tie_word_embeddings", false}, {"torch_dtype", "bfloat16"}};
+    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"n_embd", 32}, {"n_inner", 48}, {"n_layer", 2},
+                                {"n_head", 4}, {"n_positions", 16}, {"vocab_size", 50}, {"activation_function", "gelu_new"},
+                                {"layer_norm_epsilon", 1e-6}, {"tie_word_embeddings", true}, {"torch_dtype", "bfloat16"}};
+    for (const auto& [found, expected] : {std::pair{l, expected_llama}, {g, expected_gpt2}})
+        for (const auto& [field, value] : expected.items()) {
+            CAPTURE(field);
+            CHECK(found.value(field, Json()) == value);
+        }
+}
+
+TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected before the model changes") {
+    Folder folder;
+    MemoryModel saved(small_setup(LLAMA), 1);
+    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+    auto refused = [&](const Setup& setup, const std::string& what) {
+        MemoryModel model(setup, 2);
+        check_refused(error_of([&] { load_checkpoint(checkpoint, model); }), checkpoint, what);
+        CHECK(model.writes() == 0);
+    };
+    Setup other = small_setup(LLAMA);
+    other.recipe = find_row(recipes(), "bf16", "recipe");
+    refused(other, "--recipe coat");
+    refused(small_setup(LLAMA, true, "fp8"), "--optimizer coat");
+    other = small_setup(LLAMA);
+    other.optimizer.v = Format::E5M2;
+    refused(other, "--v-format");
+    for (const MemoryMode& mode : memory_modes()) {
+        other = small_setup(LLAMA);
+        mode.choose(other, false);
+        MemoryModel model(other, 2);
+        if (mode.changes_numbers) refused(other, std::string("--") + mode.flag + " " + mode.choices[0].name);
+        else CHECK_NOTHROW(load_checkpoint(checkpoint, model));
+    }
+    refused(small_setup(GPT2), "architecture");
+    refused(small_setup(LLAMA, false), "tied");
+    other = small_setup(LLAMA);
+    other.config.L = 3;
+    refused(other, "layers");
+    other = small_setup(LLAMA);
+    other.config.V = 51;
+    refused(other, "vocabulary");
+    other = small_setup(LLAMA);
+    other.config.norm_eps *= 2;
+    refused(other, "norm epsilon");
+    other = small_setup(LLAMA);
+    other.config.rope_theta *= 2;
+    refused(other, "RoPE theta");
+
+    const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
+    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
+                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"growth\": [", "\"growth\": [-1,"},
+                                   {"\"growth\": [", "\"growth\": [true,"}, {"\"growth\": ", "\"growth\": true, \"_\": "}, {"\"updates\": ", "\"updates\": 99"}}) {
+        std::string bad = good;
+        bad.replace(bad.find(from), std::strlen(from), to);
+        write_bytes(path, bad);
+        check_refused(error_of([&] { read_loop_state(checkpoint); }), path);
+    }
+}
+
+TEST_CASE("checkpoint: all older ones but `keep` are removed; later ones and other files stay") {
+    Folder folder;
+    MemoryModel model(small_setup(LLAMA), 1);
+    const std::string out = folder / "out";
+    auto names = [&] {
+        std::vector<std::string> found;
+        for (const auto& entry : fs::directory_iterator(out)) found.push_back(entry.path().filename().string());
+        std::sort(found.begin(), found.end());
+        return found;
+    };
+    using Names = std::vector<std::string>;
+    for (int64_t step : {10, 20, 30}) save_checkpoint(out, model, some_state(step), 2);
+    CHECK(names() == Names{"step-000020", "step-000030"});
+    fs::create_directory(out + "/step-notes");
+    fs::create_directory(out + "/step-000099.tmp");  // a killed run's
+    write_bytes(out + "/log", "mine");
+    save_checkpoint(out, model, some_state(25), 1);
+    CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
+    CHECK(find_checkpoint(out) == out + "/step-000025");  // the one written last
+    MemoryModel changed(small_setup(LLAMA), 7), loaded(small_setup(LLAMA), 8);
+    save_checkpoint(out, changed, some_state(25), 1);  // the same step again
+    CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
+    load_checkpoint(out + "/step-000025", loaded);
+    CHECK(loaded.tensors() == changed.tensors());
+    save_checkpoint(out, model, some_state(1234567), 1);
+    CHECK(names() == Names{"log", "step-1234567", "step-notes"});
+}

@@ -1,0 +1,74 @@
+// test_coat_tables.cpp - coat.h: the tables of recipes and models, row by row. A changed row fails here.
+#include <doctest/doctest.h>
+
+#include "../reference.h"
+#include "random.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+TEST_CASE("recipes: each row of the table is the published method") {
+    auto row = [](const Recipe& r) {
+        std::string text = std::string(info(r.stream).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
+                           " | " + r.attention.text() + " | " + (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
+        for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
+        return text + "| " + r.optimizer;
+    };
+    const std::vector<std::pair<std::string, std::string>> wanted = {
+        {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
+        {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+        {"coat", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact | coat"},
+        {"te", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
+        {"colossal", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
+        {"rowwise", "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
+        {"deepseek", "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+    };
+    REQUIRE(recipes().size() == wanted.size());
+    for (size_t i = 0; i < wanted.size(); i++) {
+        const Recipe& r = recipes()[i];
+        CHECK(r.name == wanted[i].first);
+        CHECK(row(r) == wanted[i].second);
+        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale == Format::F32);
+        CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
+        CHECK(r.history == 1024);
+        CHECK(r.margin == 0);
+    }
+}
+
+TEST_CASE("models: each row of the table has the published shape and number of parameters") {
+    struct Shape {
+        const char *name, *arch;
+        int64_t L, C, NH, NKV, F, V, max_T;
+        bool tied;
+        float norm_eps, rope_theta;
+        int64_t count;  // 0: not published
+    };
+    const std::vector<Shape> wanted = {
+        {"llama-tiny", "llama", 4, 128, 4, 2, 352, 0, 256, true, 1e-5f, 1e4f, 0},
+        {"gpt2-tiny", "gpt2", 4, 128, 4, 4, 512, 0, 256, true, 1e-5f, 1e4f, 0},
+        {"llama-30m", "llama", 8, 512, 8, 4, 1408, 0, 1024, true, 1e-5f, 1e4f, 0},
+        {"gpt2", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024, true, 1e-5f, 1e4f, 124439808},
+        {"gpt2-medium", "gpt2", 24, 1024, 16, 16, 4096, 50257, 1024, true, 1e-5f, 1e4f, 354823168},
+        {"gpt2-large", "gpt2", 36, 1280, 20, 20, 5120, 50257, 1024, true, 1e-5f, 1e4f, 774030080},
+        {"gpt2-xl", "gpt2", 48, 1600, 25, 25, 6400, 50257, 1024, true, 1e-5f, 1e4f, 1557611200},
+        {"tinyllama-1.1b", "llama", 22, 2048, 32, 4, 5632, 32000, 2048, false, 1e-5f, 1e4f, 1100048384},
+        {"llama-2-7b", "llama", 32, 4096, 32, 32, 11008, 32000, 4096, false, 1e-5f, 1e4f, 6738415616},
+        {"llama-2-13b", "llama", 40, 5120, 40, 40, 13824, 32000, 4096, false, 1e-5f, 1e4f, 13015864320},
+        {"llama-3-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 8192, false, 1e-5f, 5e5f, 8030261248},
+        {"llama-30b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048, false, 1e-5f, 1e4f, 32528943616},
+    };
+    REQUIRE(models().size() == wanted.size());
+    for (size_t i = 0; i < wanted.size(); i++) {
+        const ModelConfig& c = models()[i];
+        const Shape& s = wanted[i];
+        CAPTURE(s.name);
+        CHECK(c.name == s.name);
+        CHECK(std::string(c.arch.name) == s.arch);
+        CHECK(std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.tied, c.head_size} ==
+              std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, 0});
+        CHECK(c.norm_eps == s.norm_eps);
+        CHECK(c.rope_theta == s.rope_theta);
+        if (s.count) CHECK(parameter_count(c) == s.count);
+    }
+}

@@ -1,0 +1,233 @@
+// test_model_step.cu - one whole training step on the GPU: its loss and gradients against the CPU reference.
+//
+// Both implementations of a recipe round in the same places but sum in different orders, and attention's probabilities are
+// BF16 on tensor cores. So now and then a value rounds the other way. In fp32 the difference is that of FP32 sums. In bf16
+// and coat it is bounded by the recipe's own error, which is measured: the distance of the reference's gradient from fp32's.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "../attention.cuh"
+#include "../gemm.cuh"
+#include "../plan.h"
+#include "gpu.h"
+#include "gpu_models.h"
+#include "random.h"
+#include "tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::test::gpu_models;
+
+namespace {
+
+// What a recipe's gradients are off by is the root of many roundings' squares. Two tellings that rounded independently would differ by
+// sqrt(2) of that; half as much again is left for how far the measured error of a vector of 64 numbers scatters.
+constexpr double TWO_TELLINGS = 1.5 * 1.4142135623730951;
+
+void check_step(const Setup& setup) {
+    Setup exact_setup = setup;
+    exact_setup.recipe = find_row(recipes(), "fp32", "recipe");
+    const std::vector<Param> params = parameters(setup.config);
+    Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
+    Training exact = training_on(make_reference, exact_setup);
+    // Biases start at zero and gains at one: give every parameter something of its own, the same to all three.
+    FRESH_RANDOM(rng);
+    for (const Param& p : params) {
+        if (p.init_std > 0) continue;
+        std::vector<uint16_t> values;
+        for (int64_t i = 0; i < p.size(); i++) values.push_back(reference::to_bf16(float((p.role.gain ? 1 : 0) + 0.05 * rng.normal())));
+        for (Training* t : {&gpu, &cpu, &exact}) t->model->write(p.name, values.data());
+    }
+    // The fp32 recipe computes with masters, the others with their BF16 roundings: let masters be such roundings.
+    for (const Param& p : params) {
+        const std::vector<int16_t> zero(static_cast<size_t>(p.size()), 0);
+        for (Training* t : {&gpu, &cpu, &exact}) t->model->write(p.name + ".remainder", zero.data());
+    }
+    for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0;
+    if (setup.recipe.scaling == Scaling::Delayed) {  // the first step is scaled just in time
+        for (Training* t : {&gpu, &cpu, &exact}) t->step();
+        restore(*cpu.model, snapshot(*gpu.model));
+    }
+    const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), in_fp32 = exact.step();
+    const bool fp32 = setup.recipe.stream == Format::F32;
+    const std::string what = setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " +
+                             std::to_string(setup.B) + "x" + std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
+    INFO(what);
+    CHECK(!on_gpu.skipped);
+    const double small = fp32_bound(setup.config);
+    // The loss is a mean over tokens, so that its error may be small by luck: bf16's half step is the least that is asked for.
+    const double loss_bound = fp32 ? small * on_cpu.loss : TWO_TELLINGS * std::fabs(on_cpu.loss - in_fp32.loss) + 0x1p-9 * on_cpu.loss;
+    CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <= loss_bound);
+    double square = 0, worst = 0;
+    for (const Param& p : params) {
+        const Floats got = gradient(*gpu.model, p), wanted = gradient(*cpu.model, p);
+        const double error = relative_error(got, wanted), own = relative_error(wanted, gradient(*exact.model, p));
+        const double bound = fp32 ? small : TWO_TELLINGS * own + 0x1p-9;
+        INFO(p.name, ": differs by ", error, ", the recipe itself by ", own);
+        CHECK(norm(wanted) > 0);
+        CHECK(error <= bound);
+        square += norm(got) * norm(got);
+        worst = std::max(worst, error / bound);
+    }
+    MESSAGE(what, ": worst gradient at ", worst, " of its bound; loss ", on_gpu.loss, " and ", on_cpu.loss);
+    CHECK(on_gpu.grad_norm == doctest::Approx(std::sqrt(square)).epsilon(1e-6));
+}
+
+}  // namespace
+
+GPU_TEST_CASE("step: loss and every gradient against the reference") {
+    for (const char* recipe : RECIPES) {
+        for (bool tied : {true, false}) check_step(setup_of(recipe, LLAMA, tied));
+        check_step(setup_of(recipe, GPT2, true));
+        for (bool tied : {true, false}) check_step(tiny_setup(wide_heads(tied), recipe, optimizer_of(recipe), 2, 80));
+        Setup accumulating = setup_of(recipe, LLAMA, false, 2, 16);
+        for (int64_t accumulate : {3, 8}) {  // gradients in the compute dtype, and in FP32
+            accumulating.accumulate = accumulate;
+            check_step(accumulating);
+        }
+        Setup gpt2 = setup_of(recipe, GPT2, true, 2, 16);
+        gpt2.accumulate = 3;  // both of the tied embedding's parts: in FP32
+        check_step(gpt2);
+    }
+}
+
+namespace {
+
+// A recipe is a row: what its columns say may be put together anew.
+Setup composed(const std::string& recipe, const Architecture& arch, const Quant& nonlinear) {
+    Setup s = setup_of(recipe, arch);
+    s.recipe.nonlinear = nonlinear;
+    return s;
+}
+
+}  // namespace
+
+GPU_TEST_CASE("step: custom recipes, FP8 groups with per-row, 1x128 or delayed scaling; 1x128 scaling of both operands") {
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(composed(recipe, arch, Q_GROUP));
+        Setup vectors = composed("deepseek", arch, Q_BF16);
+        vectors.recipe.w = Q_VECTOR;
+        check_step(vectors);
+        Setup squares = composed("deepseek", arch, Q_BF16);
+        squares.recipe.x = Q_BLOCK, squares.recipe.w = Q_VECTOR;
+        squares.recompute = false;
+        check_step(squares);
+    }
+}
+
+GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF16 GEMMs") {
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        check_step(with_mode(setup_of("coat", arch), "attention"));
+        check_step(with_mode(setup_of("coat", arch, true, 3, 7), "attention"));
+        Setup older = setup_of("coat", arch);
+        older.recipe = recipe_on_gpu(older.recipe, false);
+        check_step(older);
+    }
+    check_step(with_mode(tiny_setup(wide_heads(false), "coat", "coat", 2, 80), "attention"));
+}
+
+GPU_TEST_CASE("step: --recompute of norms and activations changes no bits") {
+    for (const char* recipe : RECIPES)
+        for (const Architecture& arch : {LLAMA, GPT2})
+            for (const auto& shape : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
+                const int T = shape.first, accumulate = shape.second;
+                Setup setup = setup_of(recipe, arch, true, 3, T);
+                setup.accumulate = accumulate;
+                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, with_mode(setup, "recompute"));
+                INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
+                CHECK(losses(again, 4) == losses(kept, 4));
+                CHECK((snapshot(*again.model) == snapshot(*kept.model)));
+                Floats a(static_cast<size_t>(setup.config.V)), b = a;
+                again.model->next_logits(again.tokens.data(), 5, a.data());
+                kept.model->next_logits(again.tokens.data(), 5, b.data());
+                CHECK(a == b);
+            }
+}
+
+GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped") {
+    for (const char* recipe : RECIPES)
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true), wide_heads(true)}) {
+            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
+            kept.adamw.clip = spent.adamw.clip = 0;
+            INFO(config.name, " ", std::string(recipe));
+            for (int i = 0; i < 4; i++) {
+                const StepResult a = kept.step(), b = spent.step();
+                CHECK(a.loss == b.loss);
+                CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // a sum of doubles in another order
+            }
+            CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+            Floats gradient(static_cast<size_t>(config.C));
+            CHECK_THROWS_AS(spent.model->read("final_norm.gain.gradient", gradient.data()), Error);
+        }
+}
+
+GPU_TEST_CASE("step: --gradients none with this step's norm correction is bit-identical to kept gradients, and reports it") {
+    for (const char* recipe : RECIPES)
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)}) {
+            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
+            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
+            kept.adamw.clip = spent.adamw.clip = 0.5f;
+            const std::vector<Param> params = parameters(config);
+            INFO(config.name, " ", std::string(recipe));
+            for (int i = 0; i < 3; i++) {
+                const Snapshot before = snapshot(*spent.model);
+                spent.step();
+                restore(*spent.model, before);
+                const StepResult a = kept.step(), b = spent.model->step(spent.tokens.data(), spent.targets.data(), spent.adamw);
+                CHECK(a.grad_norm > 0.5);
+                CHECK(a.loss == b.loss);
+                CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+                double squares = 0;
+                for (size_t end = params.size(); end > 0; end--) {
+                    const double size = norm(gradient(*kept.model, params[end - 1]));
+                    squares += size * size;
+                    if (end > 1 && params[end - 2].unit == params[end - 1].unit) continue;
+                    CHECK(b.growth.at(params[end - 1].unit) == doctest::Approx(a.grad_norm / std::sqrt(squares)).epsilon(1e-6));
+                }
+            }
+        }
+}
+
+GPU_TEST_CASE("step: tokens that are no multiple of 16 make linear layers fall back to BF16") {
+    for (const char* recipe : RECIPES)
+        for (const Architecture& arch : {LLAMA, GPT2}) check_step(setup_of(recipe, arch, true, 3, 7));
+}
+
+GPU_TEST_CASE("step: batches cut into chunks for the head and the feed-forward input") {
+    constexpr int64_t B = 262, T = 64;
+    static_assert(B * T > UP_TOKENS && B * T % HEAD_TOKENS != 0);
+    REQUIRE(head_sum_apart(Format::BF16, B * T));
+    for (const char* recipe : {"bf16", "coat"}) check_step(setup_of(recipe, LLAMA, false, B, T));
+    Setup accumulating = setup_of("coat", LLAMA, true, B, T);
+    accumulating.accumulate = 2;
+    check_step(accumulating);
+}
+
+GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
+    for (const char* recipe : RECIPES)
+        for (const Architecture& arch : {LLAMA, GPT2}) {
+            Training gpu = training_on(make_gpu, setup_of(recipe, arch)), cpu = training_on(make_reference, setup_of(recipe, arch));
+            CHECK((snapshot(*gpu.model) == snapshot(*cpu.model)));
+        }
+}
+
+GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
+    for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
+        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
+            for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+                Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? with_mode(setup_of("coat"), recipe) : setup_of(recipe));
+                INFO(std::string(recipe), " ", std::string(name), " ", poison);
+                check_poisoned_weight(training, name, poison);
+            }
+}
+
+GPU_TEST_CASE("evaluate: gives the loss of a step's forward pass and changes nothing") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (const char* recipe : RECIPES) {
+            Training training = training_on(make_gpu, setup_of(recipe, arch));
+            check_evaluate(training);
+        }
+}

@@ -1,0 +1,260 @@
+// test_plan.cpp - plan.cpp: the precision plan, the memory plan, the learning rate, and which recipes a GPU supports.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "../data/checkpoint.h"
+#include "../plan.h"
+#include "program.h"
+
+using namespace coat;
+using namespace coat::test;
+
+TEST_CASE("learning_rate: warms up, decays to a tenth, and stays within its bounds") {
+    const double peak = 3e-3;
+    for (const Schedule& s : schedules()) {
+        CAPTURE(s.name);
+        CHECK(learning_rate(s, peak, 20, 300, 0) == static_cast<float>(peak / 20));
+        CHECK(learning_rate(s, peak, 20, 300, 19) == static_cast<float>(peak));
+        CHECK(learning_rate(s, peak, 20, 300, 20) == static_cast<float>(peak));
+        const double end = std::string(s.name) == "constant" ? peak : peak / 10;
+        CHECK(learning_rate(s, peak, 20, 300, 300) == doctest::Approx(end));
+        for (int64_t step = 21; step < 400; step++) {
+            CHECK(learning_rate(s, peak, 20, 300, step) <= learning_rate(s, peak, 20, 300, step - 1));
+            CHECK(learning_rate(s, peak, 20, 300, step) >= static_cast<float>(end * (1 - 1e-6)));
+        }
+        CHECK(learning_rate(s, peak, 0, 1, 0) == static_cast<float>(peak));
+        CHECK(learning_rate(s, peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // a warm-up that does not end
+    }
+    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+}
+
+TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to groups") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (const OptimizerFormat& optimizer : optimizers()) {
+                CAPTURE(model.name);
+                CAPTURE(recipe.name);
+                CAPTURE(optimizer.name);
+                Setup s{model, recipe, optimizer, 3, 48};
+                if (s.config.V == 0) s.config.V = 256;
+                const std::vector<MemoryRow> plan = memory_plan(s);
+                const auto params = parameters(s.config);
+                int64_t state = 0, weights = 0;  // remainders and delayed scales are the weights' part
+                for (const StateTensor& t : optimizer_tensors(s))
+                    if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
+                for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) state -= t.total_bytes(), weights += t.total_bytes();
+                for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders
+                const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
+                CHECK(total_bytes(plan, Category::Optimizer) >= state);
+                CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
+                CHECK(total_bytes(plan, Category::Weights) >= weights);
+                CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
+                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.stream).bytes;
+                CHECK(total_bytes(plan, Category::Activations) ==
+                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
+            }
+}
+
+TEST_CASE("plan: moment formats without a GPU kernel are rejected with a remedy, and the others are accepted") {
+    for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_not(optimizer).empty());
+    OptimizerFormat mixed = find_row(optimizers(), "coat", "");
+    mixed.v = Format::F16;
+    CHECK(why_not(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
+    OptimizerFormat whole = find_row(optimizers(), "fp8lm", "");
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
+        whole.m = whole.v = f;
+        CHECK(why_not(whole).empty());
+    }
+    whole.expand = true;
+    CHECK(why_not(whole).find("--optimizer fp8lm expands") == 0);
+    OptimizerFormat flushing = find_row(optimizers(), "fp8", "");
+    flushing.keep_positive = false;
+    CHECK(why_not(flushing).find("--optimizer fp8 lets least numbers") == 0);
+}
+
+TEST_CASE("plan: scaling that a GPU's GEMMs do not support is rejected with a remedy; Hopper supports all") {
+    for (const Recipe& r : recipes()) {
+        const std::string name = r.name;
+        CHECK(why_not(r).empty());
+        for (int capability : {89, 100, 120}) CHECK(why_not(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
+        CHECK(why_not(recipe_on_gpu(r, false), 80).empty());
+    }
+    Recipe squares = find_row(recipes(), "coat", "");
+    squares.nonlinear = {Format::E4M3, {4, 4}};
+    CHECK(why_not(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
+                                    "--device cpu.");
+    Recipe groups = find_row(recipes(), "fp32", "");
+    groups.nonlinear = Q_GROUP;
+    CHECK(why_not(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
+    CHECK(why_not(find_row(recipes(), "rowwise", ""), 89) ==
+          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
+}
+
+TEST_CASE("plan: heads x head size is bounded, and not only each of them") {
+    ModelConfig c = find_row(models(), "gpt2", "");
+    c.NH = c.NKV = 1 << 12, c.head_size = 256;
+    CHECK_NOTHROW(validate(c));
+    c.NH = c.NKV = 1 << 15;  // a GPU's grid has too few blocks for so many rows of a weight
+    CHECK_THROWS_AS(validate(c), Error);
+}
+
+TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one sentence with a remedy") {
+    auto why = [](const Recipe& r) -> std::string {
+        Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
+        try {
+            validate(s);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        return "";
+    };
+    auto row = [](const char* name) { return find_row(recipes(), name, ""); };
+    for (const Recipe& r : recipes()) CHECK(why(r) == "");
+    const Quant e5m2_vector{Format::E5M2, PER_VECTOR};
+    std::vector<std::pair<Recipe, std::string>> refused;
+    auto change = [&](const char* name, const std::string& reason, auto what) {
+        refused.push_back({row(name), reason});
+        what(refused.back().first);
+    };
+    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_BLOCK; });
+    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_BLOCK; });
+    change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
+    change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
+    for (int product = 0; product < 3; product++)
+        change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[product] = true; });
+    change("rowwise", "delayed scaling knows one scale a tensor", [](Recipe& r) { r.scaling = Scaling::Delayed; });
+    change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
+    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) { r.w = {Format::E4M3, PER_GROUP}; });
+    change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
+    change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
+    change("te", "give it 1 step or more", [](Recipe& r) { r.history = 0; });
+    for (const auto& [recipe, reason] : refused) {
+        const std::string sentence = why(recipe);
+        CAPTURE(reason);
+        CAPTURE(sentence);
+        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(sentence.find(std::string("Recipe ") + recipe.name) == 0);
+        CHECK((!sentence.empty() && sentence.back() == '.'));
+    }
+    Recipe e5m2 = row("deepseek");  // what the table does not have but a GPU can do
+    e5m2.g = e5m2_vector;
+    CHECK(why(e5m2) == "");
+}
+
+TEST_CASE("plan: the state of delayed scaling, and no saving of activations with FP8 only in linear layers") {
+    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""), find_row(optimizers(), "fp32", ""), 8, 2048};
+    int64_t bytes = 0;
+    for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
+    CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_beside(te)), Category::Weights) == bytes);
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
+        te.recipe = find_row(recipes(), recipe, "");
+        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_beside(te)));
+    }
+}
+
+TEST_CASE("memory plan: each memory mode changes only its own rows, by the stated size") {
+    for (const ModelConfig& model : models())
+        for (const char* recipe : {"bf16", "coat"}) {
+            CAPTURE(model.name);
+            CAPTURE(recipe);
+            Setup s{model, find_row(recipes(), recipe, ""), find_row(optimizers(), "coat", ""), 3, 48};
+            if (s.config.V == 0) s.config.V = 256;
+            const ModelConfig& c = s.config;
+            const std::vector<MemoryRow> usual = memory_plan(s);
+            const std::vector<Param> params = parameters(c);
+            std::map<int64_t, int64_t> units;
+            for (const Param& p : params) units[p.unit] += p.padded_size();
+            int64_t elements = 0, largest = 0;
+            for (const auto& [unit, size] : units) {
+                elements += size;
+                if (unit > 0 || !c.tied) largest = std::max(largest, size);
+            }
+            if (c.tied) largest += units.at(0);  // that of the embedding is added to from the head on
+            const Quant wide = s.recipe.attention, x = linear_quant(s).x;
+            const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
+            const std::map<std::string, std::pair<Category, int64_t>> freed = {
+                {"attention", {Category::Activations, attention}},
+                {"master", {Category::Weights, 2 * elements}},
+                {"gradients", {Category::Gradients, 2 * (elements - largest)}},
+                {"recompute", {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
+            for (const MemoryMode& mode : memory_modes()) {
+                CAPTURE(mode.flag);
+                Setup other = s;
+                mode.choose(other, false);
+                CHECK(!mode.is_first(other));
+                const std::vector<MemoryRow> plan = memory_plan(other);
+                const auto& [category, bytes] = freed.at(mode.flag);
+                CHECK(total_bytes(usual, category) - total_bytes(plan, category) == bytes);
+                CHECK(total_bytes(usual) - total_bytes(plan) == bytes);
+                CHECK(total_bytes(memory_plan(bf16_beside(other))) == total_bytes(memory_plan(bf16_beside(s))));  // what it is printed beside stays
+                mode.choose(other, true);
+                CHECK(mode.is_first(other));
+                CHECK(total_bytes(memory_plan(other)) == total_bytes(usual));
+            }
+        }
+}
+
+TEST_CASE("plan: says why a GPU cannot be used, and what to do, from CUDA's status") {
+    const GpuFound good{13000, 13000, false, "", 1, 90, true};
+    CHECK(why_not(good).empty());
+    auto said = [&](auto change) {
+        GpuFound found = good;
+        change(found);
+        return why_not(found);
+    };
+    const std::pair<std::string, const char*> cases[] = {
+        {said([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
+        {said([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }), "knows CUDA 12.4 and this program needs 13.0: update the driver"},
+        {said([](GpuFound& f) { f.error = "unknown error"; }), "CUDA does not start (unknown error): check nvidia-smi"},
+        {said([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
+        {said([](GpuFound& f) { f.capability = 75; }), "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
+        {said([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }), "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
+        {said([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
+    };
+    for (const auto& [sentence, wanted] : cases) {
+        INFO(sentence);
+        CHECK(sentence.find(wanted) != std::string::npos);
+    }
+    CHECK(why_not({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
+}
+
+TEST_CASE("precision plan: says what each memory mode changes") {
+    auto told = [](const std::string& flag, const std::string& part) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 64};
+        int rows = 0;
+        for (const MemoryMode& mode : memory_modes())
+            if (flag == mode.flag) mode.choose(s, false);
+        for (const PrecisionRow& r : precision_plan(s))
+            rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
+        return rows;
+    };
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1}, {"attention", "rotary positions|bf16|e4m3 1x16", 1},
+                                           {"master", "bf16 stochastically", 1}, {"recompute", "; e4m3 tensor output", 3}}) {
+        CAPTURE(part);
+        CHECK(told("", part) == 0);
+        CHECK(told(flag, part) == rows);
+    }
+    CHECK(told("", "bf16 and 16 bits: fp32|bf16 and 16 bits: fp32") == 1);
+    Folder folder;
+    CHECK(train(folder, "--plan --gradients none").out.find("--clip goes by") != std::string::npos);
+    CHECK(train(folder, "--plan").out.find("--clip goes by") == std::string::npos);
+}
+
+TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
+    auto falls_back = [](int64_t T) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, T};
+        int rows = 0;
+        for (const PrecisionRow& row : precision_plan(s)) {
+            const bool said = row.name.find("falls back") != std::string::npos;
+            if (said) CHECK(row.input.find("e4m3") == std::string::npos);
+            rows += said;
+        }
+        return rows;
+    };
+    CHECK(falls_back(64) == 0);
+    CHECK(falls_back(65) == 6);  // four linear layers, and the two GEMMs of their backward
+}

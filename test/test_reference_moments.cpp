@@ -1,0 +1,183 @@
+// test_reference_moments.cpp - storage of the optimizer's moments in reference.cpp: every format, with a scale per group
+// or per tensor.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "../reference.h"
+#include "moments.h"
+#include "oracle.h"
+#include "random.h"
+#include "tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+using namespace coat::test::moments;
+
+TEST_CASE("Moment: every format stores and loads ranges that start at a group, and starts at zero") {
+    FRESH_RANDOM(rng);
+    const int64_t n = 5 * MOMENT_GROUP + 19;
+    const std::vector<float> x = magnitudes(rng.normals<float>(n));
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2})
+        for (bool expand : {false, true}) {
+            Moment whole, parts;
+            whole.init(f, expand, n);
+            parts.init(f, expand, n);
+            std::vector<float> a(x.size(), -1), b(x.size(), -1);
+            whole.load(0, n, a.data());
+            CHECK(norm(a) == 0);
+            whole.store(0, n, x.data(), true);
+            for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, true);
+            whole.load(0, n, a.data());
+            for (int64_t first = 0; first < n; first += MOMENT_GROUP)
+                parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), b.data() + first);
+            CHECK(a == b);
+            CHECK(whole.codes == parts.codes);
+            CHECK(relative_error(a, x) <= std::ldexp(1.0, -info(f).mantissa - 1));
+            if (f == Format::F32) CHECK(a == x);
+        }
+}
+
+namespace {
+
+// FP8-LM's moments: n elements with one scale, value = code * max / FMAX.
+Moment per_tensor(Format f, bool positive, const std::vector<float>& x, QuantStats* stats = nullptr) {
+    Moment moment;
+    moment.init(f, false, int64_t(x.size()), PER_TENSOR);
+    moment.fit_tensor(int64_t(x.size()), x.data());
+    moment.store(0, int64_t(x.size()), x.data(), positive, stats);
+    return moment;
+}
+
+std::vector<float> loaded(const Moment& moment, size_t n) {
+    std::vector<float> x(n, -7);
+    moment.load(0, int64_t(n), x.data());
+    return x;
+}
+
+}  // namespace
+
+TEST_CASE("Moment: with per-tensor scaling every value is within the format's bound, and flushed values are counted") {
+    FRESH_RANDOM(rng);
+    for (Format f : {Format::F16, Format::E4M3, Format::E5M2})
+        for (int64_t n : LENGTHS)
+            for (const Distribution& d : distributions()) {
+                INFO(std::string(info(f).name), ", ", n, " elements, ", d.name);
+                const std::vector<float> x = sample(d, rng, n);
+                QuantStats stats;
+                const Moment moment = per_tensor(f, false, x, &stats);
+                const std::vector<float> values = loaded(moment, x.size());
+                REQUIRE((moment.max.size() == 1 && moment.k.empty()));
+                REQUIRE(moment.max[0] == amax(x.data(), n));
+                const double s = double(scale_of({f}, moment.max[0]));
+                int64_t flushed = 0;
+                for (size_t i = 0; i < x.size(); i++) {
+                    const double a = std::fabs(double(x[i]));
+                    const double bound = std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 + 0x1p-149;
+                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= bound);
+                    if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
+                    flushed += x[i] != 0 && values[i] == 0;
+                }
+                if (s * info(f).min > 0x1p-126) REQUIRE(stats.flushed == flushed);  // else a code's value may lie below FP32
+                REQUIRE(stats.elements == n);
+            }
+}
+
+TEST_CASE("Moment: with per-tensor scaling ranges load and store like the whole, and fit_tensor leaves groups alone") {
+    FRESH_RANDOM(rng);
+    const int64_t n = 5 * MOMENT_GROUP + 19;
+    std::vector<float> x = magnitudes(rng.normals<float>(n));
+    x[700 % n] = 300;  // in one range alone
+    x[3] = 1e-11f;
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3})
+        for (bool positive : {false, true}) {
+            const Moment whole = per_tensor(f, positive, x);
+            Moment parts;
+            parts.init(f, false, n, PER_TENSOR);
+            CHECK(norm(loaded(parts, x.size())) == 0);
+            parts.fit_tensor(n, x.data());
+            for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, positive);
+            CHECK((whole.codes == parts.codes && whole.max == parts.max));
+            std::vector<float> values(x.size());
+            for (int64_t first = 0; first < n; first += MOMENT_GROUP)
+                parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), values.data() + first);
+            CHECK(values == loaded(whole, x.size()));
+            if (is_scaled(f)) CHECK((values[3] > 0) == positive);  // 1e-11 of 300 is below what either format reaches
+        }
+    Moment groups;
+    groups.init(Format::E4M3, true, n);
+    const Moment before = groups;
+    groups.fit_tensor(n, x.data());
+    CHECK((groups.max == before.max && groups.k == before.k));
+}
+
+TEST_CASE("Moment: FP16 reaches 2^-41 of a tensor's largest second moment, E4M3 per tensor 2^-18") {
+    const std::pair<Format, int> reach[] = {{Format::F16, 41}, {Format::E4M3, 18}};
+    for (const auto& [f, power] : reach) {
+        std::vector<float> v(300, 0.0f);
+        v[0] = 3.0f;
+        v[1] = 3.0f * std::ldexp(1.0f, -power + 1), v[2] = 3.0f * std::ldexp(1.0f, -power - 1);
+        QuantStats stats;
+        const std::vector<float> values = loaded(per_tensor(f, false, v, &stats), v.size());
+        INFO(std::string(info(f).name));
+        CHECK(values[0] == doctest::Approx(3.0f).epsilon(1e-6));
+        CHECK(values[1] > 0);
+        CHECK(values[2] == 0);
+        CHECK(stats.flushed == 1);
+    }
+}
+
+TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granularity") {
+    const ModelConfig config = tiny_config(LLAMA, true);
+    auto shape_of = [&](const OptimizerFormat& o, const std::string& name) -> std::string {
+        Setup s = tiny_setup(config, "bf16", "fp32");
+        s.optimizer = o;
+        for (const StateTensor& t : optimizer_tensors(s))
+            if (t.name == name) return std::string(t.dtype) + " " + std::to_string(t.size());
+        return "none";
+    };
+    const OptimizerFormat fp8lm = find_row(optimizers(), "fp8lm", "");
+    const std::string n = std::to_string(64 * 64), groups = std::to_string(64 * 64 / MOMENT_GROUP);
+    CHECK(shape_of(fp8lm, "layers.0.attention_out.m") == "F8_E4M3 " + n);
+    CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);
+    for (const char* scale : {".m.max", ".v.max"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
+    for (const char* none : {".m.k", ".v.k"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
+    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v") == "F32 64");  // gains and biases stay in FP32
+    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v.max") == "none");
+    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};  // --optimizer coat --v-format fp16
+    CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
+    CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);
+    CHECK(shape_of(mixed, "layers.0.attention_out.v.k") == "none");
+}
+
+TEST_CASE("fp8lm optimizer: trains, saves its scale in the state, and reports what is flushed") {
+    const Setup setup = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp8lm");
+    Training training(setup), exact(tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32"));
+    double loss = 0, wanted = 0, first = 0;
+    for (int64_t i = 0; i < count(60, 10); i++) {
+        loss = training.step().loss, wanted = exact.step().loss;
+        if (i == 0) first = loss;
+    }
+    CHECK(std::fabs(loss - wanted) < 0.02 * wanted);
+    CHECK(loss < first);
+    const int64_t n = 64 * 64;
+    const std::string name = "layers.0.attention_out";
+    const float max = read_as<float>(*training.model, name + ".v.max", 1)[0];
+    const std::vector<uint16_t> v = read_as<uint16_t>(*training.model, name + ".v", n);
+    const uint16_t top = *std::max_element(v.begin(), v.end());
+    CHECK(top == 0x7BFF);  // the whole range is in use
+    CHECK(max > 0);
+    const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
+    const QuantStats& m = report.kinds[static_cast<int>(Kind::Moment1)];
+    const QuantStats& second = report.kinds[static_cast<int>(Kind::Moment2)];
+    int64_t elements = 0;
+    for (const Param& p : parameters(setup.config)) elements += p.role.fp8_state ? p.size() : 0;
+    CHECK((m.elements == elements && second.elements == elements));
+    CHECK(m.flushed > 0);  // E4M3 with one scale a tensor reaches 2^-18 of the largest
+    CHECK(second.flushed < m.flushed);
+    CHECK(second.snr_db() > m.snr_db());
+    CHECK((report.k_m.empty() && report.k_v.empty()));
+}
