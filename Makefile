@@ -39,7 +39,7 @@ ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
 NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) --split-compile=0 -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
-SOURCES    += $(sort $(wildcard *.cu))
+SOURCES    += $(sort $(wildcard *.cu gpu/*.cu))
 TESTS      += $(sort $(wildcard test/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES  := -lcublasLt

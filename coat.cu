@@ -6,8 +6,8 @@
 //                  of the transpose, which goes through registers (bytes) and then shared memory (words of 4 rows, swizzled).
 //   row kernels    a team of warps holds a whole row in registers: norms forward and backward, the residual pair.
 //   the optimizer  half a warp a group of 128 elements, eight a lane, the next group's loads in flight while this one is computed.
-// What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (stream format or
-// FP8 groups) is a Held type inside of it. Sources are to kernels what Computed is to launchers.
+// What a tile or a row reads is a Source: it loads a chunk of 8 columns and computes FP32 values. What a tensor is held in (compute dtype or
+// FP8 groups) is a Held type inside of it. Sources are to kernels what Lazy is to launchers.
 //
 // Determinism: every sum has a fixed order; the only atomics are maxima (and a report's counters and sums, whose last bits may differ).
 #include "coat.cuh"
@@ -33,7 +33,7 @@ using Values = float[CHUNK];
 
 #define CHECK_LAUNCH(kernel) check(cudaGetLastError(), "Launching " kernel " failed")
 
-void need(bool ok, const char* what) {
+void require(bool ok, const char* what) {
     if (!ok) throw Error(std::string("A GPU kernel was called wrongly: ") + what + ".");
 }
 
@@ -370,17 +370,17 @@ struct EmbeddingSource {  // embedding[token] (+ positions[row % period])
     }
 };
 
-// y = (x - mean) / std * gain + bias, where no bias is 0
-__device__ float normalized(float x, float2 stats, float gain, float bias) {
-    return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), gain, bias);
+// y = (x - mean) / std * weight + bias, where no bias is 0
+__device__ float normalized(float x, float2 stats, float weight, float bias) {
+    return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), weight, bias);
 }
 
 template <class T>
 struct Affine {
-    Plain<T> gain, bias;
+    Plain<T> weight, bias;
 
     __device__ void load(int64_t col, Values& g, Values& b) const {
-        gain.values(gain.load(col), g);
+        weight.values(weight.load(col), g);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) b[j] = 0;
         if (bias.data) bias.values(bias.load(col), b);
@@ -394,7 +394,7 @@ struct NormSource {
     struct Start {
         Held in;
         const float2* stats;
-        Values gain, bias;
+        Values weight, bias;
     };
     struct Raw {
         typename Held::Raw x;
@@ -409,7 +409,7 @@ struct NormSource {
         Start at;
         at.in = in.from(row * width + col);
         at.stats = stats + row;
-        affine.load(col, at.gain, at.bias);
+        affine.load(col, at.weight, at.bias);
         return at;
     }
     __device__ Raw load(const Start& at, int i) const { return {at.in.load(rows_of(i, width)), at.stats[i]}; }
@@ -417,7 +417,7 @@ struct NormSource {
         Values x;
         in.values(raw.x, x);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, at.gain[j], at.bias[j]);
+        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, at.weight[j], at.bias[j]);
     }
 };
 
@@ -920,7 +920,7 @@ __global__ void __launch_bounds__(TILE_THREADS) transpose_kernel(const uint8_t* 
     flush(tiles, rows, cols, transposed, [](int, int64_t col) { return col; });
 }
 
-// Values rounded to the stream format, or in groups.
+// Values rounded to the compute dtype, or in groups.
 template <class Source, class Held>
 __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Source x, int64_t rows, Held out) {
     const TilePlace at;
@@ -1078,25 +1078,25 @@ Plain<T> plain(const void* p) {
 }
 Grouped grouped(const View& v) { return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)}; }
 
-// Calls f with the Held type of a view: the stream format or FP8 groups.
+// Calls f with the Held type of a view: the compute dtype or FP8 groups.
 template <class F>
 void with_held(const View& v, F f) {
-    need(v.cols % 16 == 0 && (!in_groups(v.quant) || v.cols % GROUP == 0), "columns are not a multiple of 16, or of a group");
+    require(v.cols % 16 == 0 && (!in_groups(v.quant) || v.cols % GROUP == 0), "columns are not a multiple of 16, or of a group");
     if (in_groups(v.quant)) return f(grouped(v));
-    need(!v.quant.fp8(), "this input cannot be FP8 other than E4M3 in groups with BF16 scales");
+    require(!v.quant.fp8(), "this input cannot be FP8 other than E4M3 in groups with BF16 scales");
     if (v.quant.format == Format::F32) return f(plain<float>(v.codes));
     f(plain<bf16>(v.codes));
 }
 
 template <class F>
 void with_stream(const View& v, F f) {
-    need(!v.quant.fp8() && v.cols % 8 == 0, "a stream tensor is F32 or BF16 and has a multiple of 8 columns");
+    require(!v.quant.fp8() && v.cols % 8 == 0, "a stream tensor is F32 or BF16 and has a multiple of 8 columns");
     if (v.quant.format == Format::F32) return f(plain<float>(v.codes));
     f(plain<bf16>(v.codes));
 }
 
 template <bool GATED, class F>
-void with_activation(const Computed& x, F f) {
+void with_activation(const Lazy& x, F f) {
     with_held(x.a, [&](auto up) {
         using Held = decltype(up);
         const int64_t width = x.a.cols / (GATED ? 2 : 1);
@@ -1108,11 +1108,11 @@ void with_activation(const Computed& x, F f) {
 template <class Held>
 NormSource<Held> norm_source(const Norm& n, Held in) {
     using T = typename Held::Stream;
-    return {in, {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.in.cols};
+    return {in, {plain<T>(n.weight), plain<T>(n.bias)}, n.stats, n.in.cols};
 }
 
 template <class F>
-void with_source(const Computed& x, F f) {
+void with_source(const Lazy& x, F f) {
     switch (x.rule) {
         case Rule::Stored:
             if (in_groups(x.a.quant)) return f(StoredSource<Grouped>{grouped(x.a), x.cols});
@@ -1131,7 +1131,7 @@ void with_source(const Computed& x, F f) {
 
 template <class Source>
 void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    need(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
+    require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     measure(x, rows, {tensor_scale(out.view), {}}, out.view.quant.format, stats, s);
     const bool e5m2 = out.view.quant.format == Format::E5M2;
     const auto kernel = out.transposed ? (e5m2 ? quantize_kernel<Source, true, true> : quantize_kernel<Source, false, true>)
@@ -1144,12 +1144,12 @@ void quantize_per_tensor(const Source& x, int64_t rows, const Operand& out, Quan
 // Where the scales of x (rows, cols) lie, or of its transpose, by the row and column of an element of x.
 ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
     constexpr int SQUARE = 7, ALL = 62;
-    static_assert(PER_VECTOR.cols == 1 << SQUARE && PER_BLOCK.rows == 1 << SQUARE && PER_BLOCK.cols == 1 << SQUARE);
+    static_assert(PER_1x128.cols == 1 << SQUARE && PER_128x128.rows == 1 << SQUARE && PER_128x128.cols == 1 << SQUARE);
     float* const p = static_cast<float*>(scales);
     const int64_t wide = transposed ? cols : rows, deep = transposed ? rows : cols;
-    const int deep_shift = g == PER_ROW ? ALL : SQUARE, wide_shift = g == PER_BLOCK ? SQUARE : 0;
-    const int64_t along_deep = g == PER_ROW ? 0 : g == PER_VECTOR ? wide : 1;
-    const int64_t along_wide = g == PER_BLOCK ? round_up(ceil_div(deep, 1 << SQUARE), 4) : 1;
+    const int deep_shift = g == PER_ROW ? ALL : SQUARE, wide_shift = g == PER_128x128 ? SQUARE : 0;
+    const int64_t along_deep = g == PER_ROW ? 0 : g == PER_1x128 ? wide : 1;
+    const int64_t along_wide = g == PER_128x128 ? round_up(ceil_div(deep, 1 << SQUARE), 4) : 1;
     if (transposed) return {p, deep_shift, wide_shift, along_deep, along_wide};
     return {p, wide_shift, deep_shift, along_wide, along_deep};
 }
@@ -1158,11 +1158,11 @@ template <class Source>
 void quantize_blocks(const Source& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
     const Quant& q = out.view.quant;
     const int64_t all_rows = out.view.rows, cols = out.view.cols;
-    need(q.granularity == PER_ROW || q.granularity == PER_VECTOR || q.granularity == PER_BLOCK, "no kernel scales by such blocks");
-    need(q.scale == Format::F32, "an operand's scales are FP32");
+    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128, "no kernel scales by such blocks");
+    require(q.scale == Format::F32, "an operand's scales are FP32");
     const ScaleGrid lying = scale_grid(q.granularity, out.view.codes ? out.view.scales : nullptr, all_rows, cols, false);
     const ScaleGrid turned = scale_grid(q.granularity, out.transposed ? out.transposed_scales : nullptr, all_rows, cols, true);
-    need(!out.view.codes == !lying.scales && !out.transposed == !turned.scales, "codes and their scales come together");
+    require(!out.view.codes == !lying.scales && !out.transposed == !turned.scales, "codes and their scales come together");
     const int64_t counts[2] = {q.operand_scales(all_rows, cols), q.operand_scales(cols, all_rows)};
     const ScaleGrid* const ways[2] = {&lying, &turned};
     for (int way : {0, 1})
@@ -1174,7 +1174,7 @@ void quantize_blocks(const Source& x, int64_t rows, const Operand& out, QuantSta
         if (!ways[way]->scales) continue;
         block_scales_kernel<<<blocks(counts[way], 256), 256, 0, s>>>(ways[way]->scales, counts[way], info(q.format).max, out.slot);
         CHECK_LAUNCH("block_scales");
-        const bool again = way == 1 && lying.scales && q.granularity.same_both_ways();
+        const bool again = way == 1 && lying.scales && q.granularity.symmetric();
         if (!again) measure(x, rows, {nullptr, *ways[way]}, q.format, stats, s);
     }
     quantize_blocks_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, q.format == Format::E5M2, lying, turned, static_cast<uint8_t*>(out.view.codes),
@@ -1190,25 +1190,25 @@ void write(const Source& x, int64_t rows, const Held& out, cudaStream_t s) {
 
 }  // namespace
 
-Computed stored(const View& x) { return {Rule::Stored, x.rows, x.cols, x}; }
-Computed norm(const Norm& n) {
-    Computed c{Rule::Norm, n.in.rows, n.in.cols};
+Lazy stored(const View& x) { return {Rule::Stored, x.rows, x.cols, x}; }
+Lazy norm(const Norm& n) {
+    Lazy c{Rule::Norm, n.in.rows, n.in.cols};
     c.norm = n;
     return c;
 }
-Computed activation(bool gated, const View& up) { return {Rule::Activation, up.rows, up.cols / (gated ? 2 : 1), up, {}, gated}; }
-Computed activation_backward(bool gated, const View& up, const View& dh) {
-    need(dh.rows == up.rows && dh.cols * (gated ? 2 : 1) == up.cols, "dh and up differ in shape");
-    need(dh.quant.format == (up.quant.fp8() ? Format::BF16 : up.quant.format), "dh is not in the stream format of up");
+Lazy activation(bool gated, const View& up) { return {Rule::Activation, up.rows, up.cols / (gated ? 2 : 1), up, {}, gated}; }
+Lazy activation_backward(bool gated, const View& up, const View& dh) {
+    require(dh.rows == up.rows && dh.cols * (gated ? 2 : 1) == up.cols, "dh and up differ in shape");
+    require(dh.quant.format == (up.quant.fp8() ? Format::BF16 : up.quant.format), "dh is not in the compute dtype of up");
     return {Rule::ActivationBackward, up.rows, up.cols, up, dh, gated};
 }
-Computed rope_backward(const Rope& r, const View& dqkv) {
-    Computed c{Rule::RopeBackward, dqkv.rows, dqkv.cols, dqkv};
+Lazy rope_backward(const Rope& r, const View& dqkv) {
+    Lazy c{Rule::RopeBackward, dqkv.rows, dqkv.cols, dqkv};
     c.rope = r;
     return c;
 }
 
-void amax(const Computed& x, TensorScale* slot, cudaStream_t s) {
+void amax(const Lazy& x, TensorScale* slot, cudaStream_t s) {
     if (x.rows == 0) return;
     with_source(x, [&](auto source) {
         amax_kernel<<<tile_grid(x.rows, source.width), TILE_THREADS, 0, s>>>(source, x.rows, slot);
@@ -1216,8 +1216,8 @@ void amax(const Computed& x, TensorScale* slot, cudaStream_t s) {
     });
 }
 
-void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    need(x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
+void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
+    require(x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
          "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
@@ -1235,31 +1235,31 @@ void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStre
     });
 }
 
-void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    need(in_groups(groups.quant) && x.quant.format == Format::BF16, "quantize_through is from BF16 to groups");
-    need(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
+void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
+    require(in_groups(groups.quant) && x.quant.format == Format::BF16, "quantize_and_dequantize is from BF16 to groups");
+    require(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const StoredSource<Plain<bf16>> source{plain<bf16>(x.codes), x.cols};
     measure(source, x.rows, OF_GROUPS, groups.quant.format, stats, s);
     write(source, x.rows, Through{grouped(groups), plain<bf16>(x.codes)}, s);
 }
 
-void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s) {
-    need(in_groups(up.quant) && u.quant.format == Format::BF16, "quantize_up is from BF16 to groups");
-    need(u.rows == up.rows && u.cols == up.cols, "u and up differ in shape");
+void quantize_gate_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s) {
+    require(in_groups(up.quant) && u.quant.format == Format::BF16, "quantize_gate_up is from BF16 to groups");
+    require(u.rows == up.rows && u.cols == up.cols, "u and up differ in shape");
     if (u.rows == 0) return;
     if (!h_slot) return quantize(stored(u), {up}, stats, s);
     auto launch = [&](auto source) {
         measure(source, u.rows, OF_GROUPS, up.quant.format, stats, s);
         quantize_up_kernel<<<tile_grid(u.rows, source.width), TILE_THREADS, 0, s>>>(source, u.rows, grouped(up), h_slot);
-        CHECK_LAUNCH("quantize_up");
+        CHECK_LAUNCH("quantize_gate_up");
     };
     if (gated) launch(HalvesSource<bf16, 2>{plain<bf16>(u.codes), u.cols / 2});
     else launch(HalvesSource<bf16, 1>{plain<bf16>(u.codes), u.cols});
 }
 
-void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s) {
-    need(gradient.rows * gradient.cols == x.cols, "a bias gradient has another length than the rows that it sums");
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s) {
+    require(gradient.rows * gradient.cols == x.cols, "a bias gradient has another length than the rows that it sums");
     with_source(x, [&](auto source) {
         const dim3 grid(blocks(source.width, TILE), COLUMN_PARTIALS);
         column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(source, x.rows, rounding == Format::BF16, workspace, slot);
@@ -1269,7 +1269,7 @@ void column_sums(const Computed& x, Format rounding, const View& gradient, float
 }
 
 void transpose_fp8(const View& x, void* transposed, cudaStream_t s) {
-    need(x.quant.fp8() && x.cols % 16 == 0, "only FP8 codes with a multiple of 16 columns are transposed");
+    require(x.quant.fp8() && x.cols % 16 == 0, "only FP8 codes with a multiple of 16 columns are transposed");
     if (x.rows == 0) return;
     transpose_kernel<<<tile_grid(x.rows, x.cols), TILE_THREADS, 0, s>>>(static_cast<const uint8_t*>(x.codes), x.rows, x.cols,
                                                                         static_cast<uint8_t*>(transposed));
@@ -1277,7 +1277,7 @@ void transpose_fp8(const View& x, void* transposed, cudaStream_t s) {
 }
 
 void dequantize(const View& x, const View& out, cudaStream_t s) {
-    need(x.rows == out.rows && x.cols == out.cols, "a tensor and its dequantized form differ in shape");
+    require(x.rows == out.rows && x.cols == out.cols, "a tensor and its dequantized form differ in shape");
     if (x.rows == 0) return;
     with_stream(out, [&](auto to) {
         if (x.quant.fp8() && x.quant.granularity == PER_TENSOR) {
@@ -1336,7 +1336,7 @@ constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // of a block, at most
 
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
-    need(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
+    require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
 
@@ -1421,10 +1421,10 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) row_kernel(Source sum, int64_t
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row >= rows || row_column(c) >= C) continue;
-        Values gain, bias;
-        affine.load(row_column(c), gain, bias);
+        Values weight, bias;
+        affine.load(row_column(c), weight, bias);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(normalized(v[c][j], st, gain[j], bias[j])));
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
     }
     raise_by_warp(&slot->amax, top);
 }
@@ -1436,7 +1436,7 @@ void row(const Source& sum, const View& x_out, const Norm& n, Held in, TensorSca
     if (WRITE) measure(sum, n.in.rows, OF_GROUPS, n.in.quant.format, stats, s);
     const dim3 block = row_block(n.in.cols);
     row_kernel<Source, Held, WRITE><<<blocks(n.in.rows, block.y), block, 0, s>>>(sum, n.in.rows, plain<T>(x_out.codes), in,
-                                                                                {plain<T>(n.gain), plain<T>(n.bias)}, n.stats, n.rms, n.eps, slot);
+                                                                                {plain<T>(n.weight), plain<T>(n.bias)}, n.stats, n.rms, n.eps, slot);
     CHECK_LAUNCH("residual row");
 }
 
@@ -1474,11 +1474,11 @@ __device__ void write_partials(const float* sums, int64_t C, Plain<float> partia
     }
 }
 
-// xhat = (x - mean) / std;  dx = (dy gain - mean(dy gain) - xhat mean(dy gain xhat)) / std; RMSNorm has no means of x and of dy gain, so that
-// its two sums need only one turn: mean(dy gain xhat) = mean(dy gain x) / rms. dgain += dy xhat, dbias += dy: by a block in shared memory, then
+// xhat = (x - mean) / std;  dx = (dy weight - mean(dy weight) - xhat mean(dy weight xhat)) / std; RMSNorm has no means of x and of dy weight, so that
+// its two sums need only one turn: mean(dy weight xhat) = mean(dy weight x) / rms. dweight += dy xhat, dbias += dy: by a block in shared memory, then
 // through partials. Where shared memory is too small, a block is one team and adds to its row of the partials.
 template <class Held, bool RMS, bool SHARED>
-__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> gain, Plain<typename Held::Stream> dy,
+__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, Plain<typename Held::Stream> weight, Plain<typename Held::Stream> dy,
                                                                        Plain<typename Held::Stream> g_in, Plain<typename Held::Stream> g_out,
                                                                        int64_t rows, int64_t C, float eps, float2* stats, TensorScale* slot,
                                                                        float* partials) {
@@ -1487,11 +1487,11 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
     extern __shared__ __align__(16) float sums[];  // (RMS ? 1 : 2, teams, C)
     const int64_t row_of_dgain = SHARED ? threadIdx.y : blockIdx.x, teams = SHARED ? blockDim.y : gridDim.x;
     float* const all = SHARED ? sums : partials;
-    const ColumnSums<SHARED> dgain(all + row_of_dgain * C, C), dbias(all + (teams + row_of_dgain) * C, C);
+    const ColumnSums<SHARED> dweight(all + row_of_dgain * C, C), dbias(all + (teams + row_of_dgain) * C, C);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= C) continue;
-        dgain.zero(row_column(c));
+        dweight.zero(row_column(c));
         if (!RMS) dbias.zero(row_column(c));
     }
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(C));
@@ -1518,13 +1518,13 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
         for (int c = 0; c < ROW_CHUNKS; c++) in.values(raw_x[c], x[c]);
         float2 st{};
         if (!RMS) st = row_stats(x, C, false, eps);
-        float sum[2] = {0, 0};  // RMS: of x^2 and of dy gain x; else of dy gain and of dy gain xhat
+        float sum[2] = {0, 0};  // RMS: of x^2 and of dy weight x; else of dy weight and of dy weight xhat
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
             Values d, w;
             dy.values(raw_dy[c], d);
-            gain.values(gain.load(row_column(c)), w);
+            weight.values(weight.load(row_column(c)), w);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
@@ -1543,7 +1543,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
             if (!live(c)) continue;
             Values d, w, g;
             dy.values(raw_dy[c], d);
-            gain.values(gain.load(row_column(c)), w);
+            weight.values(weight.load(row_column(c)), w);
             if (!EARLY && g_in.data) raw_g[c] = row_g.load(c * apart);
             g_in.values(raw_g[c], g);
             if (!RMS) dbias.add(row_column(c), d);
@@ -1553,7 +1553,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(Held in, 
                 g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
                 d[j] *= xhat;
             }
-            dgain.add(row_column(c), d);
+            dweight.add(row_column(c), d);
             g_out.store(at + c * apart, g, true);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) top = larger(top, g[j]);
@@ -1586,7 +1586,7 @@ int shared_memory() {  // of a block, at most
 }
 
 template <bool RMS, class Held>
-void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain,
+void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dweight,
                       const View& dbias, float* workspace, cudaStream_t s) {
     using T = typename Held::Stream;
     const int64_t rows = n.in.rows, C = n.in.cols;
@@ -1597,10 +1597,10 @@ void norm_backward_as(const Norm& n, Held in, const View& dy, const View& g_in, 
     const auto kernel = shared ? norm_backward_kernel<Held, RMS, true> : norm_backward_kernel<Held, RMS, RMS>;
     if (shared > 40 << 10)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "Shared memory for norm_backward");
-    kernel<<<grid, block, shared, s>>>(in, plain<T>(n.gain), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
+    kernel<<<grid, block, shared, s>>>(in, plain<T>(n.weight), plain<T>(dy.codes), plain<T>(g_in.codes), plain<T>(g_out.codes), rows, C, n.eps,
                                        n.stats, g_slot, workspace);
     CHECK_LAUNCH("norm_backward");
-    reduce_partials(workspace, grid, dgain, s);
+    reduce_partials(workspace, grid, dweight, s);
     if (!RMS) reduce_partials(workspace + grid * C, grid, dbias, s);
 }
 
@@ -1628,14 +1628,14 @@ void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s) {
 
 size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float); }
 
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dweight, const View& dbias,
                    float* workspace, cudaStream_t s) {
     if (n.in.rows == 0) return;
     with_held(n.in, [&](auto in) {
         if (n.rms)
-            norm_backward_as<true>(n, in, dy, g_in, g_out, g_slot, dgain, dbias, workspace, s);
+            norm_backward_as<true>(n, in, dy, g_in, g_out, g_slot, dweight, dbias, workspace, s);
         else
-            norm_backward_as<false>(n, in, dy, g_in, g_out, g_slot, dgain, dbias, workspace, s);
+            norm_backward_as<false>(n, in, dy, g_in, g_out, g_slot, dweight, dbias, workspace, s);
     });
 }
 
@@ -1864,9 +1864,9 @@ void rope_table(const ModelConfig& c, int64_t T, float2* table, cudaStream_t s) 
 }
 
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) {
-    need(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0, "a head size is not a multiple of 8");
+    require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0, "a head size is not a multiple of 8");
     const int64_t quads = qkv.rows * r.HS / 8, heads = r.rotated_cols / r.HS;
-    need(quads < int64_t(1) << 32, "so many rows are not counted");
+    require(quads < int64_t(1) << 32, "so many rows are not counted");
     if (quads == 0 || heads == 0) return;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_stream(qkv, [&](auto x) {
@@ -1876,7 +1876,7 @@ void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) {
 }
 
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses, cudaStream_t s) {
-    need(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
+    require(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
     if (logits.rows == 0) return;
     with_stream(logits, [&](auto x) {
         using T = typename decltype(x)::Stream;
@@ -1897,7 +1897,7 @@ void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaS
 namespace {
 
 Gradient gradient_of(const View& v) {
-    need(!v.quant.fp8(), "a gradient is F32 or BF16");
+    require(!v.quant.fp8(), "a gradient is F32 or BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
 
@@ -1959,11 +1959,11 @@ __device__ float join(uint16_t weight, int16_t remainder) {
     return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
 }
 
-__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size, int64_t padded, float std, bool gain,
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size, int64_t padded, float std, bool weight,
                                   int64_t live, uint64_t seed, uint64_t index) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= padded) return;
-    const float value = i < size ? initial(std, gain, live, seed, index, i) : 0.0f;
+    const float value = i < size ? initial(std, weight, live, seed, index, i) : 0.0f;
     int16_t remainder;
     if (values) values[i] = value;
     else split(value, weights[i], remainder);
@@ -2026,7 +2026,7 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS) gradient_state_kernel(const
     if (threadIdx.x != 0) return;
     state->squares += squares;
     state->norm = sqrt(state->squares);
-    const double norm = state->norm * clip.growth;
+    const double norm = state->norm * clip.norm_correction;
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     // Scaled gradients below 2^62 have squares below 2^124, which a second moment of any format can represent: FP32 ends
     // at 2^128. NaN fails too.
@@ -2041,7 +2041,7 @@ void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, 
     const int64_t n = p.padded_size();
     initialize_kernel<<<blocks(n, 256), 256, 0, s>>>(f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
                                                      f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
-                                                     w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.gain, live,
+                                                     w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.weight, live,
                                                      seed, index);
     CHECK_LAUNCH("initialize");
 }
@@ -2065,7 +2065,7 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
 
 void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip, GradientState* state,
                    double* workspace, cudaStream_t s) {
-    need(n % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    require(n % MOMENT_GROUP == 0, "the flat order is not padded to groups");
     if (format == Format::F32)
         squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(plain<float>(gradients), n / CHUNK, workspace);
     else
@@ -2525,7 +2525,7 @@ __global__ void __launch_bounds__(32 * ADAM_WARPS, ADAM_BLOCKS_PER_SM) adamw_ker
         uint32_t top;
         if (skip)
             top = weights_amax<typename W::Value>(a, first + threadIdx.x / 32 * TEAMS, last);
-        else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // gains and biases, in every optimizer
+        else if (segment.m.format == Format::F32 && segment.v.format == Format::F32)  // norm weights and biases, in every optimizer
             top = update_segment<W, Format::F32, Format::F32>(a, segment, run, runs_end, table_m, table_v);
         else
             top = update_segment<W, M, V>(a, segment, run, runs_end, table_m, table_v);
@@ -2729,7 +2729,7 @@ void measure_whole(const MomentFormat& f, const MomentView& moment, Plain<T> gra
 // The kernel is compiled for formats by how they are stored: E5M2 goes with E4M3.
 template <class F>
 void with_format(Format f, F use) {
-    need(f != Format::F16, "no kernel holds groups of a moment in FP16");
+    require(f != Format::F16, "no kernel holds groups of a moment in FP16");
     switch (f) {
         case Format::F32: return use(std::integral_constant<Format, Format::F32>());
         case Format::BF16: return use(std::integral_constant<Format, Format::BF16>());
@@ -2741,14 +2741,14 @@ void with_format(Format f, F use) {
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments, const Range& range, const Weights& w,
            uint64_t rounding, const void* gradients, Format format, const GradientState* state, cudaStream_t s) {
-    need(format == Format::F32 || format == w.format, "gradients are F32, or in the format of the weights");
-    need(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    require(format == Format::F32 || format == w.format, "gradients are F32, or in the format of the weights");
+    require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0, "the flat order is not padded to groups");
     if (range.count == 0) return;
     const AdamArguments arguments{factors(a), moment_format(optimizer.m, optimizer.expand), moment_format(optimizer.v, optimizer.expand), segments,
                                   number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding,
                                   {const_cast<void*>(gradients), format == Format::F32}, state};
     if (optimizer.granularity == PER_TENSOR) {
-        need(!optimizer.expand && !optimizer.keep_positive, "whole tensors are rounded plainly");
+        require(!optimizer.expand && !optimizer.keep_positive, "whole tensors are rounded plainly");
         if (w.format == Format::F32) return launch_adamw_whole<FloatWeights>(arguments, s);
         return w.remainder ? launch_adamw_whole<MasterWeights>(arguments, s) : launch_adamw_whole<StochasticWeights>(arguments, s);
     }

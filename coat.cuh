@@ -1,12 +1,12 @@
 // coat.cuh - the method on the GPU: quantizers, the precision flow's elementwise kernels and the FP8 optimizer (coat.cu).
 //
-// The rule of this interface: a tensor that elementwise work can compute again is never stored; it is a `Computed`, the rule
+// The rule of this interface: a tensor that elementwise work can compute again is never stored; it is a `Lazy`, the rule
 // that yields its FP32 values, and there are three verbs for it: amax, quantize, column_sums. Per-tensor scaling thus takes two
 // passes, amax(t) and quantize(t), without an intermediate in memory; a producer that holds a whole row leaves the next
 // norm's amax behind and saves the first. No function allocates or waits; all launch on the given CUDA stream.
 //
 // Every tensor is a QuantizedView {codes, scales, rows, cols, quant}; with quant F32 or BF16 the codes are the numbers. "stream" in a
-// comment means the recipe's stream format (F32 or BF16); all views of one call that say so have the same one. A row is a
+// comment means the recipe's compute dtype (F32 or BF16); all views of one call that say so have the same one. A row is a
 // token; columns are multiples of 16, rows any number. Pointers are 16-byte aligned. Views without codes are "none".
 #pragma once
 #include <cuda_runtime.h>
@@ -53,7 +53,7 @@ struct Operand {
 
 struct Norm {
     View in;           // (N, C) stream, or E4M3 1x16
-    const void* gain;  // (C) stream
+    const void* weight;  // (C) stream
     const void* bias;  // (C) stream; null for RMSNorm
     float2* stats;     // (N) {mean, 1 / std} ({0, 1 / rms}), left here by residual_add, embedding_forward, norm_statistics and norm_backward
     bool rms;
@@ -67,7 +67,7 @@ struct Rope {
 
 enum class Rule : uint8_t { Stored, Norm, Activation, ActivationBackward, RopeBackward };
 
-struct Computed {
+struct Lazy {
     Rule rule;
     int64_t rows, cols;
     View a{}, b{};  // Stored: a. Activation: a = up. ActivationBackward: a = up, b = dh. RopeBackward: a = dqkv
@@ -76,27 +76,27 @@ struct Computed {
     gpu::Rope rope{};
 };
 
-Computed stored(const View& x);              // stream or E4M3 1x16 (rows, cols)
-Computed norm(const Norm& n);                // (N, C); needs n.stats
-Computed activation(bool gated, const View& up);  // up (N, 2F) = [gate | up] or (N, F), stream or E4M3 1x16 -> (N, F)
-Computed activation_backward(bool gated, const View& up, const View& dh);  // dh (N, F) stream -> (N, 2F) or (N, F)
-Computed rope_backward(const Rope& r, const View& dqkv);                   // dqkv (B*T, qkv_cols) stream -> the same shape
+Lazy stored(const View& x);              // stream or E4M3 1x16 (rows, cols)
+Lazy norm(const Norm& n);                // (N, C); needs n.stats
+Lazy activation(bool gated, const View& up);  // up (N, 2F) = [gate | up] or (N, F), stream or E4M3 1x16 -> (N, F)
+Lazy activation_backward(bool gated, const View& up, const View& dh);  // dh (N, F) stream -> (N, 2F) or (N, F)
+Lazy rope_backward(const Rope& r, const View& dqkv);                   // dqkv (B*T, qkv_cols) stream -> the same shape
 
 // Raises slot->amax to the largest |x|.
-void amax(const Computed& x, TensorScale* slot, cudaStream_t s);
+void amax(const Lazy& x, TensorScale* slot, cudaStream_t s);
 // Writes x: per-tensor FP8 with the amax in tensor_scale(out.view), or with the delayed scale there, and then that amax is updated; FP8 in rows,
-// vectors or squares, with their scales, just in time; 1x16 groups; or rounded to the stream format. out may have more rows than x, but then no
+// vectors or squares, with their scales, just in time; 1x16 groups; or rounded to the compute dtype. out may have more rows than x, but then no
 // transpose: those rows are left as they are, and enter no amax. stats: device memory, added to if not null.
-void quantize(const Computed& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 // x (BF16) becomes what `groups` hold of it.
-void quantize_through(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
+void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 // What an activation reads: up = Q(u) in groups, u (N, 2F) or (N, F) in BF16, and in h_slot the amax of activation(gated, up), which so
 // needs no pass of its own.
-void quantize_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);
+void quantize_gate_up(bool gated, const View& u, const View& up, TensorScale* h_slot, QuantStats* stats, cudaStream_t s);
 // gradient (cols), F32 or BF16, = round(gradient + column sums of x), x first rounded to `rounding` (F32: not). Raises slot->amax as amax() does, if not
 // null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Computed& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s);
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* slot, cudaStream_t s);
 
 void transpose_fp8(const View& x, void* transposed, cudaStream_t s);      // codes (rows, cols) -> (cols, rows)
 void dequantize(const View& x, const View& out, cudaStream_t s);          // any view -> F32 or BF16 of the same shape
@@ -108,7 +108,7 @@ void end_delayed_step(TensorScale* slots, int64_t n, float* histories, int lengt
                       uint32_t* without, cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The residual pair (paper section 5): the stream x goes on in stream format while `next.in` is what the next norm reads and what
+// The residual pair (paper section 5): the stream x goes on in compute dtype while `next.in` is what the next norm reads and what
 // backward gets. These also leave next.stats and, if not null, the amax of the norm's output in y_slot.
 
 // sum = x + a; x_out = round(sum); next.in = Q(sum). x_out may be x; it is none where next.in holds the same numbers.
@@ -120,9 +120,9 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
 void norm_statistics(const Norm& n, TensorScale* y_slot, cudaStream_t s);
 
 // g_out = round(g_in + norm backward of dy), all (N, C) stream; g_in may be none, g_out may be g_in. Leaves n.stats again, and g_out's amax
-// in g_slot if not null. dgain, dbias (C), F32 or BF16, are added to; dbias is none for RMSNorm. Workspace: norm_backward_workspace(C) bytes.
+// in g_slot if not null. dweight, dbias (C), F32 or BF16, are added to; dbias is none for RMSNorm. Workspace: norm_backward_workspace(C) bytes.
 size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dgain, const View& dbias,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_slot, const View& dweight, const View& dbias,
                    float* workspace, cudaStream_t s);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ void positions_backward(const View& g, int64_t T, const View& gradient, cudaStre
 // ---------------------------------------------------------------------------------------------------------------------
 // Parameters and their optimizer (paper section 4)
 
-// Weights lie in the flat order of parameters(): param p at elements [offset, offset + size) of one array, in stream format;
+// Weights lie in the flat order of parameters(): param p at elements [offset, offset + size) of one array, in compute dtype;
 // padding up to a multiple of MOMENT_GROUP stays zero. BF16 weights have the int16 remainder of the FP32 master beside them in the same order;
 // without it they are all there is, and the optimizer rounds them stochastically.
 struct Weights {
@@ -186,11 +186,11 @@ struct Segment {       // one row a parameter, in the flat order; a device table
     TensorScale* amax;  // of the new weights; null if nothing wants it
 };
 
-// What one step knows of its gradients, on the device, so that the host need not wait. Cleared before the step; each unit of gradients that is
+// What one step knows of its gradients, on the device, so that the host need not wait. Cleared before the step; each bucket of gradients that is
 // updated by itself adds to it.
 struct GradientState {
-    double squares, norm;  // of all units so far, before clipping
-    float scale;           // of this unit's gradients: clip / (growth norm) or 1
+    double squares, norm;  // of all buckets so far, before clipping
+    float scale;           // of this bucket's gradients: clip / (norm_correction norm) or 1
     uint32_t skip;         // 1: the loss is not finite, or a bucket's scaled gradients have no norm below 2^62: neither that bucket
                            // nor a later one of the step is updated
 };
@@ -198,14 +198,14 @@ struct GradientState {
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 struct Clipping {
     float limit;        // of the norm; 0: none
-    double growth = 1;  // by which the norm so far is thought to grow, where units are still to come
+    double norm_correction = 1;  // by which the norm so far is thought to grow, where buckets are still to come
 };
-// A unit of gradients: n elements in the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
+// A bucket of gradients: n elements in the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
 inline constexpr int GRADIENT_PARTIALS = 1024;
 void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip, GradientState* state,
                    double* workspace, cudaStream_t s);
 
-// Some consecutive elements of the flat order, whole parameters: all, or one unit's.
+// Some consecutive elements of the flat order, whole parameters: all, or one bucket's.
 struct Range {
     int64_t first, count;
 };

@@ -2,7 +2,7 @@
 //
 // Here are the words: number formats, granularities, the recipe table, model shapes, the tables of parameters, of
 // optimizer state and of saved activations, and the Model that train.cpp drives. There is no arithmetic of the method in
-// this file, but for what must have the same bits on both sides: first weights, the random bits of stochastic rounding, the growth of norms.
+// this file, but for what must have the same bits on both sides: first weights, the random bits of stochastic rounding, the norm_correction of norms.
 // reference.cpp tells it on the CPU and coat.cu / model.cu tell it on the GPU, independently, so that a test that compares the two can fail.
 //
 // Letters: B sequences, T tokens each, N = B*T tokens; L layers, C hidden size, NH query heads, NKV key/value heads,
@@ -59,10 +59,10 @@ constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  //
 struct Granularity {
     int rows, cols;
     constexpr bool operator==(const Granularity& o) const { return rows == o.rows && cols == o.cols; }
-    constexpr bool same_both_ways() const { return rows == cols; }  // a matrix and its transpose have the same scales
+    constexpr bool symmetric() const { return rows == cols; }  // a matrix and its transpose have the same scales
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
-inline constexpr Granularity PER_ROW{1, 0}, PER_VECTOR{1, 128}, PER_BLOCK{128, 128};  // of operands, along what a product contracts
+inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // of operands, along what a product contracts
 inline constexpr Granularity PER_GROUP{1, 16};  // 1xG along the hidden dimension, never across tokens (paper figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -87,7 +87,7 @@ struct Quant {
     // Of an operand, as Hopper's products read it: rows of squares' scales are padded to a multiple of four. One scale a tensor lies elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
-        return scale_rows(rows) * (granularity == PER_BLOCK ? round_up(scale_cols(cols), 4) : scale_cols(cols));
+        return scale_rows(rows) * (granularity == PER_128x128 ? round_up(scale_cols(cols), 4) : scale_cols(cols));
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
@@ -121,10 +121,10 @@ enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tenso
 
 struct Recipe {
     const char* name;
-    Format stream;        // residual stream, what attention reads and writes, outputs of products, gradients, head
+    Format compute;       // compute dtype: residual stream, what attention reads and writes, outputs of products, gradients, head
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
     Quant nonlinear;      // inputs of norms and activation functions, which are what is saved for backward
-    Quant attention;      // what attention reads (q, k, v) and its output, also saved: the stream's format, or groups
+    Quant attention;      // what attention reads (q, k, v) and its output, also saved: the compute dtype, or groups
     Scaling scaling;      // of x, w and g
     bool fast_accumulation[3];  // fprop, dgrad, wgrad; matters to Hopper's FP8 tensor cores only
     const char* about;
@@ -135,7 +135,7 @@ struct Recipe {
 inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
 inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
-inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW}, Q_VECTOR{Format::E4M3, PER_VECTOR}, Q_BLOCK{Format::E4M3, PER_BLOCK};
+inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW}, Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
 
 inline const std::vector<Recipe>& recipes() {
     static const std::vector<Recipe> table = {
@@ -151,7 +151,7 @@ inline const std::vector<Recipe>& recipes() {
          "FP8 GEMMs, one just-in-time scale a tensor, fast accumulation in all of them (Colossal-AI)"},
         {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, Scaling::JustInTime, {true, false, false},
          "FP8 GEMMs, one just-in-time scale a row, not rounded to a power of two"},
-        {"deepseek", Format::BF16, Q_VECTOR, Q_BLOCK, Q_VECTOR, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
+        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
          "FP8 GEMMs, a scale for 1x128 of activations and gradients and for 128x128 of weights (DeepSeek-V3)"},
     };
     return table;
@@ -238,7 +238,7 @@ struct ModelConfig {
     int64_t q_cols() const { return NH * HS(); }
     int64_t kv_cols() const { return NKV * HS(); }
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }  // columns [q | k | v], heads side by side in each
-    int64_t up_cols() const { return arch.gated ? 2 * F : F; }     // columns [gate | up], or one
+    int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }     // columns [gate | up], or one
     int64_t padded_V() const { return round_up(V, 64); }           // rows of the embedding; those from V on stay zero
 };
 
@@ -265,24 +265,24 @@ inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of logits in FP32 h
 
 // Shapes that cannot work, told before anything is allocated.
 inline void validate(const ModelConfig& c) {
-    auto need = [&](bool ok, const std::string& what) {
+    auto require = [&](bool ok, const std::string& what) {
         if (!ok) throw Error("Model " + c.name + " cannot work: " + what + ".");
     };
-    need(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
+    require(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
          "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    need(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
+    require(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
          "a size is larger than this program supports (2^12 layers, hidden size 2^14, heads 2^15, feed-forward 2^20, vocabulary 2^22, positions "
          "2^21)");
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs want 16; and no group lies in two tensors that share a row
-    need(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
+    require(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
                                                  " must be multiples of " + std::to_string(side));
-    need(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    need(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
-    need(c.q_cols() <= 1 << 20, "heads x head size is " + std::to_string(c.q_cols()) + ", and this program supports at most 2^20");
-    need(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of " + std::to_string(side));
-    need(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
+    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
+    require(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
+    require(c.q_cols() <= 1 << 20, "heads x head size is " + std::to_string(c.q_cols()) + ", and this program supports at most 2^20");
+    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of " + std::to_string(side));
+    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
     const double a_layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F), around = 2.0 * c.C * (double(c.V) + c.max_T);
-    need(double(c.L) * a_layer + around < 0x1p50, "it has more parameters than this program supports (2^50)");
+    require(double(c.L) * a_layer + around < 0x1p50, "it has more parameters than this program supports (2^50)");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -292,11 +292,11 @@ struct Role {
     bool decay;      // weight decay applies
     bool fp8_state;  // its moments may be held in fewer bits; else FP32, whatever the optimizer's formats are
     bool linear;     // an operand of the recipe's GEMMs
-    bool gain;       // starts at 1; others start random, or at 0 where init_std is 0
+    bool weight;       // starts at 1; others start random, or at 0 where init_std is 0
 };
-inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: a product in the stream's format
+inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: a product in the compute dtype
 inline constexpr Role LINEAR{true, true, true, false};
-inline constexpr Role GAIN{false, false, false, true};
+inline constexpr Role NORM_WEIGHT{false, false, false, true};
 inline constexpr Role BIAS{false, false, false, false};
 
 struct Param {
@@ -305,7 +305,7 @@ struct Param {
     int64_t rows, cols;  // (out, in); a vector is (1, n)
     float init_std;
     int64_t offset;      // first element in the flat order; a multiple of MOMENT_GROUP, so ranges cut at group boundaries
-    int64_t unit;        // parameters of one unit have their gradients complete at the same time; backward is done with the highest unit first
+    int64_t bucket;        // parameters of one bucket have their gradients complete at the same time; backward is done with the highest bucket first
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -315,13 +315,13 @@ struct Param {
 
 inline std::vector<Param> parameters(const ModelConfig& c) {
     std::vector<Param> table;
-    int64_t offset = 0, unit = 0;
+    int64_t offset = 0, bucket = 0;
     auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
-        table.push_back({name, role, rows, cols, std, offset, unit});
+        table.push_back({name, role, rows, cols, std, offset, bucket});
         offset += table.back().padded_size();
     };
     auto norm = [&](const std::string& name) {
-        add(name + ".gain", GAIN, 1, c.C, 0);
+        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
         if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
     };
     auto linear = [&](const std::string& name, int64_t out, int64_t in, float std) {
@@ -333,18 +333,18 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
     for (int64_t l = 0; l < c.L; l++) {
         const std::string layer = "layers." + std::to_string(l) + ".";
-        unit++;
+        bucket++;
         norm(layer + "norm1");
         linear(layer + "qkv", c.qkv_cols(), c.C, std);               // rows [q | k | v]
-        unit++;
+        bucket++;
         linear(layer + "attention_out", c.C, c.q_cols(), residual_std);
-        unit++;
+        bucket++;
         norm(layer + "norm2");
-        linear(layer + "up", c.up_cols(), c.C, std);                 // rows [gate | up], or one
-        unit++;
+        linear(layer + "gate_up", c.gate_up_cols(), c.C, std);                 // rows [gate | up], or one
+        bucket++;
         linear(layer + "down", c.C, c.F, residual_std);
     }
-    unit++;
+    bucket++;
     norm("final_norm");
     if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);
     return table;
@@ -385,8 +385,8 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // step as in AdamW
 }
 
 // The value that parameter number `index` of the table starts from at element i; rows of the vocabulary's padding are 0.
-COAT_HD inline float initial(float std, bool gain, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
-    if (gain) return 1.0f;
+COAT_HD inline float initial(float std, bool weight, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
+    if (weight) return 1.0f;
     return std == 0 || i >= live ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
 }
 
@@ -400,7 +400,7 @@ struct Setup {
     int64_t accumulate = 1;  // micro-batches a step
     uint64_t seed = 1;
     bool master = true;          // exact FP32 master weights; else BF16 weights alone, rounded stochastically by the update
-    bool keep_gradients = true;  // update after backward; else each unit as soon as its gradients are there: none is kept
+    bool keep_gradients = true;  // update after backward; else each bucket as soon as its gradients are there: none is kept
     bool recompute = true;       // outputs of norms and activation functions are computed again in backward; else kept as operands
 };
 
@@ -408,7 +408,7 @@ struct Setup {
 // BF16 gradient is rounded at most four times: once a micro-batch, and twice where it is both the head's and the
 // embedding's. More terms are summed in FP32.
 inline Format gradient_format(const Setup& s) {
-    return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.stream;
+    return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -495,17 +495,17 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // The operands of a linear layer's three GEMMs. Hopper's FP8 GEMM needs every dimension to be a multiple of 16. Sides of
 // weights are (validate). Where the tokens of a micro-batch are not, all linear layers run in the compute dtype, and the
 // precision plan says so. This is decided once for a run: what trains in BF16 also samples and evaluates in BF16.
-struct LinearQuant {
+struct LinearFormats {
     Quant x, w, g;
     bool fallback;
 };
-inline LinearQuant linear_quant(const Setup& s) {
+inline LinearFormats linear_formats(const Setup& s) {
     const Recipe& r = s.recipe;
     if (s.B * s.T % 16 == 0 || !r.x.fp8()) return {r.x, r.w, r.g, false};
-    return {Quant{r.stream}, Quant{r.stream}, Quant{r.stream}, true};
+    return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
 }
 
-enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, Up, Norm1Output, Norm2Output, ActivationOutput };
+enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput };
 struct SavedTensor {
     Saved which;
     const char* name;
@@ -525,10 +525,10 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::Attention, "attention output", c.q_cols(), r.attention},
         {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32},
         {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
-        {Saved::Up, c.arch.gated ? "gate, up" : "GELU input", c.up_cols(), r.nonlinear},
+        {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear},
     };
     if (s.recompute) return table;
-    const Quant x = linear_quant(s).x;
+    const Quant x = linear_formats(s).x;
     const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
     table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
     table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
@@ -562,26 +562,26 @@ struct AdamW {  // one step's numbers; step counts from 1, for the bias correcti
     int64_t step;
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
-    // Where no gradients are kept, the norm is known only when backward is done. What clips a unit's gradients is that of its own and all later
-    // units', times this: by how much it grew from here on in the last step (StepResult::growth). Empty: 1. Infinity clips to nothing.
-    std::vector<double> growth = {};
+    // Where no gradients are kept, the norm is known only when backward is done. What clips a bucket's gradients is that of its own and all later
+    // buckets', times this: by how much it grew from here on in the last step (StepResult::norm_correction). Empty: 1. Infinity clips to nothing.
+    std::vector<double> norm_correction = {};
 };
 
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
     // The loss, a gradient or what went to FP8 was not finite, or the clipped norm was 2^62 or more: nothing was changed. Where no
-    // gradients are kept, neither the unit where that was found nor any later one of the step was updated; earlier ones were.
+    // gradients are kept, neither the bucket where that was found nor any later one of the step was updated; earlier ones were.
     bool skipped;
-    std::vector<double> growth = {};  // where no gradients are kept, by unit: grad_norm over the norm of that unit's and all later ones' gradients
+    std::vector<double> norm_correction = {};  // where no gradients are kept, by bucket: grad_norm over the norm of that bucket's and all later ones' gradients
 };
-// From those norms, by unit.
-inline std::vector<double> growth_of(std::vector<double> norms) {
-    const double total = norms.at(0);  // backward ends with unit 0
+// From those norms, by bucket.
+inline std::vector<double> norm_corrections_of(std::vector<double> norms) {
+    const double total = norms.at(0);  // backward ends with bucket 0
     for (double& norm : norms) norm = norm > 0 ? total / norm : 1;
     return norms;
 }
-inline double growth_at(const AdamW& a, int64_t unit) { return a.growth.empty() ? 1 : a.growth.at(unit); }
+inline double norm_correction_at(const AdamW& a, int64_t bucket) { return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket); }
 
 class Model {
 public:

@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <functional>
 
-#include "attention.cuh"
-#include "gemm.cuh"
+#include "gpu/attention.cuh"
+#include "gpu/gemm.cuh"
 #include "plan.h"
 
 namespace coat {
@@ -133,7 +133,7 @@ struct Results {
     double partials[GRADIENT_PARTIALS];
 };
 
-// The rows [first, first + n) of a view that is in stream format, in groups or of one scale, or all rows of any.
+// The rows [first, first + n) of a view that is in compute dtype, in groups or of one scale, or all rows of any.
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
@@ -150,12 +150,12 @@ class State {
 public:
     const Setup& setup;
     const std::vector<Param> params;
-    const std::vector<UnitRange> units;
+    const std::vector<BucketRange> buckets;
     const Quant stream, gradient_quant;
     bool some_without_scale = false;  // operands may lack their delayed scale: they are scaled just in time
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), units(unit_ranges(params)), stream{s.recipe.stream}, gradient_quant{gradient_format(s)},
+        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)), stream{s.recipe.compute}, gradient_quant{gradient_format(s)},
           arena_(arena), cuda_(cuda),
           weights_{arena.at(arena.layout.weights.offset), remainders(), stream.format} {
         std::vector<Segment> table;
@@ -206,7 +206,7 @@ public:
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
-    void expect_missing_scales() { some_without_scale = delayed() && linear_quant(setup).x.fp8(); }
+    void expect_missing_scales() { some_without_scale = delayed() && linear_formats(setup).x.fp8(); }
     void end_delayed_step(Results* results) {
         for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o), setup.recipe.history, setup.recipe.margin,
@@ -214,10 +214,10 @@ public:
     }
 
     void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
-    void update_unit(int64_t unit, const AdamW& a, Results* results) { update(units[unit], a, {a.clip, growth_at(a, unit)}, results); }
+    void update_bucket(int64_t bucket, const AdamW& a, Results* results) { update(buckets[bucket], a, {a.clip, norm_correction_at(a, bucket)}, results); }
 
-    void measure(const UnitRange& unit, QuantStats* stats) const {
-        for (size_t i = unit.first; i < unit.last; i++)
+    void measure(const BucketRange& bucket, QuantStats* stats) const {
+        for (size_t i = bucket.first; i < bucket.last; i++)
             measure_moments(setup.optimizer, segment(i), gradient(i).codes, gradient_quant.format, stats + static_cast<int>(Kind::Moment1),
                             stats + static_cast<int>(Kind::Moment2), cuda_);
     }
@@ -262,7 +262,7 @@ private:
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
     View in_stream(uint8_t* data, const Param& p) const { return {data, nullptr, p.rows, p.cols, stream}; }
 
-    void update(const UnitRange& which, const AdamW& a, const Clipping& clip, Results* results) {
+    void update(const BucketRange& which, const AdamW& a, const Clipping& clip, Results* results) {
         const int64_t n = static_cast<int64_t>(which.last - which.first);
         GradientState* state = &results->outcome.gradients;
         const void* gradients = gradient(which.first).codes;
@@ -289,7 +289,7 @@ private:
         return {p.offset, p.size(), moment(i, false), moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
     }
 
-    // The linear layers' order is that of their units, which follow the embedding's.
+    // The linear layers' order is that of their buckets, which follow the embedding's.
     float* history(int64_t linear, LinearOperand o) const {
         float* all = reinterpret_cast<float*>(arena_.at(arena_.layout.delayed.offset));
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
@@ -335,7 +335,7 @@ private:
         for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G}) {
             if (!delayed() || !p.role.linear) continue;
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
-            const int64_t linear = p.unit - 1;
+            const int64_t linear = p.bucket - 1;
             if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
             if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].delayed, 4};
         }
@@ -382,12 +382,12 @@ private:
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers: what they are made of
 
-struct Vector {  // a gain or a bias; nulls where the architecture has none
+struct Vector {  // a weight or a bias; nulls where the architecture has none
     const void* values = nullptr;
     View gradient{};
 };
 struct NormLayer {
-    Vector gain, bias;
+    Vector weight, bias;
 };
 struct Linear {
     View weight, gradient;  // (out, in)
@@ -402,7 +402,7 @@ struct Layer {
     Linear qkv, out, up, down;
     View norm1_input, qkv_saved, attention, lse, norm2_input, up_saved, norm1_output, norm2_output, hidden;  // saved_per_layer(); else empty
     TensorScale* scales[OPERANDS];
-    int64_t first_unit;  // of the four: qkv, out, up, down
+    int64_t first_bucket;  // of the four: qkv, out, up, down
 };
 
 struct Batch {  // on the device
@@ -416,18 +416,18 @@ struct Batch {  // on the device
 class Network {
 public:
     QuantStats* stats = nullptr;  // one per Kind, on the device; null: not measured
-    std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
+    std::function<void(int64_t bucket)> bucket_done;  // called as soon as backward has a bucket's gradients and is done with its weights
 
     Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(s.recipe), quant_(linear_quant(s)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
-          groups_(recipe_.nonlinear.fp8()), keeps_weights_(facts.keep_fp8_weights), embedding_(state.index("embedding")),
+        : config_(s.config), recipe_(s.recipe), quant_(linear_formats(s)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
+          groups_(recipe_.nonlinear.fp8()), keeps_weights_(facts.cache_fp8_weights), embedding_(state.index("embedding")),
           head_(state.index(config_.tied ? "embedding" : "head")), positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
-        uint8_t* kept = keeps_weights_ ? arena.work<uint8_t>(Work::KeptWeights) : nullptr;
+        uint8_t* kept = keeps_weights_ ? arena.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, kept));
         final_norm_ = make_norm("final_norm");
-        for (const UnitRange& unit : state_.units) sums_.push_back(make_sums(unit));
+        for (const BucketRange& bucket : state_.buckets) sums_.push_back(make_sums(bucket));
         if (config_.arch.rope) rope_table(config_, s.T, arena.work<float2>(Work::RopeTable), cuda_);
-        need_places(s);
+        require_places(s);
     }
 
     // Hidden states before the final norm, in x_; with the final norm's statistics.
@@ -465,11 +465,11 @@ public:
     void embedding_backward(const Batch& batch, bool first) {
         take_shape(batch);  // a recording leaves no trace of its own
         first_ = first;
-        begin_unit(0);
+        begin_bucket(0);
         gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
                                 arena_.work<float>(Work::EmbeddingPartials), cuda_);
         if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
-        end_unit(0);
+        end_bucket(0);
     }
 
     // Logits (1, padded_V) of one token's hidden state
@@ -493,7 +493,7 @@ public:
 private:
     const ModelConfig& config_;
     const Recipe& recipe_;
-    const LinearQuant quant_;  // of every linear layer
+    const LinearFormats quant_;  // of every linear layer
     const Arena& arena_;
     State& state_;
     Gemms& gemms_;
@@ -503,7 +503,7 @@ private:
     bool kept_are_valid_ = false, first_ = true, keeps_outputs_ = false;
     std::vector<Layer> layers_;
     NormLayer final_norm_;
-    std::vector<Sums> sums_;  // by unit
+    std::vector<Sums> sums_;  // by bucket
     int64_t B_ = 0, T_ = 0, N_ = 0;
     View x_{};  // the residual stream, (N, C)
 
@@ -514,7 +514,7 @@ private:
         return {state_.weight(i).codes, state_.gradient(i)};
     }
     NormLayer make_norm(const std::string& name) const {
-        return {make_vector(name + ".gain", true), make_vector(name + ".bias", !config_.arch.rms)};
+        return {make_vector(name + ".weight", true), make_vector(name + ".bias", !config_.arch.rms)};
     }
     Linear make_linear(const std::string& name, uint8_t*& kept, TensorScale* delayed) const {
         const size_t i = state_.index(name);
@@ -541,15 +541,15 @@ private:
         TensorScale* w = scales(LinearOperand::W);
         return {make_norm(name + "norm1"), make_norm(name + "norm2"),
                 make_linear(name + "qkv", kept, w), make_linear(name + "attention_out", kept, w + 1),
-                make_linear(name + "up", kept, w + 2), make_linear(name + "down", kept, w + 3),
+                make_linear(name + "gate_up", kept, w + 2), make_linear(name + "down", kept, w + 3),
                 saved(Saved::Norm1Input), saved(Saved::Qkv), saved(Saved::Attention), saved(Saved::LogSumExp), saved(Saved::Norm2Input),
-                saved(Saved::Up), saved(Saved::Norm1Output), saved(Saved::Norm2Output), saved(Saved::ActivationOutput),
-                {scales(LinearOperand::X), w, scales(LinearOperand::G)}, state_.params[state_.index(name + "qkv")].unit};
+                saved(Saved::GateUp), saved(Saved::Norm1Output), saved(Saved::Norm2Output), saved(Saved::ActivationOutput),
+                {scales(LinearOperand::X), w, scales(LinearOperand::G)}, state_.params[state_.index(name + "qkv")].bucket};
     }
     // What kernels add to: all but the gradients of products; and a tied embedding has the head's part already.
-    Sums make_sums(const UnitRange& unit) const {
+    Sums make_sums(const BucketRange& bucket) const {
         Sums sums;
-        for (size_t i = unit.first; i < unit.last; i++) {
+        for (size_t i = bucket.first; i < bucket.last; i++) {
             const bool product = state_.params[i].role.linear || i == head_;
             if (product) continue;
             uint8_t* data = static_cast<uint8_t*>(state_.gradient(i).codes);
@@ -561,8 +561,8 @@ private:
         return sums;
     }
     // plan.cpp works out what these kernels need; it must not be less than what they say.
-    void need_places(const Setup& s) const {
-        const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.stream);
+    void require_places(const Setup& s) const {
+        const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.compute);
         if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::Attention).bytes ||
             static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
             throw Error("The memory plan has less room for attention or norms than their kernels ask for; mend work_rows() in plan.cpp.");
@@ -581,20 +581,20 @@ private:
 
     View cut(View v) const { return v.rows = N_, v; }  // to the rows of this batch
     View all_rows(View v) const { return v.rows = gemm_rows(v.rows), v; }  // that a GEMM reads or writes
-    View stream_view(void* data, int64_t n, int64_t cols) const { return {data, nullptr, n, cols, Quant{recipe_.stream}}; }
-    View stream_view(Work w, int64_t cols) const { return stream_view(arena_.work(w), N_, cols); }
-    View residual() const { return stream_view(Work::Residual, config_.C); }
-    View final_input() const { return stream_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C); }
+    View compute_view(void* data, int64_t n, int64_t cols) const { return {data, nullptr, n, cols, Quant{recipe_.compute}}; }
+    View compute_view(Work w, int64_t cols) const { return compute_view(arena_.work(w), N_, cols); }
+    View residual() const { return compute_view(Work::Residual, config_.C); }
+    View final_input() const { return compute_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C); }
     View residual_gradient() const { return final_input(); }  // backward needs the final norm's input only once, to write this
 
     Norm norm_of(const NormLayer& n, const View& in) const {
-        return {cut(in), n.gain.values, n.bias.values, arena_.work<float2>(Work::NormStatistics), config_.arch.rms, config_.norm_eps};
+        return {cut(in), n.weight.values, n.bias.values, arena_.work<float2>(Work::NormStatistics), config_.arch.rms, config_.norm_eps};
     }
     // Where the stream goes on beside a norm's input; none where the norm reads the very same numbers.
     View apart(const Norm& next) const { return next.in.quant.fp8() ? residual() : View{}; }
     View goes_on(const Norm& next) const { return next.in.quant.fp8() ? residual() : next.in; }
     Rope rope() const { return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
-    AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.stream); }
+    AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
 
     void take_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
     void begin(const Batch& batch) {
@@ -602,18 +602,18 @@ private:
         if (!state_.delayed()) state_.forget_amaxes();
     }
 
-    void begin_unit(int64_t unit) const {
+    void begin_bucket(int64_t bucket) const {
         if (!first_) return;
-        for (const auto& [data, bytes] : sums_[unit]) clear(data, bytes, cuda_);
+        for (const auto& [data, bytes] : sums_[bucket]) clear(data, bytes, cuda_);
     }
-    void end_unit(int64_t unit) const {
-        if (unit_done) unit_done(unit);
+    void end_bucket(int64_t bucket) const {
+        if (bucket_done) bucket_done(bucket);
     }
 
     // --- Operands of products -----------------------------------------------------------------------------------------
     // x quantized just in time with the amax in `scale`, to either orientation or both. What is stored in the wanted format already is
     // used where it lies.
-    Operand operand(const Computed& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
+    Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
         if (x.rule == Rule::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
         const Operand out = operand_at(q.fp8() ? gemm_rows(x.rows) : x.rows, x.cols, q, codes, transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
@@ -629,7 +629,7 @@ private:
         return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), slot};
     }
     // kept: where backward finds it again, as its product wants it: FP8 codes transposed; empty where it is computed again.
-    Operand activation_operand(const Computed& x, const Quant& q, TensorScale* scale, Gemm use, const View& kept) {
+    Operand activation_operand(const Lazy& x, const Quant& q, TensorScale* scale, Gemm use, const View& kept) {
         void* place = arena_.work(x.rule == Rule::Activation ? Work::Hidden : Work::Operand);
         if (!kept.codes || !keeps_outputs_) {
             const bool transposed = q.fp8() && use == Gemm::Wgrad;
@@ -661,32 +661,32 @@ private:
     void take_weight_amax(const Linear& w) { take_amax(stored(w.weight), state_.delayed() && just_in_time() ? w.scale : nullptr); }
 
     // --- Linear layers: each of the three products, and the bias -----------------------------------------------------
-    void linear_forward(const Linear& w, const Computed& x, TensorScale* scale, const View& kept, const View& y) {
+    void linear_forward(const Linear& w, const Lazy& x, TensorScale* scale, const View& kept, const View& y) {
         const Operand x8 = activation_operand(x, quant_.x, scale, Gemm::Fprop, kept);
         gemms_.run(Gemm::Fprop, x8, weight_operand(w, quant_.w, Gemm::Fprop), all_rows(y), false, w.bias.values, cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight_operand(w, quant_.w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
-    void wgrad(const Linear& w, const Operand& g8, const Computed& x, TensorScale* scale, const View& kept) {
+    void wgrad(const Linear& w, const Operand& g8, const Lazy& x, TensorScale* scale, const View& kept) {
         const Operand x8 = activation_operand(x, quant_.x, scale, Gemm::Wgrad, kept);
         gemms_.run(Gemm::Wgrad, g8, x8, w.gradient, !first_, nullptr, cuda_);
     }
     // The gradient of w's output as its products want it, and what it adds to the bias's. `amax`: where it is still wanted. FP8 codes need it
     // first, and the pass over a bias's sums leaves it; other numbers are cheaper to add up when they have been computed.
-    Operand output_gradient(const Linear& w, const Computed& g, void* codes, TensorScale* scale, TensorScale* amax) {
+    Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* scale, TensorScale* amax) {
         const Quant q = quant_.g;
         if (q.fp8()) bias_gradient(w, g, Format::F32, amax);
         const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, scale, Kind::Gradient);
-        if (!q.fp8()) bias_gradient(w, stored(g8.view), recipe_.stream, nullptr);
+        if (!q.fp8()) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
     // Of the gradient as the products see it, but for FP8's rounding. Leaves its amax in `scale` if not null.
-    void bias_gradient(const Linear& w, const Computed& g, Format rounding, TensorScale* scale) {
+    void bias_gradient(const Linear& w, const Lazy& g, Format rounding, TensorScale* scale) {
         if (!w.bias.values) return take_amax(g, scale);
         column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), scale, cuda_);
     }
-    void take_amax(const Computed& x, TensorScale* scale) {
+    void take_amax(const Lazy& x, TensorScale* scale) {
         if (scale) amax(x, scale, cuda_);
     }
 
@@ -701,14 +701,14 @@ private:
         const Layer& layer = layers_[l];
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input), norm2 = norm_of(layer.norm2, layer.norm2_input);
         const View qkv = attention_view(layer.qkv_saved, Work::Qkv), o = attention_view(layer.attention, Work::AttentionOutput);
-        const View branch = stream_view(Work::Branch, config_.C);
+        const View branch = compute_view(Work::Branch, config_.C);
 
         linear_forward(layer.qkv, norm(norm1), slot(layer, X_QKV), layer.norm1_output, qkv);
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         keep_attention(qkv, layer.qkv_saved);
         attention_forward(attention(), qkv.codes, o.codes, static_cast<float*>(layer.lse.codes), cuda_);
         keep_attention(o, layer.attention);
-        const Computed out = stored(cut(layer.attention));
+        const Lazy out = stored(cut(layer.attention));
         take_amax(out, amax_slot(layer, X_OUT));
         linear_forward(layer.out, out, slot(layer, X_OUT), View{}, branch);
         residual_forward(branch, norm2, amax_slot(layer, X_UP));
@@ -720,11 +720,11 @@ private:
                          last ? nullptr : amax_slot(layers_[l + 1], X_QKV));
     }
 
-    // Attention computes in stream format. Where what it reads and writes is saved in groups, it computes with what those hold, so that the saved
+    // Attention computes in compute dtype. Where what it reads and writes is saved in groups, it computes with what those hold, so that the saved
     // log-sum-exp belongs to what backward reads.
-    View attention_view(const View& saved, Work work) const { return saved.quant.fp8() ? stream_view(work, saved.cols) : cut(saved); }
+    View attention_view(const View& saved, Work work) const { return saved.quant.fp8() ? compute_view(work, saved.cols) : cut(saved); }
     void keep_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_through(x, cut(saved), stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_and_dequantize(x, cut(saved), stats_of(Kind::Attention), cuda_);
     }
     View recall_attention(const View& saved, Work work) {
         const View x = attention_view(saved, work);
@@ -732,9 +732,9 @@ private:
         return x;
     }
 
-    // The widest tensor of a layer is saved in groups; in stream format it exists for UP_TOKENS tokens at a time.
+    // The widest tensor of a layer is saved in groups; in compute dtype it exists for UP_TOKENS tokens at a time.
     // Leaves the amax of the activation behind.
-    void up_forward(const Layer& layer, const Computed& x) {
+    void up_forward(const Layer& layer, const Lazy& x) {
         const View up = cut(layer.up_saved);
         if (!groups_) {
             linear_forward(layer.up, x, slot(layer, X_UP), layer.norm2_output, up);
@@ -745,9 +745,9 @@ private:
         const int64_t step = quant_.x.granularity == PER_TENSOR ? UP_TOKENS : N_;  // vectors' scales lie as the product of all rows wants them
         for (int64_t first = 0; first < N_; first += step) {
             const int64_t n = std::min(step, N_ - first);
-            const View u = stream_view(arena_.work(Work::Up), n, up.cols);
+            const View u = compute_view(arena_.work(Work::Up), n, up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(n))}, w8, all_rows(u), false, layer.up.bias.values, cuda_);
-            quantize_up(config_.arch.gated, u, rows(up, first, n), amax_slot(layer, X_DOWN), stats_of(Kind::ActivationInput), cuda_);
+            quantize_gate_up(config_.arch.gated, u, rows(up, first, n), amax_slot(layer, X_DOWN), stats_of(Kind::ActivationInput), cuda_);
         }
     }
 
@@ -761,20 +761,20 @@ private:
         qkv_backward(layer, l > 0 ? amax_slot(layers_[l - 1], G_DOWN) : nullptr);
     }
 
-    // Each of a layer's four units: its linear layer, and what lies between that and the one before. g is the gradient of the residual stream.
+    // Each of a layer's four buckets: its linear layer, and what lies between that and the one before. g is the gradient of the residual stream.
     void down_backward(const Layer& layer) {
-        begin_unit(layer.first_unit + 3);
+        begin_bucket(layer.first_bucket + 3);
         const View g = residual_gradient();
         const Operand g8 = output_gradient(layer.down, stored(g), arena_.work(Work::Gradient), slot(layer, G_DOWN), nullptr);
         wgrad(layer.down, g8, activation(config_.arch.gated, cut(layer.up_saved)), slot(layer, X_DOWN), layer.hidden);
-        dgrad(layer.down, g8, stream_view(Work::HiddenGradient, config_.F));
-        end_unit(layer.first_unit + 3);
+        dgrad(layer.down, g8, compute_view(Work::HiddenGradient, config_.F));
+        end_bucket(layer.first_bucket + 3);
     }
 
     void up_backward(const Layer& layer) {
-        begin_unit(layer.first_unit + 2);
-        const View up = cut(layer.up_saved), dh = stream_view(Work::HiddenGradient, config_.F), dx = stream_view(Work::Branch, config_.C);
-        const Computed du = activation_backward(config_.arch.gated, up, dh);
+        begin_bucket(layer.first_bucket + 2);
+        const View up = cut(layer.up_saved), dh = compute_view(Work::HiddenGradient, config_.F), dx = compute_view(Work::Branch, config_.C);
+        const Lazy du = activation_backward(config_.arch.gated, up, dh);
         const Quant& q = quant_.g;
         const bool one_scale = q.granularity == PER_TENSOR, in_place = one_scale && info(q.format).bytes == info(up.quant.format).bytes;
         // In place each element's codes go where it was saved.
@@ -784,38 +784,38 @@ private:
         const Norm norm2 = norm_of(layer.norm2, layer.norm2_input);
         residual_backward(norm2, layer.norm2, dx, amax_slot(layer, G_OUT));
         wgrad(layer.up, du8, norm(norm2), slot(layer, X_UP), layer.norm2_output);
-        end_unit(layer.first_unit + 2);
+        end_bucket(layer.first_bucket + 2);
     }
 
     void out_backward(const Layer& layer) {
-        begin_unit(layer.first_unit + 1);
+        begin_bucket(layer.first_bucket + 1);
         const View g = residual_gradient();
         const Operand g8 = output_gradient(layer.out, stored(g), arena_.work(Work::Gradient), slot(layer, G_OUT), nullptr);
         wgrad(layer.out, g8, stored(cut(layer.attention)), slot(layer, X_OUT), View{});
-        dgrad(layer.out, g8, stream_view(Work::Branch, config_.q_cols()));
-        end_unit(layer.first_unit + 1);
+        dgrad(layer.out, g8, compute_view(Work::Branch, config_.q_cols()));
+        end_bucket(layer.first_bucket + 1);
     }
 
     void qkv_backward(const Layer& layer, TensorScale* next_scale) {
-        begin_unit(layer.first_unit);
+        begin_bucket(layer.first_bucket);
         const View qkv = recall_attention(layer.qkv_saved, Work::Qkv), o = recall_attention(layer.attention, Work::AttentionOutput);
-        const View do_ = stream_view(Work::Branch, config_.q_cols()), dx = stream_view(Work::Branch, config_.C);
+        const View do_ = compute_view(Work::Branch, config_.q_cols()), dx = compute_view(Work::Branch, config_.C);
         // The feed-forward half is done with; plan.cpp says whether its input's place is large enough for dqkv.
         const bool in_place = arena_.place(Work::QkvGradient).bytes == 0;
-        const View dqkv = stream_view(in_place ? layer.up_saved.codes : arena_.work(Work::QkvGradient), N_, config_.qkv_cols());
+        const View dqkv = compute_view(in_place ? layer.up_saved.codes : arena_.work(Work::QkvGradient), N_, config_.qkv_cols());
         attention_backward(attention(), qkv.codes, o.codes, static_cast<const float*>(layer.lse.codes), do_.codes, dqkv.codes,
                            arena_.work(Work::Attention), cuda_);
-        const Computed rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
+        const Lazy rotated = config_.arch.rope ? rope_backward(rope(), dqkv) : stored(dqkv);
         const Operand dqkv8 = output_gradient(layer.qkv, rotated, arena_.work(Work::Gradient), slot(layer, G_QKV), amax_slot(layer, G_QKV));
         dgrad(layer.qkv, dqkv8, dx);
         const Norm norm1 = norm_of(layer.norm1, layer.norm1_input);
         residual_backward(norm1, layer.norm1, dx, next_scale);
         wgrad(layer.qkv, dqkv8, norm(norm1), slot(layer, X_QKV), layer.norm1_output);
-        end_unit(layer.first_unit);
+        end_bucket(layer.first_bucket);
     }
 
     void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* scale) {
-        norm_backward(n, dy, residual_gradient(), residual_gradient(), scale, layer.gain.gradient, layer.bias.gradient,
+        norm_backward(n, dy, residual_gradient(), residual_gradient(), scale, layer.weight.gradient, layer.bias.gradient,
                       arena_.work<float>(Work::NormPartials), cuda_);
     }
 
@@ -829,17 +829,17 @@ private:
         Norm part = norm_of(final_norm_, final_input());
         part.in = rows(part.in, first, n);
         part.stats += first;
-        return operand(norm(part), Quant{recipe_.stream}, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
+        return operand(norm(part), Quant{recipe_.compute}, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
     }
     View head_logits(int64_t first, int64_t n) {
-        const View logits = stream_view(arena_.work(Work::Logits), n, config_.padded_V());
+        const View logits = compute_view(arena_.work(Work::Logits), n, config_.padded_V());
         gemms_.run(Gemm::Fprop, final_norm_output(first, n), {state_.weight(head_)}, logits, false, nullptr, cuda_);
         return logits;
     }
 
     // Logits, which become their gradients, exist for HEAD_TOKENS tokens at a time. `sum` of their products goes on where the gradient is.
     void head(const Batch& batch, double scale, bool backward, double* loss) {
-        const View dy = stream_view(Work::Branch, config_.C);
+        const View dy = compute_view(Work::Branch, config_.C);
         const View gradient = state_.gradient(head_), sum = head_sum(gradient);
         float* losses = arena_.work<float>(Work::Losses);
         const bool apart = sum.codes != gradient.codes;
@@ -849,18 +849,18 @@ private:
             const View logits = head_logits(first, n);
             cross_entropy(logits, config_.V, batch.targets + first, backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
             if (!backward) continue;
-            const View y = stream_view(arena_.work(Work::FinalNorm), n, config_.C);
+            const View y = compute_view(arena_.work(Work::FinalNorm), n, config_.C);
             gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
             gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr, cuda_);
         }
         loss_sum(losses, N_, scale, loss, cuda_);
         if (!backward) return;
         if (apart) quantize(stored(sum), {gradient}, nullptr, cuda_);
-        const int64_t unit = static_cast<int64_t>(state_.units.size()) - 1;
-        begin_unit(unit);
+        const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
+        begin_bucket(bucket);
         norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), amax_slot(layers_.back(), G_DOWN),
-                      final_norm_.gain.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
-        end_unit(unit);
+                      final_norm_.weight.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+        end_bucket(bucket);
     }
 };
 
@@ -872,7 +872,7 @@ public:
     Gpu(const Setup& s, const GpuFacts& facts)
         : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
           state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_tokens()),
-          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(units()) {
+          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(buckets()) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 && sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
                       sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128, "as work_rows() in plan.cpp counts them");
         start();
@@ -887,10 +887,10 @@ public:
         network_.prepare();
         const Hooks hooks{network_};
         if (!setup_.keep_gradients)
-            network_.unit_done = [&](int64_t unit) {
+            network_.bucket_done = [&](int64_t bucket) {
                 check_loss();
-                state_.update_unit(unit, adamw, results());
-                copy(&norms_.get()[unit], &results()->outcome.gradients.norm, sizeof(double), stream_);
+                state_.update_bucket(bucket, adamw, results());
+                copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
             };
         for (int64_t a = 0; a < setup_.accumulate; a++) {
             run(a, setup_.accumulate);
@@ -902,7 +902,7 @@ public:
         const Outcome& outcome = finish();
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
-        return {outcome.loss, outcome.gradients.norm, skipped, growth()};
+        return {outcome.loss, outcome.gradients.norm, skipped, norm_correction()};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -937,7 +937,7 @@ public:
         network_.stats = results()->stats;
         network_.begin_delayed();
         network_.prepare();
-        network_.unit_done = [&](int64_t unit) { state_.measure(state_.units[unit], results()->stats); };
+        network_.bucket_done = [&](int64_t bucket) { state_.measure(state_.buckets[bucket], results()->stats); };
         run(0, 1);
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
@@ -958,7 +958,7 @@ public:
 private:
     struct Hooks {  // what one call asks of the network, taken back at its end, also by an exception
         Network& network;
-        ~Hooks() { network.stats = nullptr, network.unit_done = nullptr; }
+        ~Hooks() { network.stats = nullptr, network.bucket_done = nullptr; }
     };
 
     const Setup setup_;
@@ -970,14 +970,14 @@ private:
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
     Pinned<Outcome> outcome_;
-    Pinned<double> norms_;  // by unit, of its gradients and all later ones'
+    Pinned<double> norms_;  // by bucket, of its gradients and all later ones'
     Recording first_micro_batch_, later_micro_batch_;
     bool tuning_ = false;
 
-    int64_t units() const { return static_cast<int64_t>(state_.units.size()); }
-    std::vector<double> growth() const {
+    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
+    std::vector<double> norm_correction() const {
         if (setup_.keep_gradients) return {};
-        return growth_of({norms_.get(), norms_.get() + units()});
+        return norm_corrections_of({norms_.get(), norms_.get() + buckets()});
     }
     int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
     Results* results() const { return arena_.work<Results>(Work::Results); }
@@ -1023,7 +1023,7 @@ private:
         const bool first = micro_batch == 0;
         upload(micro_batch * N, N);
         auto work = [&] { network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss); };
-        if (network_.stats || network_.unit_done || tuning_ || state_.some_without_scale) work();
+        if (network_.stats || network_.bucket_done || tuning_ || state_.some_without_scale) work();
         else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
         network_.embedding_backward(upload_order(micro_batch), first);
     }
@@ -1084,7 +1084,7 @@ int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
     return fitting;
 }
 
-void need_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
+void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     if (fits(s, facts, free)) return;
     const int64_t batch = largest_batch(s, facts, free);
     throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) + " MiB of GPU memory, but " +
@@ -1098,9 +1098,9 @@ GpuFacts facts_for(const Setup& s) {
     facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    need_memory(s, facts, static_cast<int64_t>(free));
-    facts.keep_fp8_weights = s.accumulate > 1 && linear_quant(s).w.fp8();
-    facts.keep_fp8_weights = facts.keep_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
+    require_memory(s, facts, static_cast<int64_t>(free));
+    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();
+    facts.cache_fp8_weights = facts.cache_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
     return facts;
 }
 
@@ -1109,13 +1109,13 @@ Setup on_this_gpu(Setup s) {
     if (!fp8_gemm && s.recipe.x.fp8())
         std::fprintf(stderr,
                      "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear layers run in %s, on FP8 storage.\n",
-                     info(s.recipe.stream).name);
+                     info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
     return s;
 }
 
-void need_kernels(const Setup& s) {
-    for (const std::string& reason : {why_not(s.optimizer), why_not(s.recipe, capability())})
+void require_kernels(const Setup& s) {
+    for (const std::string& reason : {why_unsupported(s.optimizer), why_unsupported(s.recipe, capability())})
         if (!reason.empty()) throw Error(reason);
 }
 
@@ -1133,7 +1133,7 @@ std::string coat::why_no_gpu() {
     else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
     const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
     if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
-    return why_not(found);
+    return why_unsupported(found);
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
@@ -1141,6 +1141,6 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
-    need_kernels(here);
+    require_kernels(here);
     return std::make_unique<Gpu>(here, facts_for(here));
 }

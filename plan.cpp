@@ -31,10 +31,10 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
         {"attention", true,
-         {{"stream", "q, k, v and the output are kept for backward in the recipe's stream format"},
+         {{"stream", "q, k, v and the output are kept for backward in the recipe's compute dtype"},
           {"groups", "in FP8 groups of 16, which the forward pass reads too"}},
          [](const Setup& s) { return !s.recipe.attention.fp8(); },
-         [](Setup& s, bool first) { s.recipe.attention = first ? Quant{s.recipe.stream} : Q_GROUP; }},
+         [](Setup& s, bool first) { s.recipe.attention = first ? Quant{s.recipe.compute} : Q_GROUP; }},
         {"master", true,
          {{"exact", "16 bits beside each BF16 weight make its FP32 master"},
           {"none", "BF16 weights alone, which the update rounds stochastically"}},
@@ -58,7 +58,7 @@ namespace {
 
 // What one product of a linear layer may read: the scale modes of Hopper's FP8 products in cuBLASLt. Squares go beside vectors alone.
 constexpr struct { Granularity a, b; } MULTIPLIED[] = {
-    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_VECTOR, PER_VECTOR}, {PER_VECTOR, PER_BLOCK}, {PER_BLOCK, PER_VECTOR}};
+    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128}, {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
 
 void validate_product(const Recipe& r, const std::string& name, const Quant& a, const Quant& b, bool fast) {
     const std::string product = "Recipe " + std::string(r.name) + " cannot have " + name + " multiply " + a.text() + " by " + b.text() + ": ";
@@ -72,7 +72,7 @@ void validate_product(const Recipe& r, const std::string& name, const Quant& a, 
     if (!known)
         throw Error(product + "Hopper's products know FP32 scales for tensor by tensor, row by row, 1x128 by 1x128 and 1x128 by 128x128; "
                               "choose one of these.");
-    if (fast && (a.granularity.cols == PER_VECTOR.cols || b.granularity.cols == PER_VECTOR.cols))
+    if (fast && (a.granularity.cols == PER_1x128.cols || b.granularity.cols == PER_1x128.cols))
         throw Error(product + "groups of 128 go with exact accumulation alone; use --accumulation exact.");
     if (r.scaling == Scaling::Delayed && !(a.granularity == PER_TENSOR))
         throw Error(product + "delayed scaling knows one scale a tensor; make them per tensor, or scale just in time.");
@@ -100,8 +100,8 @@ void validate(const Setup& s) {
                     " sequences or " + std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
     const std::string recipe = s.recipe.name;
     const std::string in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
-    if (s.recipe.stream == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
-    if (s.recipe.stream == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
+    if (s.recipe.compute == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
+    if (s.recipe.compute == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none spends each gradient at once, so that --accumulate " + std::to_string(s.accumulate) +
                     " has nothing to add up in; use --accumulate 1 with a larger --batch, or --gradients kept.");
@@ -113,7 +113,7 @@ void validate(const Setup& s) {
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const std::string stream = info(r.stream).name, fp32 = info(Format::F32).name;
+    const std::string stream = info(r.compute).name, fp32 = info(Format::F32).name;
     const std::string nonlinear = r.nonlinear.text(), pair = r.nonlinear.fp8() ? stream + " and " + nonlinear : stream;
     const std::string attention = r.attention.text();
     const std::string layers = "each of " + std::to_string(c.L) + " layers", none = "-";
@@ -123,7 +123,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                    const std::string& output, const std::string& saved) {
         table.push_back({part, name, input, weights, output, saved});
     };
-    const LinearQuant q = linear_quant(s);
+    const LinearFormats q = linear_formats(s);
     auto named = [&](const std::string& name) { return q.fallback ? name + " (falls back)" : name; };
     auto linear = [&](const std::string& name, const std::string& output) {
         row(layers, named(name), q.x.text(), q.w.text(), output, none);
@@ -155,7 +155,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     row("backward", "norms, activations", nonlinear + ", " + stream, stream, stream, none);
     row("backward", "attention", r.attention.fp8() ? attention + ", " + stream : stream, none, stream, none);
     row("backward", "head", stream, stream, stream, none);
-    const bool halves = s.master && r.stream != Format::F32;
+    const bool halves = s.master && r.compute != Format::F32;
     const std::string held = halves ? stream + " and 16 bits: fp32" : stream;
     row("update", "AdamW, weights", held, none, s.master ? held : held + " stochastically", none);
     for (const auto& [name, format] : {std::pair{"AdamW, first moment", s.optimizer.m}, std::pair{"AdamW, second moment", s.optimizer.v}})
@@ -173,12 +173,12 @@ namespace {
 // Elements of the flat order that have a gradient at one time. A tied embedding's is added to from the head on, all through backward.
 int64_t gradient_elements(const Setup& s) {
     int64_t all = 0, largest = 0;
-    const std::vector<UnitRange> units = unit_ranges(parameters(s.config));
-    for (size_t u = 0; u < units.size(); u++) {
-        all += units[u].elements;
-        if (u > 0 || !s.config.tied) largest = std::max(largest, units[u].elements);
+    const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
+    for (size_t u = 0; u < buckets.size(); u++) {
+        all += buckets[u].elements;
+        if (u > 0 || !s.config.tied) largest = std::max(largest, buckets[u].elements);
     }
-    return s.keep_gradients ? all : largest + (s.config.tied ? units[0].elements : 0);
+    return s.keep_gradients ? all : largest + (s.config.tied ? buckets[0].elements : 0);
 }
 
 int64_t scaling_bytes(const Setup& s) {
@@ -193,7 +193,7 @@ int64_t scaling_bytes(const Setup& s) {
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, live = parameter_count(c);
-    const Format stream = s.recipe.stream;
+    const Format stream = s.recipe.compute;
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is held in FP32 is
     // its own master; a BF16 one has a 16-bit remainder beside it.
@@ -211,7 +211,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = {
         {Category::Weights, "weights" + format(stream), elements * info(stream).bytes, "parameter", live},
         {Category::Weights, "rest of the FP32 master", stream == Format::F32 || !s.master ? 0 : elements * 2, "parameter", live},
-        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest unit") + format(gradient_format(s)),
+        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest bucket") + format(gradient_format(s)),
          gradient_elements(s) * info(gradient_format(s)).bytes, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
@@ -247,7 +247,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
     return static_cast<double>(bytes) / static_cast<double>(s.B * s.T);
 }
 
-Setup bf16_beside(Setup s) {
+Setup bf16_baseline(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
     for (const MemoryMode& mode : memory_modes()) mode.choose(s, true);
@@ -288,9 +288,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
     const int64_t N = gpu_tokens(s);
-    const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.up_cols(), F = c.F;
-    const int64_t stream = info(r.stream).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
-    const LinearQuant q = linear_quant(s);
+    const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols(), F = c.F;
+    const int64_t stream = info(r.compute).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
+    const LinearFormats q = linear_formats(s);
     const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const bool made_from_o = fp8 || attention_groups;  // else attention's output is the operand as it lies
 
@@ -324,12 +324,12 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::Scales, ALWAYS, (parameter_rows + 12 * c.L) * 16},
         {Work::Segments, ALWAYS, parameter_rows * 128},
         {Work::Results, ALWAYS, 16 << 10},
-        {Work::KeptWeights, ALWAYS, facts.keep_fp8_weights ? weights_both_ways : 0},
+        {Work::CachedWeights, ALWAYS, facts.cache_fp8_weights ? weights_both_ways : 0},
         {Work::Residual, FORWARD, groups ? N * C * stream : 0},
         // Without recomputation prompts and evaluation still need them.
         {Work::Operand, FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
         {Work::Hidden, FORWARD_DOWN | DOWN_WGRAD, operand(F)},
-        {Work::Weight, FORWARD | DGRADS, facts.keep_fp8_weights ? 0 : weight},
+        {Work::Weight, FORWARD | DGRADS, facts.cache_fp8_weights ? 0 : weight},
         {Work::Qkv, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
         {Work::AttentionOutput, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
         {Work::Up, FORWARD_UP, groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * stream : 0},
@@ -342,7 +342,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {Work::HiddenGradient, DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
         {Work::QkvGradient, ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
          dqkv_in_place ? 0 : N * QKV * stream},
-        {Work::Attention, ATTENTION_BACKWARD, attention_bytes(c, r.stream, s.B, s.T)},
+        {Work::Attention, ATTENTION_BACKWARD, attention_bytes(c, r.compute, s.B, s.T)},
         {Work::ColumnPartials, DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
          c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0},
         {Work::EmbeddingPartials, EMBEDDING_BACKWARD, s.B * s.T * C * 4},
@@ -403,16 +403,16 @@ private:
     int64_t end_ = 0;
 };
 
-// All units' gradients in one place, one after the other; but a tied embedding's are added to from the head on, all through backward.
-void place_unit_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
+// All buckets' gradients in one place, one after the other; but a tied embedding's are added to from the head on, all through backward.
+void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const int64_t each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
-    const std::vector<UnitRange> units = unit_ranges(params);
+    const std::vector<BucketRange> buckets = bucket_ranges(params);
     int64_t largest = 0;
-    for (size_t u = s.config.tied ? 1 : 0; u < units.size(); u++) largest = std::max(largest, units[u].elements);
+    for (size_t u = s.config.tied ? 1 : 0; u < buckets.size(); u++) largest = std::max(largest, buckets[u].elements);
     const int64_t shared = memory.take(largest * each).offset;
-    const int64_t embedding = s.config.tied ? memory.take(units[0].elements * each).offset : shared;
-    for (const Param& p : params) layout.gradients.push_back((p.unit ? shared : embedding) + (p.offset - units[p.unit].offset) * each);
+    const int64_t embedding = s.config.tied ? memory.take(buckets[0].elements * each).offset : shared;
+    for (const Param& p : params) layout.gradients.push_back((p.bucket ? shared : embedding) + (p.offset - buckets[p.bucket].offset) * each);
 }
 
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
@@ -435,10 +435,10 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
 
 }  // namespace
 
-std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
-    std::vector<UnitRange> table;
+std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
+    std::vector<BucketRange> table;
     for (size_t i = 0; i < params.size(); i++) {
-        if (i == 0 || params[i].unit != params[i - 1].unit) table.push_back({i, i, params[i].offset, 0});
+        if (i == 0 || params[i].bucket != params[i - 1].bucket) table.push_back({i, i, params[i].offset, 0});
         table.back().last = i + 1;
         table.back().elements += params[i].padded_size();
     }
@@ -448,11 +448,11 @@ std::vector<UnitRange> unit_ranges(const std::vector<Param>& params) {
 int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
-    const int64_t stream = info(s.recipe.stream).bytes, elements = padded_elements(s.config);
+    const int64_t stream = info(s.recipe.compute).bytes, elements = padded_elements(s.config);
     GpuLayout layout{};
     Allocation memory;
     layout.weights = memory.take(elements * stream);
-    layout.remainder = memory.take(s.recipe.stream == Format::F32 || !s.master ? 0 : elements * 2);
+    layout.remainder = memory.take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
     layout.delayed = memory.take(s.recipe.scaling == Scaling::Delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
     const int64_t N = layout.tokens = gpu_tokens(s);
@@ -469,7 +469,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         layout.shared = saved + gradients - both.bytes;
     } else {
         layout.saved = memory.take(saved);
-        place_unit_gradients(s, memory, layout);
+        place_bucket_gradients(s, memory, layout);
     }
     layout.final_norm_input = memory.take(N * s.config.C * stream);
     const int64_t work = memory.end(), work_bytes = pack(work_rows(s, facts), layout.work);
@@ -485,7 +485,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     Place unused[static_cast<int>(Work::Count)];
     int64_t always = 0, kept = 0;
     for (const WorkRow& row : work_rows(s, facts))
-        if (row.phases == ALWAYS) (row.work == Work::KeptWeights ? kept : always) += row.bytes;
+        if (row.phases == ALWAYS) (row.work == Work::CachedWeights ? kept : always) += row.bytes;
     const int64_t shifting = pack(work_rows(s, facts), unused) - always - kept;
     if (kept) plan.push_back({Category::Workspace, "FP8 weights and transposes, kept", kept, "parameter", parameter_count(s.config)});
     plan.push_back({Category::Workspace, "operands, gradients of one layer, logits", shifting, "token", tokens});
@@ -508,11 +508,11 @@ std::string version_text(int number, int major) { return std::to_string(number /
 
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     Recipe changed = r;
-    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.stream};
+    if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
     return changed;
 }
 
-std::string why_not(const OptimizerFormat& o) {
+std::string why_unsupported(const OptimizerFormat& o) {
     const bool whole = o.granularity == PER_TENSOR;
     for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
         if (format == Format::F16 && !whole)
@@ -528,19 +528,19 @@ std::string why_not(const OptimizerFormat& o) {
     return "";
 }
 
-std::string why_not(const Recipe& r, int capability) {
+std::string why_unsupported(const Recipe& r, int capability) {
     for (const Quant& q : {r.x, r.w, r.g})
         if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
             return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
                    ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
     for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == Q_GROUP && r.stream == Format::BF16))
-            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " beside " + info(r.stream).name +
+        if (q.fp8() && !(q == Q_GROUP && r.compute == Format::BF16))
+            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " beside " + info(r.compute).name +
                    " for backward, which the CPU reference alone does; keep " + Q_GROUP.text() + " beside bf16, or use --device cpu.";
     return "";
 }
 
-std::string why_not(const GpuFound& found) {
+std::string why_unsupported(const GpuFound& found) {
     auto version = [](int v) { return version_text(v / 10, 100); };
     const std::string capability = version_text(found.capability, 10);
     if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
@@ -571,7 +571,7 @@ void print_memory_line(const char* name, int64_t bytes, double of_one, int64_t b
 // As far as it can be told without a GPU.
 void print_gpu_lines(const Setup& s) {
     GpuFacts facts;
-    facts.keep_fp8_weights = s.accumulate > 1 && linear_quant(s).w.fp8();  // where memory allows
+    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();  // where memory allows
     const std::vector<MemoryRow> plan = gpu_memory_plan(s, facts);
     for (const MemoryRow& row : plan)
         if (row.category == Category::Workspace) std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
@@ -581,13 +581,13 @@ void print_gpu_lines(const Setup& s) {
 // What the table has no column for.
 void print_scaling(const Setup& s) {
     const Recipe& r = s.recipe;
-    if (!linear_quant(s).x.fp8()) return;
+    if (!linear_formats(s).x.fp8()) return;
     auto adds = [&](int product) { return r.fast_accumulation[product] ? "fast" : "exact"; };
     std::printf("  Products of FP8 on a Hopper GPU accumulate %s in fprop, %s in dgrad, %s in wgrad.\n", adds(0), adds(1), adds(2));
     if (r.scaling == Scaling::Delayed)
         std::printf("  Scales of linear layers are delayed: from the largest amax of the last %d steps, with a margin of %d powers of two;\n"
                     "  just in time as long as there is none, as in the first step.\n", r.history, r.margin);
-    if (!r.x.granularity.same_both_ways() || !r.g.granularity.same_both_ways())
+    if (!r.x.granularity.symmetric() || !r.g.granularity.symmetric())
         std::printf("  Rows and groups of operands lie along what a product contracts; wgrad's are of the same feature of many tokens.\n");
 }
 
@@ -610,7 +610,7 @@ void print_precision_plan(const Setup& s) {
     if (falls_back)
         std::printf("  Linear layers fall back to %s for the whole run, sampling and evaluation included: --batch x --seq is %lld tokens,\n"
                     "  which is no multiple of 16.\n",
-                    info(s.recipe.stream).name, static_cast<long long>(s.B * s.T));
+                    info(s.recipe.compute).name, static_cast<long long>(s.B * s.T));
     if (!s.keep_gradients)
         std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
                     "  norm so far, times what it grew by from there on in the last step (the first step is passed through twice for that). Once a\n"
@@ -618,7 +618,7 @@ void print_precision_plan(const Setup& s) {
 }
 
 void print_memory_plan(const Setup& s) {
-    const Setup other = bf16_beside(s);
+    const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = memory_plan(s), beside = memory_plan(other);
     auto title = [](const char* which, const Setup& t) {
         return std::string(which) + t.recipe.name + ", moments " + info(t.optimizer.m).name + " " + info(t.optimizer.v).name;

@@ -57,7 +57,7 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category);
 double optimizer_bytes_per_parameter(const Setup& s);
 double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input, which is not a layer's
 
-Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moments and no mode that saves memory, which the plan is printed beside
+Setup bf16_baseline(Setup s);  // the same run in the bf16 recipe with FP32 moments and no mode that saves memory, which the plan is printed beside
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One GPU: everything lies in one allocation, laid out here, so that the plan can be printed where there is no GPU.
@@ -67,7 +67,7 @@ Setup bf16_beside(Setup s);  // the same run in the bf16 recipe with FP32 moment
 enum class Work : uint8_t {
     // for the whole step
     GemmScratch,         // cuBLASLt's workspace, and between products room for what becomes FP32
-    NormPartials,        // (2 x 4 a multiprocessor, C) partial sums of gains' and biases' gradients, FP32
+    NormPartials,        // (2 x 4 a multiprocessor, C) partial sums of norm weights' and biases' gradients, FP32
     Tokens,              // (N)
     Targets,             // (N)
     EmbeddingOrder,      // (B T) places of the batch in the order of their tokens
@@ -78,7 +78,7 @@ enum class Work : uint8_t {
     Scales,              // TensorScale, of every parameter and then of 12 operands of every layer (max and k of moments: GpuLayout::scales)
     Segments,            // AdamW's table of parameters
     Results,             // numbers that the host reads
-    KeptWeights,         // FP8 weights of all layers, and their transposes
+    CachedWeights,         // FP8 weights of all layers, and their transposes
     // in some phases of it
     Residual,            // (N, C) residual stream
     Operand,             // (N, C or Q) operand x, or its transpose
@@ -115,7 +115,7 @@ struct MomentPlace {
 
 struct GpuFacts {
     int64_t multiprocessors = 132;   // an H200 has as many
-    bool keep_fp8_weights = false;   // make FP8 weights and their transposes once a step; else whenever they are needed
+    bool cache_fp8_weights = false;   // make FP8 weights and their transposes once a step; else whenever they are needed
 };
 
 struct GpuLayout {
@@ -123,7 +123,7 @@ struct GpuLayout {
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer; their scales are among Work::Scales
     Place work[static_cast<int>(Work::Count)];
-    std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one unit's lie where another's have been
+    std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one bucket's lie where another's have been
     std::vector<MomentPlace> m, v;   // by parameter
     std::vector<Place> saved_codes;  // in the order of saved_per_layer(), from the layer's first byte; scales lie right behind
     int64_t layer_bytes;             // of saved, for one layer
@@ -131,12 +131,12 @@ struct GpuLayout {
     int64_t total;
 };
 
-// The parameters [first, last) of a unit (Param::unit), and the elements of the flat order that are theirs.
-struct UnitRange {
+// The parameters [first, last) of a bucket (Param::bucket), and the elements of the flat order that are theirs.
+struct BucketRange {
     size_t first, last;
     int64_t offset, elements;
 };
-std::vector<UnitRange> unit_ranges(const std::vector<Param>& params);  // by unit
+std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
 int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a micro-batch's, up to a multiple of 16, as FP8 GEMMs want them of a prompt
 // Kept gradients: a layer's are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
@@ -144,7 +144,7 @@ int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a mic
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
 // memory_plan with the rows that a GPU adds; the total less GPU_CONTEXT is the allocation's, byte for byte.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
-// A GPU without FP8 products runs the recipe's linear layers in the stream's format.
+// A GPU without FP8 products runs the recipe's linear layers in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // A batch's logits, and what activation functions read before it is quantized, never exist whole: so many tokens' at a time do.
 inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
@@ -154,8 +154,8 @@ inline bool head_sum_apart(Format gradient, int64_t tokens) { return gradient ==
 // Moments that no kernel holds, scales that a GPU's products do not know: one sentence with the cure; empty where it has them. A capability of
 // 90 is 9.0.
 inline constexpr int HOPPER_CAPABILITY = 90, FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
-std::string why_not(const OptimizerFormat& o);
-std::string why_not(const Recipe& r, int capability = HOPPER_CAPABILITY);
+std::string why_unsupported(const OptimizerFormat& o);
+std::string why_unsupported(const Recipe& r, int capability = HOPPER_CAPABILITY);
 
 // What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
 struct GpuFound {
@@ -166,7 +166,7 @@ struct GpuFound {
     int capability;
     bool kernels_fit;        // this program has code for it
 };
-std::string why_not(const GpuFound& found);
+std::string why_unsupported(const GpuFound& found);
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);

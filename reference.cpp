@@ -297,9 +297,9 @@ std::vector<float> transposed(const std::vector<float>& x, int64_t rows, int64_t
 
 }  // namespace
 
-std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, Contracts which, QuantStats* stats,
+std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which, QuantStats* stats,
                            const float* scale) {
-    if (which == Contracts::Columns || q.granularity.same_both_ways()) return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
+    if (which == ReduceOver::Columns || q.granularity.symmetric()) return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
     return transposed(dequantize(quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale)), cols, rows);
 }
 
@@ -557,18 +557,18 @@ RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x)
 }  // namespace
 
 template <class Real>
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* gain, const Real* bias, Real* y) {
+void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         const auto s = row_statistics(rms, eps, C, x + n * C);
         for (int64_t c = 0; c < C; c++)
-            y[n * C + c] = (x[n * C + c] - s.mean) * s.inverse_deviation * gain[c] + (bias ? bias[c] : Real(0));
+            y[n * C + c] = (x[n * C + c] - s.mean) * s.inverse_deviation * weight[c] + (bias ? bias[c] : Real(0));
     }
 }
 
-// With x^ = (x - mean) / deviation and d = dy * gain:  dx = (d - mean(d) - x^ mean(d x^)) / deviation; RMSNorm has no mean(d).
+// With x^ = (x - mean) / deviation and d = dy * weight:  dx = (d - mean(d) - x^ mean(d x^)) / deviation; RMSNorm has no mean(d).
 template <class Real>
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* gain, const Real* dy, Real* dx, Real* dgain,
+void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* dy, Real* dx, Real* dweight,
                    Real* dbias) {
     std::vector<RowStatistics<Real>> rows(N);
 #pragma omp parallel for
@@ -577,7 +577,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
         Real mean_d = 0, mean_dx = 0;
 #pragma omp simd reduction(+ : mean_d, mean_dx)
         for (int64_t c = 0; c < C; c++) {
-            const Real d = dy[n * C + c] * gain[c];
+            const Real d = dy[n * C + c] * weight[c];
             mean_d += d;
             mean_dx += d * (x[n * C + c] - s.mean) * s.inverse_deviation;
         }
@@ -585,7 +585,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
         mean_dx /= static_cast<Real>(C);
         for (int64_t c = 0; c < C; c++) {
             const Real normal = (x[n * C + c] - s.mean) * s.inverse_deviation;
-            dx[n * C + c] = (dy[n * C + c] * gain[c] - mean_d - normal * mean_dx) * s.inverse_deviation;
+            dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - normal * mean_dx) * s.inverse_deviation;
         }
     }
     const int64_t block = 64;  // columns of one thread, so that every sum runs over the rows in order
@@ -593,7 +593,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
     for (int64_t c0 = 0; c0 < C; c0 += block)
         for (int64_t n = 0; n < N; n++)
             for (int64_t c = c0; c < std::min(C, c0 + block); c++) {
-                dgain[c] += dy[n * C + c] * (x[n * C + c] - rows[n].mean) * rows[n].inverse_deviation;
+                dweight[c] += dy[n * C + c] * (x[n * C + c] - rows[n].mean) * rows[n].inverse_deviation;
                 if (dbias) dbias[c] += dy[n * C + c];
             }
 }
@@ -809,7 +809,7 @@ Quantized keep(const std::vector<float>& x, int64_t rows, int64_t cols, const Qu
 std::vector<float> recall(const Quantized& q) { return dequantize(q); }
 std::vector<double> keep(const std::vector<double>& x, int64_t, int64_t, const Quant&, QuantStats*) { return x; }
 std::vector<double> recall(const std::vector<double>& x) { return x; }
-std::vector<double> operand(const std::vector<double>& x, int64_t, int64_t, const Quant&, Contracts, QuantStats*, const float*) { return x; }
+std::vector<double> operand(const std::vector<double>& x, int64_t, int64_t, const Quant&, ReduceOver, QuantStats*, const float*) { return x; }
 
 template <class Real>
 using Kept = std::conditional_t<std::is_same_v<Real, float>, Quantized, std::vector<double>>;
@@ -832,10 +832,10 @@ public:
     QuantStats* stats = nullptr;             // one per Kind; null: not measured
     std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; of linear layers, where the recipe delays its scales
     bool finite = true;                      // no loss, and no tensor that went to FP8, had a NaN or an infinity, which a code would hide
-    std::function<void(int64_t unit)> unit_done;  // called as soon as backward has a unit's gradients and is done with its weights
+    std::function<void(int64_t bucket)> bucket_done;  // called as soon as backward has a bucket's gradients and is done with its weights
 
     explicit Network(const Setup& s)
-        : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()), quant_(linear_quant(s)),
+        : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()), quant_(linear_formats(s)),
           gradient_(gradient_format(s)) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
@@ -882,7 +882,7 @@ public:
         return loss;
     }
 
-    // (rows, padded_V) in stream format; the head is not quantized
+    // (rows, padded_V) in compute dtype; the head is not quantized
     Tensor head_logits(const Tensor& y, int64_t rows) {
         Tensor logits(rows * config.padded_V());
         matmul<Real>(rows, config.padded_V(), config.C, {y.data(), config.C, 1}, {weights[head()].data(), 1, config.C}, logits.data());
@@ -892,14 +892,14 @@ public:
     Tensor norm(const std::string& name, const Tensor& x) const {  // FP32
         Tensor y(x.size());
         norm_forward<Real>(config.arch.rms, eps(), static_cast<int64_t>(x.size()) / config.C, config.C, x.data(),
-                           weights[index(name + ".gain")].data(), config.arch.rms ? nullptr : weights[index(name + ".bias")].data(), y.data());
+                           weights[index(name + ".weight")].data(), config.arch.rms ? nullptr : weights[index(name + ".bias")].data(), y.data());
         return y;
     }
 
-    Tensor rounded(Tensor x) const { return rounded(std::move(x), recipe.stream); }
+    Tensor rounded(Tensor x) const { return rounded(std::move(x), recipe.compute); }
 
 private:
-    const LinearQuant quant_;  // of every linear layer
+    const LinearFormats quant_;  // of every linear layer
     const Format gradient_;
     std::map<std::string, size_t> index_;
     std::vector<SavedLayer<Real>> saved_;
@@ -931,7 +931,7 @@ private:
         return keep(x, rows, cols, q, stats_of(kind));
     }
 
-    // --- Residual pair: the stream goes on in stream format, the next norm reads the quantized input -------------------
+    // --- Residual pair: the stream goes on in compute dtype, the next norm reads the quantized input -------------------
     Kept<Real> norm_input(const Tensor& sum) { return hold(sum, N_, config.C, recipe.nonlinear, Kind::NormInput); }
 
     static Tensor added(const Tensor& x, const Tensor& y) {
@@ -941,7 +941,7 @@ private:
     }
 
     // --- Linear layers: quantized as each product sees it, multiplied, rounded ----------------------------------------
-    Tensor linear_operand(LinearOperand which, size_t linear, const Tensor& x, int64_t cols, const Quant& q, Contracts contracts) {
+    Tensor linear_operand(LinearOperand which, size_t linear, const Tensor& x, int64_t cols, const Quant& q, ReduceOver contracts) {
         constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
         const int i = static_cast<int>(which);
         const float top = q.fp8() ? checked_amax(x) : 0;
@@ -957,10 +957,10 @@ private:
 
     Tensor linear_forward(const std::string& name, const Tensor& x) {  // x (N, in) FP32 -> (N, out) stream
         const Param& w = params[index(name)];
-        const LinearQuant& q = quant_;
+        const LinearFormats& q = quant_;
         const size_t i = index(name);
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Columns);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Columns);
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, ReduceOver::Columns);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, ReduceOver::Columns);
         Tensor y(N_ * w.rows);
         matmul<Real>(N_, w.rows, w.cols, {x8.data(), w.cols, 1}, {w8.data(), 1, w.cols}, y.data());
         if (config.arch.bias) {
@@ -973,13 +973,13 @@ private:
 
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {  // dy (N, out) -> dx (N, in) stream
         const Param& w = params[index(name)];
-        const LinearQuant& q = quant_;
+        const LinearFormats& q = quant_;
         const size_t i = index(name);
-        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, Contracts::Rows);
-        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, Contracts::Rows);
-        Tensor g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, Contracts::Columns), dx(N_ * w.cols), dw(w.size());
+        const Tensor x8 = linear_operand(LinearOperand::X, i, x, w.cols, q.x, ReduceOver::Rows);
+        const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], w.cols, q.w, ReduceOver::Rows);
+        Tensor g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, ReduceOver::Columns), dx(N_ * w.cols), dw(w.size());
         matmul<Real>(N_, w.cols, w.rows, {g8.data(), w.rows, 1}, {w8.data(), w.cols, 1}, dx.data());  // dgrad
-        if (!q.g.granularity.same_both_ways()) g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, Contracts::Rows);
+        if (!q.g.granularity.symmetric()) g8 = linear_operand(LinearOperand::G, i, dy, w.rows, q.g, ReduceOver::Rows);
         matmul<Real>(w.rows, w.cols, N_, {g8.data(), 1, w.rows}, {x8.data(), w.cols, 1}, dw.data());  // wgrad
         add_gradient(i, dw);
         // A bias adds up the gradient as the products read it, but for the rounding to FP8.
@@ -999,8 +999,8 @@ private:
         gradients[i] = rounded(added(gradients[i], contribution), gradient_);
     }
 
-    void done_with_unit_of(const std::string& name) const {
-        if (unit_done) unit_done(params[index(name)].unit);
+    void bucket_done_of(const std::string& name) const {
+        if (bucket_done) bucket_done(params[index(name)].bucket);
     }
 
     // --- Embedding ----------------------------------------------------------------------------------------------------
@@ -1018,7 +1018,7 @@ private:
     void embed_backward(const int32_t* tokens, const Tensor& g) {
         scatter("embedding", g, [&](int64_t n) { return static_cast<int64_t>(tokens[n]); });
         if (!config.arch.rope) scatter("positions", g, [&](int64_t n) { return n % T_; });
-        done_with_unit_of("embedding");
+        bucket_done_of("embedding");
     }
 
     template <class Row>
@@ -1036,15 +1036,15 @@ private:
         matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
         add_gradient(head(), dhead);
         const Tensor dx = norm_gradient("final_norm", x, rounded(dy));
-        done_with_unit_of("final_norm.gain");
+        bucket_done_of("final_norm.weight");
         return rounded(dx);
     }
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // FP32
-        Tensor dx(x.size()), dgain(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weights[index(name + ".gain")].data(), dy.data(), dx.data(),
-                            dgain.data(), config.arch.rms ? nullptr : dbias.data());
-        add_gradient(index(name + ".gain"), dgain);
+        Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
+        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weights[index(name + ".weight")].data(), dy.data(), dx.data(),
+                            dweight.data(), config.arch.rms ? nullptr : dbias.data());
+        add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
     }
@@ -1071,8 +1071,8 @@ private:
         const Tensor middle = added(rounded(sum), linear_forward(name + "attention_out", recall(s.attention)));
 
         s.norm2_input = norm_input(middle);
-        const Tensor up = linear_forward(name + "up", norm(name + "norm2", recall(s.norm2_input)));
-        s.up = hold(up, N_, config.up_cols(), recipe.nonlinear, Kind::ActivationInput);
+        const Tensor up = linear_forward(name + "gate_up", norm(name + "norm2", recall(s.norm2_input)));
+        s.up = hold(up, N_, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
         const Tensor next = added(rounded(middle), linear_forward(name + "down", activation(recall(s.up))));
         saved_.push_back(std::move(s));
         return next;
@@ -1086,23 +1086,23 @@ private:
         const Tensor up = recall(s.up), norm2_input = recall(s.norm2_input), norm1_input = recall(s.norm1_input);
 
         const Tensor dh = linear_backward(name + "down", activation(up), g);
-        done_with_unit_of(name + "down");
+        bucket_done_of(name + "down");
         Tensor dup(up.size());
         activation_backward<Real>(config.arch.gated, N_, config.F, up.data(), dh.data(), dup.data());
-        const Tensor dnorm2 = linear_backward(name + "up", norm(name + "norm2", norm2_input), dup);
+        const Tensor dnorm2 = linear_backward(name + "gate_up", norm(name + "norm2", norm2_input), dup);
         g = rounded(added(g, norm_gradient(name + "norm2", norm2_input, dnorm2)));
-        done_with_unit_of(name + "up");
+        bucket_done_of(name + "gate_up");
 
         const Tensor dattention = linear_backward(name + "attention_out", recall(s.attention), g);
-        done_with_unit_of(name + "attention_out");
-        const Tensor attention = rounded(recall(s.attention)), qkv = rounded(recall(s.qkv));  // attention computes in the stream's format
+        bucket_done_of(name + "attention_out");
+        const Tensor attention = rounded(recall(s.attention)), qkv = rounded(recall(s.qkv));  // attention computes in the compute dtype
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
         const Tensor dnorm1 = linear_backward(name + "qkv", norm(name + "norm1", norm1_input), dqkv);
         g = rounded(added(g, norm_gradient(name + "norm1", norm1_input, dnorm1)));
-        done_with_unit_of(name + "qkv");
+        bucket_done_of(name + "qkv");
         return g;
     }
 };
@@ -1123,7 +1123,7 @@ public:
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
                 int16_t remainder;
-                split_master(initial(p.init_std, p.role.gain, live, setup.seed, i, e), &s.weight[e], &remainder);
+                split_master(initial(p.init_std, p.role.weight, live, setup.seed, i, e), &s.weight[e], &remainder);
                 if (setup.master) s.remainder[e] = remainder;
             }
             states_.push_back(std::move(s));
@@ -1140,29 +1140,29 @@ public:
         const int64_t N = setup_.B * setup_.T;
         double loss = 0, squares = 0;  // of the gradients, so far
         bool skipped = false;
-        auto update_if_finite = [&](const Range& which, double growth) {
+        auto update_if_finite = [&](const Range& which, double norm_correction) {
             const double here = squares_of(which);
             squares += here;
-            const double norm = std::sqrt(squares) * growth, scale = adamw_factors(adamw, false, norm).gradient_scale;
+            const double norm = std::sqrt(squares) * norm_correction, scale = adamw_factors(adamw, false, norm).gradient_scale;
             // The square of a scaled gradient is below 2^124, so a second moment of any format can represent it. NaN fails this too.
             skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
             if (!skipped) update(which, adamw, norm);
         };
-        std::vector<double> norms;  // by unit, of its gradients and all later ones'
+        std::vector<double> norms;  // by bucket, of its gradients and all later ones'
         if (!setup_.keep_gradients) {
-            norms.resize(network_.params.back().unit + 1);
-            network_.unit_done = [&](int64_t unit) {
-                update_if_finite(parameters_of(unit), growth_at(adamw, unit));
-                release_gradients(parameters_of(unit));
-                norms[unit] = std::sqrt(squares);
+            norms.resize(network_.params.back().bucket + 1);
+            network_.bucket_done = [&](int64_t bucket) {
+                update_if_finite(parameters_of(bucket), norm_correction_at(adamw, bucket));
+                release_gradients(parameters_of(bucket));
+                norms[bucket] = std::sqrt(squares);
             };
         }
         for (int64_t a = 0; a < setup_.accumulate; a++)
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / static_cast<double>(N * setup_.accumulate));
-        network_.unit_done = nullptr;
+        network_.bucket_done = nullptr;
         if (setup_.keep_gradients) update_if_finite({0, states_.size()}, 1);
         if (!skipped) network_.end_delayed_step();
-        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped, norms.empty() ? norms : growth_of(norms)};
+        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped, norms.empty() ? norms : norm_corrections_of(norms)};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1190,13 +1190,13 @@ public:
         network_.stats = report.kinds;
         network_.begin();
         clear_gradients();
-        network_.unit_done = [&](int64_t unit) {
-            const Range which = parameters_of(unit);
+        network_.bucket_done = [&](int64_t bucket) {
+            const Range which = parameters_of(bucket);
             for (size_t i = which.first; i < which.last; i++) measure_moments(i, report);
             if (!setup_.keep_gradients) release_gradients(which);
         };
         network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / static_cast<double>(setup_.B * setup_.T));
-        network_.stats = nullptr, network_.unit_done = nullptr;
+        network_.stats = nullptr, network_.bucket_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
@@ -1236,19 +1236,19 @@ private:
                         "; choose --data and --model that belong together.");
     }
 
-    // The weights that the network computes with, in the stream's format.
+    // The weights that the network computes with, in the compute dtype.
     void refresh(size_t i) {
         const State& s = states_[i];
         for (size_t e = 0; e < s.weight.size(); e++)
-            network_.weights[i][e] = setup_.recipe.stream == Format::F32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
+            network_.weights[i][e] = setup_.recipe.compute == Format::F32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
     }
 
-    Range parameters_of(int64_t unit) const {  // they follow one another
+    Range parameters_of(int64_t bucket) const {  // they follow one another
         const auto& params = network_.params;
         auto number = [&](int64_t u) {
-            return std::lower_bound(params.begin(), params.end(), u, [](const Param& p, int64_t wanted) { return p.unit < wanted; }) - params.begin();
+            return std::lower_bound(params.begin(), params.end(), u, [](const Param& p, int64_t wanted) { return p.bucket < wanted; }) - params.begin();
         };
-        return {static_cast<size_t>(number(unit)), static_cast<size_t>(number(unit + 1))};
+        return {static_cast<size_t>(number(bucket)), static_cast<size_t>(number(bucket + 1))};
     }
 
     void clear_gradients() {

@@ -51,8 +51,8 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, Q
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 
 // Values of x (rows, cols) as an operand of a product that contracts its columns, or its rows: then the transpose is what is quantized.
-enum class Contracts : uint8_t { Columns, Rows };
-std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, Contracts which, QuantStats* stats = nullptr,
+enum class ReduceOver : uint8_t { Columns, Rows };
+std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which, QuantStats* stats = nullptr,
                            const float* scale = nullptr);
 
 // Delayed scaling (TransformerEngine's) of one operand of a linear layer: its scale is fixed within a step and comes from the amaxes of the steps
@@ -109,10 +109,10 @@ template <class Real> struct Matrix { const Real* data; int64_t row, col; };
 template <class Real>
 void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C, bool accumulate = false);
 
-template <class Real>  // RMSNorm: y = x / rms(x) * gain. LayerNorm: y = (x - mean) / std * gain + bias.
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* gain, const Real* bias, Real* y);
+template <class Real>  // RMSNorm: y = x / rms(x) * weight. LayerNorm: y = (x - mean) / std * weight + bias.
+void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* bias, Real* y);
 template <class Real>  // bias and dbias are null for RMSNorm
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* gain, const Real* dy, Real* dx, Real* dgain, Real* dbias);
+void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
 template <class Real>  // h (N, F) = silu(gate) * up with up (N, 2F) = [gate | up]; or gelu(up), GPT-2's with tanh, with up (N, F)
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* up, Real* h);

@@ -255,7 +255,7 @@ const Device& choose_device(const std::string& wanted, std::string* note) {
     return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
 }
 
-void need_device(const Device& device) {  // said before the data is read; a plan needs none
+void require_device(const Device& device) {  // said before the data is read; a plan needs none
     if (std::strcmp(device.name, "gpu") || why_no_gpu().empty()) return;
     throw Error("--device gpu cannot be used: " + why_no_gpu() + ".");
 }
@@ -338,13 +338,13 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
 int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t copies = parameter_count(setup.config) * (4 + 4 - info(setup.recipe.stream).bytes) + 2 * 4 * largest;
+    const int64_t copies = parameter_count(setup.config) * (4 + 4 - info(setup.recipe.compute).bytes) + 2 * 4 * largest;
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;  // tokens and targets of a step
     return total_bytes(memory_plan(setup)) + copies + batch;
 }
 
 // Linux grants more memory than there is and kills the program later: so what is needed is compared with the machine first.
-void need_memory(const Setup& setup) {
+void require_memory(const Setup& setup) {
     const int64_t needed = cpu_memory(setup);
     const int64_t present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     if (needed > present)
@@ -414,7 +414,7 @@ void print_error(const std::string& sentence) {
 }
 
 // A new run must not share the folder of another one's checkpoints.
-void need_no_other_run(const std::string& out, const std::string& resumed) {
+void require_no_other_run(const std::string& out, const std::string& resumed) {
     if (lies_in(resumed, out)) return;
     std::string found;
     try {
@@ -481,7 +481,7 @@ class Log {
 public:
     void open(const std::string& path, bool append) {
         path_ = path;
-        need_log_or_nothing();
+        require_log_or_nothing();
         // Non-blocking, since a named pipe without a reader would be waited for: that is an error. Writing then waits again.
         const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | (append ? O_APPEND : O_TRUNC), 0666);
         if (file < 0 && errno == ENXIO) throw Error("--log " + path + " is a pipe that nobody reads; start its reader first, or choose a file.");
@@ -498,7 +498,7 @@ public:
 
 private:
     // A log of an earlier run is written anew; any other file is somebody's.
-    void need_log_or_nothing() const {
+    void require_log_or_nothing() const {
         std::error_code ignored;
         if (!fs::is_regular_file(path_, ignored)) return;  // reading a pipe would wait
         const std::string begin = "{\"kind\":\"settings\"";
@@ -655,12 +655,12 @@ private:
     // How the gradient's norm grows through backward, where no step before tells: of a step with learning rate 0 and gradients clipped to nothing.
     // Weights stay. Moments decay by a step, so that a first step's, which are zero, stay zero. Delayed scales see the batch twice. Empty if the
     // norm is not finite.
-    std::vector<double> measured_growth(const Batch& batch, float clip) {
+    std::vector<double> measured_norm_corrections(const Batch& batch, float clip) {
         AdamW measure{1, 0.0f};
         measure.clip = clip;
-        measure.growth.assign(unit_ranges(parameters(setup_.config)).size(), std::numeric_limits<double>::infinity());
+        measure.norm_correction.assign(bucket_ranges(parameters(setup_.config)).size(), std::numeric_limits<double>::infinity());
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), measure);
-        return result.skipped ? std::vector<double>() : result.growth;
+        return result.skipped ? std::vector<double>() : result.norm_correction;
     }
 
     void step() {
@@ -674,25 +674,25 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
         adamw.clip = static_cast<float>(flags_.real("clip"));
-        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.growth.empty();
-        adamw.growth = unknown ? measured_growth(batch, adamw.clip) : state_.growth;
+        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.norm_correction.empty();
+        adamw.norm_correction = unknown ? measured_norm_corrections(batch, adamw.clip) : state_.norm_correction;
         const StepResult result = model_.step(batch.tokens.data(), batch.targets.data(), adamw);
         state_.step++;
         state_.updates += !result.skipped;
-        if (!result.skipped) state_.growth = result.growth;
+        if (!result.skipped) state_.norm_correction = result.norm_correction;
         state_.tokens += setup_.accumulate * setup_.B * setup_.T;
         state_.position = train_.position();
         state_.validation = std::numeric_limits<double>::quiet_NaN();
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
         unsaved_ = skipped_in_a_row_ < MOST_SKIPPED;
-        tell_step(result, adamw.lr, seconds() - before);
+        print_step(result, adamw.lr, seconds() - before);
         if (skipped_in_a_row_ == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
                         " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint with --model and an --out "
                         "of its own.");
     }
 
-    void tell_step(const StepResult& result, float lr, double took) {
+    void print_step(const StepResult& result, float lr, double took) {
         const double tokens = static_cast<double>(setup_.accumulate * setup_.B * setup_.T);
         if (state_.step - resumed_at_ > 1) timed_ += took;  // the first step warms caches and starts threads
         const double left = (seconds() - started_) / static_cast<double>(state_.step - resumed_at_) * static_cast<double>(steps_ - state_.step);
@@ -862,7 +862,7 @@ Origin find_origin(Flags& flags) {
 }
 
 // The order and the position of the training data mean something for these very tokens alone.
-void need_same_data(const Origin& origin, const Corpus& corpus) {
+void require_same_data(const Origin& origin, const Corpus& corpus) {
     if (origin.checkpoint.empty()) return;
     if (origin.train_tokens != corpus.train.size())
         throw Error("--data has " + std::to_string(corpus.train.size()) + " training tokens, but the checkpoint's run had " +
@@ -871,20 +871,20 @@ void need_same_data(const Origin& origin, const Corpus& corpus) {
         throw Error("--data has as many training tokens as the checkpoint's run had, but other ones; name the same data again.");
 }
 
-void need_same_units(const Origin& origin, const ModelConfig& config) {
-    const size_t units = unit_ranges(parameters(config)).size();
-    if (!origin.state.growth.empty() && origin.state.growth.size() != units)
-        throw Error("--resume " + origin.checkpoint + " has " + std::to_string(origin.state.growth.size()) +
-                    " numbers of growth in its trainer.json, but the model has " + std::to_string(units) + " units; resume from another checkpoint.");
+void require_same_buckets(const Origin& origin, const ModelConfig& config) {
+    const size_t buckets = bucket_ranges(parameters(config)).size();
+    if (!origin.state.norm_correction.empty() && origin.state.norm_correction.size() != buckets)
+        throw Error("--resume " + origin.checkpoint + " has " + std::to_string(origin.state.norm_correction.size()) +
+                    " numbers of norm_correction in its trainer.json, but the model has " + std::to_string(buckets) + " buckets; resume from another checkpoint.");
 }
 
-void need_steps_left(const Flags& flags, const Origin& origin) {
+void require_steps_left(const Flags& flags, const Origin& origin) {
     if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step) return;
     throw Error("--steps " + flags.text("steps") + " is already done: the checkpoint is at step " + std::to_string(origin.state.step) +
                 "; give a larger --steps to go on.");
 }
 
-void tell_about_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
+void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
     std::printf("\n");
     if (!origin.checkpoint.empty())
         std::printf("Going on from %s, step %lld, %lld tokens.\n", printable(origin.checkpoint).c_str(), static_cast<long long>(origin.state.step),
@@ -901,7 +901,7 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     const bool named = origin.checkpoint.empty() && is_named_model(flags.text("model"));
     const std::string weights = origin.checkpoint.empty() ? flags.text("model") : origin.checkpoint;
     if (!named) check_weights(weights, setup.config);
-    if (!std::strcmp(device.name, "cpu")) need_memory(setup);
+    if (!std::strcmp(device.name, "cpu")) require_memory(setup);
     const std::unique_ptr<Model> model = device.make(setup);
     if (!origin.checkpoint.empty()) load_checkpoint(origin.checkpoint, *model);
     else if (!named) load_weights(weights, *model);
@@ -921,14 +921,14 @@ int run(int argc, char** argv) {
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
     const Device& device = choose_device(wanted, &note);
-    if (!plan_only) need_device(device);
+    if (!plan_only) require_device(device);
     flags.take_defaults(!std::strcmp(device.name, "gpu"));
 
     Setup setup{};
     choose_rows(flags, setup);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model")) : read_model_config(origin.checkpoint);
-    if (!plan_only) need_steps_left(flags, origin);
-    if (origin.lock) need_no_other_run(flags.text("out"), origin.checkpoint);
+    if (!plan_only) require_steps_left(flags, origin);
+    if (origin.lock) require_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
     if (!plan_only || (setup.config.V == 0 && chose_data)) corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
@@ -939,14 +939,14 @@ int run(int argc, char** argv) {
     setup.accumulate = flags.count("accumulate");
     setup.seed = static_cast<uint64_t>(flags.count("seed"));
     validate(setup);
-    if (corpus) need_same_data(origin, *corpus);
-    need_same_units(origin, setup.config);
+    if (corpus) require_same_data(origin, *corpus);
+    require_same_buckets(origin, setup.config);
 
     print_settings(flags, setup, device, note, corpus.get());
     print_precision_plan(setup);
     print_memory_plan(setup);
     if (plan_only) return 0;
-    tell_about_start(origin, *corpus, setup);
+    print_start(origin, *corpus, setup);
     std::fflush(stdout);
     try {
         return train(device, flags, *corpus, setup, origin);

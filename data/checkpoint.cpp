@@ -53,35 +53,35 @@ struct Name {
 
 const std::vector<Name> LLAMA_NAMES = {
     {"embedding", "model.embed_tokens.weight", live, false},
-    {"layers.#.norm1.gain", "model.layers.#.input_layernorm.weight", all, false},
+    {"layers.#.norm1.weight", "model.layers.#.input_layernorm.weight", all, false},
     {"layers.#.qkv", "model.layers.#.self_attn.q_proj.weight", q, false},
     {"layers.#.qkv", "model.layers.#.self_attn.k_proj.weight", k, false},
     {"layers.#.qkv", "model.layers.#.self_attn.v_proj.weight", v, false},
     {"layers.#.attention_out", "model.layers.#.self_attn.o_proj.weight", all, false},
-    {"layers.#.norm2.gain", "model.layers.#.post_attention_layernorm.weight", all, false},
+    {"layers.#.norm2.weight", "model.layers.#.post_attention_layernorm.weight", all, false},
     {"layers.#.up", "model.layers.#.mlp.gate_proj.weight", gate, false},
     {"layers.#.up", "model.layers.#.mlp.up_proj.weight", up, false},
     {"layers.#.down", "model.layers.#.mlp.down_proj.weight", all, false},
-    {"final_norm.gain", "model.norm.weight", all, false},
+    {"final_norm.weight", "model.norm.weight", all, false},
     {"head", "lm_head.weight", live, false},
 };
 
 const std::vector<Name> GPT2_NAMES = {
     {"embedding", "transformer.wte.weight", live, false},
     {"positions", "transformer.wpe.weight", all, false},
-    {"layers.#.norm1.gain", "transformer.h.#.ln_1.weight", all, false},
+    {"layers.#.norm1.weight", "transformer.h.#.ln_1.weight", all, false},
     {"layers.#.norm1.bias", "transformer.h.#.ln_1.bias", all, false},
     {"layers.#.qkv", "transformer.h.#.attn.c_attn.weight", all, true},
     {"layers.#.qkv.bias", "transformer.h.#.attn.c_attn.bias", all, false},
     {"layers.#.attention_out", "transformer.h.#.attn.c_proj.weight", all, true},
     {"layers.#.attention_out.bias", "transformer.h.#.attn.c_proj.bias", all, false},
-    {"layers.#.norm2.gain", "transformer.h.#.ln_2.weight", all, false},
+    {"layers.#.norm2.weight", "transformer.h.#.ln_2.weight", all, false},
     {"layers.#.norm2.bias", "transformer.h.#.ln_2.bias", all, false},
     {"layers.#.up", "transformer.h.#.mlp.c_fc.weight", all, true},
     {"layers.#.up.bias", "transformer.h.#.mlp.c_fc.bias", all, false},
     {"layers.#.down", "transformer.h.#.mlp.c_proj.weight", all, true},
     {"layers.#.down.bias", "transformer.h.#.mlp.c_proj.bias", all, false},
-    {"final_norm.gain", "transformer.ln_f.weight", all, false},
+    {"final_norm.weight", "transformer.ln_f.weight", all, false},
     {"final_norm.bias", "transformer.ln_f.bias", all, false},
     {"head", "lm_head.weight", live, false},
 };
@@ -377,21 +377,21 @@ private:
     void add_shards() {
         const std::string path = join(folder_, INDEX);
         const json map = read_json(path).value("weight_map", json());
-        auto need = [&](bool ok, const std::string& what) {
+        auto require = [&](bool ok, const std::string& what) {
             if (!ok) throw Error(path + " " + what + "; download the folder again.");
         };
-        need(map.is_object() && !map.empty(), "has no weight_map");
+        require(map.is_object() && !map.empty(), "has no weight_map");
         std::set<std::string> shards;
         for (const auto& [name, file] : map.items()) {
-            need(file.is_string(), "names no file for tensor " + shown(name));
+            require(file.is_string(), "names no file for tensor " + shown(name));
             shards.insert(file.get<std::string>());
         }
         for (const std::string& shard : shards) {
-            need(!shard.empty() && shard.find('/') == std::string::npos, "names " + shown(shard) + ", which is not a file in the folder");
+            require(!shard.empty() && shard.find('/') == std::string::npos, "names " + shown(shard) + ", which is not a file in the folder");
             add(shard);
         }
         for (const auto& [name, file] : map.items())
-            need(files_of_.count(name), "says that " + shown(file) + " has tensor " + shown(name) + ", and it has not");
+            require(files_of_.count(name), "says that " + shown(file) + " has tensor " + shown(name) + ", and it has not");
     }
 
     std::string folder_;
@@ -636,7 +636,7 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     write_json(join(folder, TRAINER), {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"recipe", setup.recipe.name}, {"optimizer", setup.optimizer.name},
                       {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
                       {"first_validation", s.first_validation},  // JSON has no NaN: that is null
-                      {"growth", s.growth}, {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
+                      {"norm_correction", s.norm_correction}, {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -847,7 +847,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.tokens = f.natural("tokens");
     const json first = f.object.value("first_validation", json());
     s.first_validation = first.is_number() ? first.get<double>() : std::numeric_limits<double>::quiet_NaN();
-    s.growth = f.not_negatives("growth");
+    s.norm_correction = f.not_negatives("norm_correction");
     s.settings = f.text("settings");
     if (f.has("run")) s.run = f.text("run");
     const json validation = f.object.value("validation", json());

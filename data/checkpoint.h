@@ -31,7 +31,7 @@ struct LoopState {
     Loader::Position position;  // of the training data
     int64_t tokens = 0;
     double first_validation = 0;
-    std::vector<double> growth;  // of the last step that was not skipped (AdamW::growth)
+    std::vector<double> norm_correction;  // of the last step that was not skipped (AdamW::norm_correction)
     std::string settings;       // JSON of the flags that shape the run, written by train.cpp, compared on resume
     std::string run = {};       // which run this is: 16 random hex digits that it keeps on resume; empty in older checkpoints
     double validation = std::numeric_limits<double>::quiet_NaN();  // loss of exactly this model; NaN if it was not validated

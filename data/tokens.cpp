@@ -123,21 +123,21 @@ static bool bytes_of(const std::string& utf8, std::string* bytes) {
 }
 
 Vocabulary Vocabulary::read(const std::string& path) {
-    auto need = [&](bool ok) {
+    auto require = [&](bool ok) {
         if (!ok) throw Error(path + " is not a vocabulary table of version 1; write it again with data/tokenize.py.");
     };
     using nlohmann::json;
     const MappedFile file = map_file(path);
     std::string why;
     const json table = parse_json(file.data(), file.bytes, &why);
-    need(why.empty() && table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
+    require(why.empty() && table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
     const json pieces = table.value("pieces", json());
-    need(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
+    require(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
     Vocabulary v;
     for (const json& piece : pieces) {
-        need(piece.is_string());
+        require(piece.is_string());
         v.pieces_.emplace_back();
-        need(bytes_of(piece.get_ref<const std::string&>(), &v.pieces_.back()));
+        require(bytes_of(piece.get_ref<const std::string&>(), &v.pieces_.back()));
     }
     return v;
 }
@@ -321,22 +321,22 @@ constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2, 1}, {20240801, 4, 7}};  /
 constexpr int64_t TOKEN_HEADER = 256 * 4;
 
 TokenStream read_token_file(const std::string& path) {
-    auto need = [&](bool ok, const std::string& what) {
+    auto require = [&](bool ok, const std::string& what) {
         if (!ok) throw Error("--data " + path + " " + what + "; write it again with data/tokenize.py.");
     };
     const auto file = std::make_shared<const InputFile>(path);
-    need(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than a token file's header");
+    require(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than a token file's header");
     int32_t header[3];
     file->read(0, header, sizeof header);
     const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS), [&](const TokenFormat& f) { return f.magic == header[0]; });
-    need(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " + std::to_string(header[0]) + ", not 20240520 or 20240801");
-    need(header[1] == 1 || header[1] == format->newest_version, "is a token file of version " + std::to_string(header[1]) + ", which is not known");
+    require(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " + std::to_string(header[0]) + ", not 20240520 or 20240801");
+    require(header[1] == 1 || header[1] == format->newest_version, "is a token file of version " + std::to_string(header[1]) + ", which is not known");
     const int64_t count = header[2], bytes = file->bytes() - TOKEN_HEADER;
-    need(count > 0, "holds no tokens");
-    need(bytes == count * format->width, "is truncated or damaged: " + std::to_string(count) + " tokens need " + std::to_string(count * format->width) +
+    require(count > 0, "holds no tokens");
+    require(bytes == count * format->width, "is truncated or damaged: " + std::to_string(count) + " tokens need " + std::to_string(count * format->width) +
                                              " bytes, it has " + std::to_string(bytes));
     const TokenStream tokens(file, TOKEN_HEADER, format->width, count);
-    need(tokens.largest() <= INT32_MAX, "is damaged: it holds token " + std::to_string(tokens.largest()));
+    require(tokens.largest() <= INT32_MAX, "is damaged: it holds token " + std::to_string(tokens.largest()));
     return tokens;
 }
 

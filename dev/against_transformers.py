@@ -116,9 +116,9 @@ def masters(checkpoint):
     for l in range(4):
         same[f"model.layers.{l}.self_attn.o_proj.weight"] = f"layers.{l}.attention_out"
         same[f"model.layers.{l}.mlp.down_proj.weight"] = f"layers.{l}.down"
-        same[f"model.layers.{l}.input_layernorm.weight"] = f"layers.{l}.norm1.gain"
-        same[f"model.layers.{l}.post_attention_layernorm.weight"] = f"layers.{l}.norm2.gain"
-        same[f"transformer.h.{l}.ln_1.weight"] = f"layers.{l}.norm1.gain"
+        same[f"model.layers.{l}.input_layernorm.weight"] = f"layers.{l}.norm1.weight"
+        same[f"model.layers.{l}.post_attention_layernorm.weight"] = f"layers.{l}.norm2.weight"
+        same[f"transformer.h.{l}.ln_1.weight"] = f"layers.{l}.norm1.weight"
         same[f"transformer.h.{l}.ln_1.bias"] = f"layers.{l}.norm1.bias"
         same[f"transformer.h.{l}.attn.c_attn.bias"] = f"layers.{l}.qkv.bias"
         for theirs, ours in (("attn.c_attn", "qkv"), ("attn.c_proj", "attention_out"), ("mlp.c_fc", "up"),
@@ -126,7 +126,7 @@ def masters(checkpoint):
             same[f"transformer.h.{l}.{theirs}.weight"] = f"layers.{l}.{ours}"
     same["model.embed_tokens.weight"] = same["transformer.wte.weight"] = "embedding"
     same["transformer.wpe.weight"], same["lm_head.weight"] = "positions", "head"
-    same["model.norm.weight"] = "final_norm.gain"
+    same["model.norm.weight"] = "final_norm.weight"
     exact = {}
     for theirs, ours in same.items():
         if theirs not in weights or ours + ".remainder" not in state:

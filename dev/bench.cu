@@ -24,8 +24,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 
 namespace {
@@ -234,7 +234,7 @@ Ceiling gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{Ceiling::Copy, copy_rate(clock)}};
     for (Gemm kind : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
-        for (const Quant& q : {Quant{r.stream}, r.x}) {
+        for (const Quant& q : {Quant{r.compute}, r.x}) {
             const Ceiling c = gemm_ceiling(kind, q, r);
             if (!rates.count(c)) rates[c] = gemm_rate(clock, CEILINGS[static_cast<int>(c)]);
         }
@@ -269,7 +269,7 @@ public:
           r_(r),
           clock_(clock),
           ceilings_(ceilings),
-          stream_(r.stream),
+          stream_(r.compute),
           fp8_(r.x.fp8()),
           groups_(r.nonlinear.fp8()),
           N_(s.B * s.T),
@@ -323,7 +323,7 @@ private:
     static double size(const View& v) {
         return v.codes ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
     }
-    static double reads(const Computed& x) {
+    static double reads(const Lazy& x) {
         return size(x.a) + size(x.b) + size(x.norm.in) + 8.0 * static_cast<double>(x.norm.in.rows);
     }
     View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
@@ -333,11 +333,11 @@ private:
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
     // --- amax, quantize and column sums of coat.cuh --------------------------------------------------------
-    void amax_pass(const std::string& name, double count, const Computed& x) {
+    void amax_pass(const std::string& name, double count, const Lazy& x) {
         if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
     // amax: no earlier kernel has computed the amax of x
-    void bias_pass(const std::string& name, double count, const Computed& x, bool amax) {
+    void bias_pass(const std::string& name, double count, const Lazy& x, bool amax) {
         if (!c_.arch.bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
@@ -347,7 +347,7 @@ private:
              [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
-    void find_scale(const Computed& x, const Operand& out) const {
+    void find_scale(const Lazy& x, const Operand& out) const {
         if (!out.view.quant.fp8() || !(out.view.quant.granularity == PER_TENSOR)) return;
         TensorScale* slot = tensor_scale(out.view);
         amax(x, slot, nullptr);
@@ -355,7 +355,7 @@ private:
         if (r_.scaling == Scaling::Delayed)
             check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice), "Copying a scale failed");
     }
-    void quantize_pass(const std::string& name, double count, const Computed& x, const Quant& q, Use use) {
+    void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
         if (x.rule == Rule::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
@@ -379,7 +379,7 @@ private:
     void linear(const std::string& name, int64_t out, int64_t in, int64_t forward_tokens) {
         Setup run = setup_;
         run.recipe = r_;
-        const LinearQuant q = linear_quant(run);
+        const LinearFormats q = linear_formats(run);
         const double N = static_cast<double>(N_), n = static_cast<double>(forward_tokens), flops = 2.0 * static_cast<double>(out * in);
         const Operand w = random_operand(memory_, out, in, q.w, stream_), x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
@@ -397,7 +397,7 @@ private:
     void linear_layers() {
         linear("qkv", c_.qkv_cols(), c_.C, N_);
         linear("attention out", c_.C, c_.q_cols(), N_);
-        linear("up", c_.up_cols(), c_.C, groups_ ? std::min(UP_TOKENS, N_) : N_);
+        linear("up", c_.gate_up_cols(), c_.C, groups_ ? std::min(UP_TOKENS, N_) : N_);
         linear("down", c_.C, c_.F, N_);
     }
 
@@ -423,22 +423,22 @@ private:
 
     // --- Between the GEMMs ---------------------------------------------------------------------------------
     Norm random_norm(const Quant& q) {
-        const void *gain = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
-        const Norm n{random(N_, c_.C, q), gain, bias, memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
+        const void *weight = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
+        const Norm n{random(N_, c_.C, q), weight, bias, memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
         norm_statistics(n, nullptr, nullptr);
         return n;
     }
     void norms() {
         const Norm n = random_norm(r_.nonlinear);
         const View x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
-        const View dgain = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
+        const View dweight = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
         float* workspace = memory_.take<float>(static_cast<int64_t>(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] { residual_add(x, a, groups_ ? out : View{}, n, slot_, nullptr, nullptr); });
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
-             [&] { norm_backward(n, x, a, out, slot_, dgain, dbias, workspace, nullptr); });
+             [&] { norm_backward(n, x, a, out, slot_, dweight, dbias, workspace, nullptr); });
         bias_pass("residual gradient", 2 * layers_, stored(x), false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
@@ -452,7 +452,7 @@ private:
                 size(qkv) * static_cast<double>(rope.rotated_cols) / static_cast<double>(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope_forward(rope, qkv, nullptr); });
         }
-        const Computed o = stored(random(N_, c_.q_cols())),
+        const Lazy o = stored(random(N_, c_.q_cols())),
                        dqkv = c_.arch.rope ? rope_backward(rope, qkv) : stored(qkv);
         amax_pass("attention out", layers_, o);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
@@ -463,21 +463,21 @@ private:
     void feed_forward() {
         const int64_t n = std::min(UP_TOKENS, N_);
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
-        const View up = random(N_, c_.up_cols(), r_.nonlinear), dh = random(N_, c_.F);
-        const Computed h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);
+        const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
+        const Lazy h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);
         if (groups_) {
-            const View u = random(n, c_.up_cols()),
-                       saved = memory_.place(n, c_.up_cols(), r_.nonlinear, true, false).view;
+            const View u = random(n, c_.gate_up_cols()),
+                       saved = memory_.place(n, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
                  layers_ * static_cast<double>(N_) / static_cast<double>(n), size(u) + size(saved),
-                 [&] { quantize_up(c_.arch.gated, u, saved, slot_, nullptr, nullptr); });
+                 [&] { quantize_gate_up(c_.arch.gated, u, saved, slot_, nullptr, nullptr); });
         } else {
             amax_pass(name, layers_, h);
         }
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.up_cols())), true);
+        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.gate_up_cols())), true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
     // The four weights of a layer. With several micro-batches, a step quantizes them once.
@@ -486,7 +486,7 @@ private:
         const bool keep = setup_.accumulate > 1;
         std::vector<View> w;
         for (auto [out, in] :
-             {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.up_cols(), c_.C}, {c_.C, c_.F}})
+             {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.gate_up_cols(), c_.C}, {c_.C, c_.F}})
             w.push_back(random(out, in));
         for (const Use use : keep ? std::vector<Use>{Use::Both} : std::vector<Use>{Use::Fprop, Use::Wgrad}) {
             const bool plain = use != Use::Wgrad, transposed = use != Use::Fprop;
@@ -635,7 +635,7 @@ struct Totals {
 Json ceilings_json(const Ceilings& ceilings) {
     Json list = Json::array();
     for (const auto& [c, rate] : ceilings)
-        list.push_back({{"name", name(c)}, {"unit", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
+        list.push_back({{"name", name(c)}, {"bucket", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
     return list;
 }
 Json rows_json(const std::vector<Row>& rows) {

@@ -47,7 +47,7 @@ struct DeviceMoment {
 
 inline int code_at(Format f, const Bytes& codes, int64_t i) { return f == Format::F16 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i]; }
 
-// What a moment's state means, in double, and how far off FP32 may be: the table of logarithms and 1/k to 2 units each of a number up to
+// What a moment's state means, in double, and how far off FP32 may be: the table of logarithms and 1/k to 2 buckets each of a number up to
 // log2(FMAX/FMIN), ex2.approx to 2^-22, a product.
 inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& error) {
     Floats held(n);
@@ -90,7 +90,7 @@ struct AdamRun {
         : stream(stream), gradients(stream), optimizer(o) {
         for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
             HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
-            if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // a gain
+            if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // a weight
             p.m.init(p.m_format, o.expand, size, o.granularity);
             p.v.init(p.v_format, o.expand, size, o.granularity);
             if (old_state) {

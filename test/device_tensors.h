@@ -109,25 +109,25 @@ struct Pair {  // a recipe's stream and how it holds the inputs of norms and act
 inline const Pair PAIRS[] = {{Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
 
 struct NormCase {
-    Tensor in, gain, bias;
+    Tensor in, weight, bias;
     Buffer<float2> stats;
     bool rms;
     int64_t N, C;
     static constexpr float EPS = 1e-5f;
 
     NormCase(Random& rng, Pair p, bool rms, int64_t N, int64_t C)
-        : in(N, C, p.nonlinear), gain(normals(rng, p.stream, C), p.stream), bias(normals(rng, p.stream, C), p.stream), stats(N), rms(rms), N(N), C(C) {}
-    gpu::Norm norm() const { return {in.view(), gain.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS}; }
+        : in(N, C, p.nonlinear), weight(normals(rng, p.compute, C), p.compute), bias(normals(rng, p.compute, C), p.compute), stats(N), rms(rms), N(N), C(C) {}
+    gpu::Norm norm() const { return {in.view(), weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS}; }
     Doubles forward(const Doubles& x) const {
         Doubles y(N * C);
-        const Doubles g = doubles(gain.values()), b = doubles(bias.values());
+        const Doubles g = doubles(weight.values()), b = doubles(bias.values());
         reference::norm_forward<double>(rms, EPS, N, C, x.data(), g.data(), rms ? nullptr : b.data(), y.data());
         return y;
     }
     // A thread adds at most 32 numbers and then 5 + 16 more: sums are good to 53 u of the sum of magnitudes, the root of a mean
     // square to half of it, and five roundings follow. A mean comes with an error relative to the mean magnitude.
     Doubles bound(const Doubles& x, const Doubles& y) const {
-        const Floats g = gain.values(), b = bias.values();
+        const Floats g = weight.values(), b = bias.values();
         Doubles out(N * C);
         for (int64_t n = 0; n < N; n++) {
             double mean = 0, magnitude = 0, square = 0;

@@ -78,7 +78,7 @@ inline std::vector<float> scales_for_products(const reference::Quantized& q) {
     const float* from = reinterpret_cast<const float*>(q.scales.data());
     const int64_t down = q.quant.scale_rows(q.rows), across = q.quant.scale_cols(q.cols);
     if (q.quant.granularity == PER_ROW) return std::vector<float>(from, from + down);
-    const bool vectors = q.quant.granularity == PER_VECTOR;
+    const bool vectors = q.quant.granularity == PER_1x128;
     const int64_t padded = vectors ? across : round_up(across, 4);
     std::vector<float> to(static_cast<size_t>(down * padded), 1.0f);
     for (int64_t r = 0; r < down; r++)

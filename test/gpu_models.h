@@ -3,8 +3,8 @@
 #include <cmath>
 #include <string>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "tiny.h"

@@ -150,16 +150,16 @@ inline void check_llama(const MemoryModel& model, const Foreign& f) {
     const std::string l = "model.layers.0.";
     check_param(model, f, "embedding", same("model.embed_tokens.weight"));
     check_param(model, f, "head", same("lm_head.weight"));
-    check_param(model, f, "final_norm.gain", same("model.norm.weight"));
-    check_param(model, f, "layers.0.norm1.gain", same(l + "input_layernorm.weight"));
-    check_param(model, f, "layers.0.norm2.gain", same(l + "post_attention_layernorm.weight"));
+    check_param(model, f, "final_norm.weight", same("model.norm.weight"));
+    check_param(model, f, "layers.0.norm1.weight", same(l + "input_layernorm.weight"));
+    check_param(model, f, "layers.0.norm2.weight", same(l + "post_attention_layernorm.weight"));
     check_param(model, f, "layers.0.attention_out", same(l + "self_attn.o_proj.weight"));
     check_param(model, f, "layers.0.down", same(l + "mlp.down_proj.weight"));
     check_param(model, f, "layers.0.qkv", [&](int64_t r, int64_t c) {
         return r < 32 ? std::tuple{l + "self_attn.q_proj.weight", r, c}
                : r < 48 ? std::tuple{l + "self_attn.k_proj.weight", r - 32, c} : std::tuple{l + "self_attn.v_proj.weight", r - 48, c};
     });
-    check_param(model, f, "layers.0.up", [&](int64_t r, int64_t c) {
+    check_param(model, f, "layers.0.gate_up", [&](int64_t r, int64_t c) {
         return r < 48 ? std::tuple{l + "mlp.gate_proj.weight", r, c} : std::tuple{l + "mlp.up_proj.weight", r - 48, c};
     });
 }

@@ -12,7 +12,7 @@
 
 namespace coat::test::quantized_outputs {
 
-using gpu::Computed;
+using gpu::Lazy;
 using gpu::Operand;
 using gpu::TensorScale;
 using namespace coat::test::device_tensors;
@@ -46,7 +46,7 @@ struct BlockOperand {
     Operand operand() const { return {{codes.get(), scales.get(), rows, cols, quant}, transposed_codes.get(), transposed_scales.get(), slot.get()}; }
     bool intact() const { return codes.intact() && transposed_codes.intact() && scales.intact() && transposed_scales.intact() && slot.intact(); }
 };
-inline const Quant BLOCK_OUTPUTS[] = {Q_ROW, Q_VECTOR, Q_BLOCK, {Format::E5M2, PER_ROW}, {Format::E5M2, PER_VECTOR}, {Format::E5M2, PER_BLOCK}};
+inline const Quant BLOCK_OUTPUTS[] = {Q_ROW, Q_1x128, Q_128x128, {Format::E5M2, PER_ROW}, {Format::E5M2, PER_1x128}, {Format::E5M2, PER_128x128}};
 
 // The reference's quantization of x, one way, against codes and against scales where cuBLAS wants them.
 inline void check_way(const Floats& x, int64_t rows, int64_t cols, Quant q, const Bytes& codes, const Floats& scales) {
@@ -65,7 +65,7 @@ inline void check_blocks(const BlockOperand& out, const Floats& x) {
 
 // The two steps above for one rule: FP32 values against `expected`; amax, FP8 codes, transposes, rounding to BF16 and column sums
 // against those values.
-inline void check_computed(const Computed& x, const Doubles& expected, const Doubles& bound) {
+inline void check_computed(const Lazy& x, const Doubles& expected, const Doubles& bound) {
     const int64_t rows = x.rows, cols = x.cols;
     Tensor exact(rows, cols, Q_F32), half(rows, cols, Q_BF16);
     gpu::quantize(x, exact.operand(), nullptr, 0);

@@ -30,7 +30,7 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
         for (size_t i = 0; i < params.size(); i++)
             for (int64_t e = 0; e < params[i].padded_size(); e++) {
                 const Param& p = params[i];
-                const float expected = e < p.size() ? initial(p.init_std, p.role.gain, live_elements(c, p), 7, i, e) : 0.0f;
+                const float expected = e < p.size() ? initial(p.init_std, p.role.weight, live_elements(c, p), 7, i, e) : 0.0f;
                 uint16_t weight;
                 int16_t remains;
                 reference::split_master(expected, &weight, &remains);
@@ -91,9 +91,9 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
                 const gpu::GradientState whole = state_of(g, f, 1.0, {0.0f});  // not clipped
                 CHECK(whole.scale == 1.0f);
                 CHECK(whole.skip == (s.norm >= 0x1p62));
-                for (double growth : {1.0, 2.5, 1e3}) {
-                    const double norm = s.norm * growth;
-                    CHECK(state_of(g, f, 1.0, {1.0f, growth}).scale == (norm > 1 ? static_cast<float>(1 / norm) : 1.0f));
+                for (double norm_correction : {1.0, 2.5, 1e3}) {
+                    const double norm = s.norm * norm_correction;
+                    CHECK(state_of(g, f, 1.0, {1.0f, norm_correction}).scale == (norm > 1 ? static_cast<float>(1 / norm) : 1.0f));
                 }
                 CHECK(state_of(g, f, 1.0, {1.0f, INFINITY}).scale == 0);
                 CHECK(state_of(g, f, 1.0, {1.0f}).norm == s.norm);
@@ -148,13 +148,13 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
             bad_k += k[g] != 1;
             continue;
         }
-        // log2 is good to two units of 2^-23 of a number up to 149; what may be the smallest may also be another by its error, or zero.
+        // log2 is good to two buckets of 2^-23 of a number up to 149; what may be the smallest may also be another by its error, or zero.
         const double ratio = std::log2(top) - std::log2(low);
         const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + (low_error < low / 2 ? 2 * low_error / low : INFINITY));
         const double most = ratio - ratio_error > 0 ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY, least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
         const double k_most = std::min(64.0, std::max(1.0, std::floor(most)) / 16), k_least = std::min(64.0, std::max(1.0, std::floor(least)) / 16);
         if (d.expand) bad_k += k[g] < k_least || k[g] > k_most || k[g] * 16 != std::floor(k[g] * 16);
-        // lg2.approx is good to 2^-22 below 1 in size and to 2 units of 2^-23 relative beyond, the quotient before it to 2 u, k log2 to u
+        // lg2.approx is good to 2^-22 below 1 in size and to 2 buckets of 2^-23 relative beyond, the quotient before it to 2 u, k log2 to u
         // relative; ex2.approx to 2^-22. (The careful path subtracts two logarithms of up to 149.)
         const bool careful = range > 120 * k[g] || max[g] < 0x1p-100f;
         const double log_error = careful ? 2 * 150 * 0x1p-23 : 0x1p-21;

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "../attention.cuh"
+#include "../gpu/attention.cuh"
 #include "gpu.h"
 
 using namespace coat;

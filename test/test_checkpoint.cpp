@@ -52,7 +52,7 @@ TEST_CASE("checkpoint: is read back bit for bit") {
                 CHECK(state.position.window == expected.position.window);
                 CHECK(state.tokens == expected.tokens);
                 CHECK(state.first_validation == expected.first_validation);
-                CHECK(state.growth == expected.growth);
+                CHECK(state.norm_correction == expected.norm_correction);
                 CHECK(state.settings == expected.settings);
                 CHECK(state.run == expected.run);
 
@@ -111,8 +111,8 @@ TEST_CASE("checkpoint: one without memory modes has the default modes and no nor
         return text.erase(first, text.find(end, first) + end.size() - first);
     };
     const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
-    write_bytes(trainer, without(read_bytes(trainer), "\"growth\"", "],"));
-    CHECK(read_loop_state(checkpoint).growth.empty());
+    write_bytes(trainer, without(read_bytes(trainer), "\"norm_correction\"", "],"));
+    CHECK(read_loop_state(checkpoint).norm_correction.empty());
     write_bytes(trainer, without(read_bytes(trainer), ",\n  \"hashes\"", "}"));
     std::string bytes = read_bytes(optimizer);
     for (const MemoryMode& mode : memory_modes()) {  // the header's length stays: another key takes the place
@@ -228,8 +228,8 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
 
     const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
     for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
-                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"growth\": [", "\"growth\": [-1,"},
-                                   {"\"growth\": [", "\"growth\": [true,"}, {"\"growth\": ", "\"growth\": true, \"_\": "}, {"\"updates\": ", "\"updates\": 99"}}) {
+                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"norm_correction\": [", "\"norm_correction\": [-1,"},
+                                   {"\"norm_correction\": [", "\"norm_correction\": [true,"}, {"\"norm_correction\": ", "\"norm_correction\": true, \"_\": "}, {"\"updates\": ", "\"updates\": 99"}}) {
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
         write_bytes(path, bad);

@@ -56,7 +56,7 @@ TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without pref
             check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
         }
         for (const auto& [ours, theirs] : {std::pair{"norm1", "ln_1"}, {"norm2", "ln_2"}}) {
-            check_param(model, f, std::string("layers.0.") + ours + ".gain", same(prefix + "h.0." + theirs + ".weight"));
+            check_param(model, f, std::string("layers.0.") + ours + ".weight", same(prefix + "h.0." + theirs + ".weight"));
             check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
         }
     }

@@ -1,4 +1,4 @@
-// test_coat_fused.cu - the fused kernels of coat.cu (quantize_through, quantize_up, activation) against double
+// test_coat_fused.cu - the fused kernels of coat.cu (quantize_and_dequantize, quantize_gate_up, activation) against double
 // and the CPU reference.
 #include <cmath>
 
@@ -20,7 +20,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     const int64_t rows = 21, all = 32, cols = 272;
     const Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, rows, cols, Q_BF16);
-    for (Quant q : {Q_E4M3, Q_ROW, Q_VECTOR, Q_BLOCK}) {
+    for (Quant q : {Q_E4M3, Q_ROW, Q_1x128, Q_128x128}) {
         CAPTURE(q.text());
         const bool one = q.granularity == PER_TENSOR;
         Buffer<uint8_t> codes(all * cols);
@@ -35,10 +35,10 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         CHECK(same_codes(q.format, Bytes(got.begin(), got.begin() + rows * cols), wanted.codes));
         CHECK(std::all_of(got.begin() + rows * cols, got.end(), [](uint8_t c) { return c == 0xFF; }));  // nobody writes there
         const Floats laid_out = scales.read();
-        const int64_t padded = q.granularity == PER_BLOCK ? round_up(q.scale_cols(cols), 4) : 0;
+        const int64_t padded = q.granularity == PER_128x128 ? round_up(q.scale_cols(cols), 4) : 0;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < cols; c++) {
-                const int64_t at = one ? 0 : q.granularity == PER_ROW ? r : q.granularity == PER_VECTOR ? c / 128 * all + r : r / 128 * padded + c / 128;
+                const int64_t at = one ? 0 : q.granularity == PER_ROW ? r : q.granularity == PER_1x128 ? c / 128 * all + r : r / 128 * padded + c / 128;
                 REQUIRE(laid_out[at] == wanted.scale(r, c));
             }
         CHECK(codes.intact());
@@ -46,7 +46,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     }
 }
 
-GPU_TEST_CASE("quantize_through: the groups equal those of quantize, and the BF16 output their values") {
+GPU_TEST_CASE("quantize_and_dequantize: the groups equal those of quantize, and the BF16 output their values") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         if (too_long(s.rows * s.cols)) continue;
@@ -54,7 +54,7 @@ GPU_TEST_CASE("quantize_through: the groups equal those of quantize, and the BF1
         x[rng.below(s.rows * s.cols)] = INFINITY;
         const Tensor in(x, s.rows, s.cols, Q_BF16);
         Tensor groups(s.rows, s.cols, Q_GROUP), wide(s.rows, s.cols, Q_BF16), again(s.rows, s.cols, Q_BF16);
-        gpu::quantize_through(in.view(), groups.view(), nullptr, 0);
+        gpu::quantize_and_dequantize(in.view(), groups.view(), nullptr, 0);
         check_quantized(groups, x, s.rows, s.cols, Q_GROUP);
         gpu::dequantize(groups.view(), again.view(), 0);
         CHECK(same_bytes(in.codes.read(), again.codes.read()));
@@ -77,7 +77,7 @@ GPU_TEST_CASE("activation and activation_backward: values and quantized outputs"
                 CAPTURE(s.cols);
                 CAPTURE(gated);
                 const int64_t N = s.rows, F = s.cols, planes = gated ? 2 : 1;
-                const Tensor up(heavy(rng, p.stream, N * F * planes), N, F * planes, p.nonlinear), dh(heavy(rng, p.stream, N * F), N, F, Quant{p.stream});
+                const Tensor up(heavy(rng, p.compute, N * F * planes), N, F * planes, p.nonlinear), dh(heavy(rng, p.compute, N * F), N, F, Quant{p.compute});
                 const Doubles x = doubles(up.values()), d = doubles(dh.values());
                 Doubles h(N * F), dup(N * F * planes), bound(N * F), dbound(N * F * planes);
                 reference::activation_forward<double>(gated, N, F, x.data(), h.data());
@@ -106,7 +106,7 @@ GPU_TEST_CASE("activation and activation_backward: finite for inputs of any size
             Floats up(N * cols, 1.0f);  // a row for each size and sign; gates' others are 1
             for (int64_t i = 0; i < N; i++)
                 for (int64_t j = 0; j < F; j++) up[i * cols + j] = (i % 2 ? -1 : 1) * sizes[i / 2];
-            const Tensor x(up, N, cols, p.nonlinear), dh(Floats(N * F, 1.0f), N, F, Quant{p.stream});
+            const Tensor x(up, N, cols, p.nonlinear), dh(Floats(N * F, 1.0f), N, F, Quant{p.compute});
             Tensor h(N, F, Q_F32), dup(N, cols, Q_F32);
             gpu::quantize(gpu::activation(gated, x.view()), h.operand(), nullptr, 0);
             gpu::quantize(gpu::activation_backward(gated, x.view(), dh.view()), dup.operand(), nullptr, 0);

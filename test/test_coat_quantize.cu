@@ -10,7 +10,7 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::Computed;
+using gpu::Lazy;
 using gpu::Operand;
 using gpu::TensorScale;
 using namespace coat::test::device_tensors;
@@ -102,7 +102,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
                 dh[r * F + c] = large ? 0x1p-14f : 1.0f;
             }
         const Tensor in(up, rows, 2 * F, Q_GROUP), gradient(dh, rows, F, Q_BF16);
-        const Computed x = gpu::activation_backward(true, in.view(), gradient.view());
+        const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
         Tensor values(rows, 2 * F, Q_F32), out(rows, 2 * F, Q_E5M2);
         gpu::quantize(x, values.operand(), nullptr, 0);
         const Floats exact = values.values();
@@ -174,7 +174,7 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
             const BlockOperand out(300, 272, q);
             gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
             reference::quantize(x.data(), 300, 272, q, &expected);
-            if (!q.granularity.same_both_ways()) reference::quantize(transposed(x, 300, 272).data(), 272, 300, q, &expected);
+            if (!q.granularity.symmetric()) reference::quantize(transposed(x, 300, 272).data(), 272, 300, q, &expected);
         }
         const QuantStats got = stats.read()[0];
         CHECK(got.elements == expected.elements);
@@ -228,7 +228,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
         }
 }
 
-GPU_TEST_CASE("quantize_up: 1x16 groups of the activation's input, and the amax of its output") {
+GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the amax of its output") {
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
         for (Shape s : {Shape{1, 32}, {33, 96}, {130, 288}, {256, 704}}) {
@@ -239,7 +239,7 @@ GPU_TEST_CASE("quantize_up: 1x16 groups of the activation's input, and the amax 
             const Tensor up(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP), h(1, 16, Q_E4M3), again(1, 16, Q_E4M3);
             gpu::quantize(gpu::stored(u.view()), expected.operand(), nullptr, 0);
             gpu::amax(gpu::activation(gated, expected.view()), h.slot(), 0);
-            gpu::quantize_up(gated, u.view(), up.view(), again.slot(), nullptr, 0);
+            gpu::quantize_gate_up(gated, u.view(), up.view(), again.slot(), nullptr, 0);
             CHECK(same_bytes(up.codes.read(), expected.codes.read()));
             CHECK(same_bytes(up.scales.read(), expected.scales.read()));
             CHECK(up.intact());

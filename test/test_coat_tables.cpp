@@ -10,7 +10,7 @@ using namespace coat::reference;
 
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
-        std::string text = std::string(info(r.stream).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
+        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
                            " | " + r.attention.text() + " | " + (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         return text + "| " + r.optimizer;

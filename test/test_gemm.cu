@@ -2,8 +2,8 @@
 #include <cmath>
 #include <string>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "random.h"
@@ -85,7 +85,7 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
         for (double& v : *x) v = std::fabs(v);
     reference::matmul<double>(p.M, p.N, p.K, {av.data(), p.a_row, p.a_col}, {bv.data(), p.b_row, p.b_col}, size.data());
     // FP32: K additions. Hopper's FP8 tensor cores keep 14 bits of the sum over each 32 products (DeepSeek-V3, section 3.3.2).
-    const double unit = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
+    const double bucket = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
     reference::Quantized held_out;
     held_out.codes = out.read(), held_out.rows = p.M, held_out.cols = p.N, held_out.quant = Quant{out_format};
     const Floats got = reference::dequantize(held_out);
@@ -94,8 +94,8 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N] : 0.0), exact = wanted[i] + extra;
         const double rounding = std::ldexp(std::fabs(exact), -info(out_format).mantissa - 1);
         // cuBLAS may add to BF16 in memory: then the product has been rounded before it meets what it is added to.
-        const double product = accumulate ? std::ldexp(std::fabs(wanted[i]) * (1 + unit), -info(out_format).mantissa - 1) : 0.0;
-        const double bound = unit * (size[i] + std::fabs(extra)) + (rounding + product) * (1 + unit);
+        const double product = accumulate ? std::ldexp(std::fabs(wanted[i]) * (1 + bucket), -info(out_format).mantissa - 1) : 0.0;
+        const double bound = bucket * (size[i] + std::fabs(extra)) + (rounding + product) * (1 + bucket);
         const double error = std::fabs(got[i] - exact);
         worst = std::isnan(error) ? HUGE_VAL : std::max(worst, error / (bound + 1e-30));
     }
@@ -118,11 +118,11 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
                    {"fp8", Q_E4M3, Q_E4M3, Q_E5M2, Format::BF16},
                    {"fp8 to fp32", Q_E4M3, Q_E4M3, Q_E5M2, Format::F32},
                    {"fp8 by rows to fp32", Q_ROW, Q_ROW, Q_ROW, Format::F32},
-                   {"fp8 by vectors and squares to fp32", Q_VECTOR, Q_BLOCK, Q_VECTOR, Format::F32},
+                   {"fp8 by vectors and squares to fp32", Q_1x128, Q_128x128, Q_1x128, Format::F32},
                    {"fp8 by rows", Q_ROW, Q_ROW, Q_ROW, Format::BF16},
                    {"fp8 by rows, gradients e5m2", Q_ROW, Q_ROW, {Format::E5M2, PER_ROW}, Format::BF16},
-                   {"fp8 by vectors and squares", Q_VECTOR, Q_BLOCK, Q_VECTOR, Format::BF16},
-                   {"fp8 by vectors", Q_VECTOR, Q_VECTOR, Q_VECTOR, Format::BF16}};
+                   {"fp8 by vectors and squares", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
+                   {"fp8 by vectors", Q_1x128, Q_1x128, Q_1x128, Format::BF16}};
     const struct {
         int64_t tokens, out, in;
     } sizes[] = {{16, 16, 16}, {64, 48, 208}, {37, 64, 32}, {1, 128, 64}, {528, 400, 272}, {130, 50, 24}};
@@ -130,7 +130,7 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
         for (const auto& size : sizes) {
             const bool fits = size.tokens % 16 == 0 && size.out % 16 == 0 && size.in % 16 == 0;
             if (f.x.fp8() && !fits) continue;
-            gpu::Gemms& gemms = f.x.granularity == PER_VECTOR ? exact : forward_fast;
+            gpu::Gemms& gemms = f.x.granularity == PER_1x128 ? exact : forward_fast;
             for (const Product& p : products(size.tokens, size.out, size.in)) {
                 const Quant qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out, " x ", size.in);
@@ -145,12 +145,12 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
 GPU_TEST_CASE("Gemms::run: a tuned algorithm is bit-identical to one that is not tuned") {
     FRESH_RANDOM(rng);
     const int64_t tokens = 1024, out = 1536, in = 1040;
-    for (const auto& [qx, qw] : {std::pair{Q_BF16, Q_BF16}, std::pair{Q_E4M3, Q_E4M3}, std::pair{Q_ROW, Q_ROW}, std::pair{Q_VECTOR, Q_BLOCK}}) {
+    for (const auto& [qx, qw] : {std::pair{Q_BF16, Q_BF16}, std::pair{Q_E4M3, Q_E4M3}, std::pair{Q_ROW, Q_ROW}, std::pair{Q_1x128, Q_128x128}}) {
         const DeviceOperand x(rng.normals<float>(tokens * in), tokens, in, qx), w(rng.normals<float>(out * in), out, in, qw);
         std::vector<std::vector<uint8_t>> results;
         for (bool tune : {false, true}) {
             Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH), y(tokens * out * 2);
-            gpu::Gemms gemms(scratch.get(), {!(qx.granularity == PER_VECTOR), false, false});
+            gpu::Gemms gemms(scratch.get(), {!(qx.granularity == PER_1x128), false, false});
             gemms.tune(tune);
             gemms.run(Gemm::Fprop, x.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16}, false, nullptr, nullptr);
             succeeded(cudaDeviceSynchronize());
@@ -198,7 +198,7 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected") {
     const Operand not_transposed{e4m3.operand().view};
     CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), not_transposed, out, false, nullptr, nullptr), Error);
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, bf16.operand(), bf16.operand(), narrow, false, nullptr, nullptr), Error);
-    const DeviceOperand squares(ones, 64, 64, Q_BLOCK);
+    const DeviceOperand squares(ones, 64, 64, Q_128x128);
     Operand groups = e4m3.operand();
     groups.view.quant = Q_GROUP;
     auto why = [&] {  // one side has to be vectors

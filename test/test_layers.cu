@@ -18,17 +18,17 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
     for (Pair p : PAIRS)
         for (bool positions : {true, false}) {
             const int64_t B = 3, T = 111, N = B * T, C = 272, V = 128, live = 100;
-            const Floats e = normals(rng, p.stream, V * C), w = normals(rng, p.stream, T * C), g = heavy(rng, p.stream, N * C);
+            const Floats e = normals(rng, p.compute, V * C), w = normals(rng, p.compute, T * C), g = heavy(rng, p.compute, N * C);
             std::vector<int32_t> tokens(N);
             for (int32_t& t : tokens) t = static_cast<int32_t>(rng.below(3) ? rng.below(3) : rng.below(live));  // some are frequent
             const Buffer<int32_t> dtokens(tokens);
-            const Tensor de(e, V, C, Quant{p.stream}), dw(w, T, C, Quant{p.stream}), dg(g, N, C, Quant{p.stream});
-            Tensor x(N, C, Quant{p.stream});
+            const Tensor de(e, V, C, Quant{p.compute}), dw(w, T, C, Quant{p.compute}), dg(g, N, C, Quant{p.compute});
+            Tensor x(N, C, Quant{p.compute});
             NormCase c(rng, p, true, N, C);
             gpu::embedding_forward(dtokens.get(), de.view(), positions ? dw.view() : View{}, T, x.view(), c.norm(), nullptr, nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++) sum[i] = e[tokens[i / C] * C + i % C] + (positions ? w[i / C % T * C + i % C] : 0);
-            CHECK(same_bytes(x.values(), rounded(p.stream, sum)));
+            CHECK(same_bytes(x.values(), rounded(p.compute, sum)));
             CHECK(same_bytes(c.in.codes.read(), reference::quantize(sum.data(), N, C, p.nonlinear).codes));
 
             auto order = gpu::embedding_order(tokens.data(), N, V);
@@ -36,7 +36,7 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
             const Buffer<int32_t> dorder(order.order);
             const Buffer<gpu::EmbeddingChunk> chunks(order.chunks);
             Buffer<float> workspace(static_cast<int64_t>(order.chunks.size()) * C);
-            for (const Format held : {p.stream, Format::F32}) {
+            for (const Format held : {p.compute, Format::F32}) {
                 const Tensor gradient(e, V, C, Quant{held}), by_position(w, T, C, Quant{held});
                 gpu::embedding_backward(dg.view(), dorder.get(), chunks.get(), static_cast<int64_t>(order.chunks.size()), gradient.view(), workspace.get(), 0);
                 gpu::positions_backward(dg.view(), T, by_position.view(), 0);

@@ -28,14 +28,14 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                 CAPTURE(s.cols);
                 CAPTURE(rms);
                 const int64_t n = s.rows * s.cols;
-                const Floats x = heavy(rng, p.stream, n), a = heavy(rng, p.stream, n);
+                const Floats x = heavy(rng, p.compute, n), a = heavy(rng, p.compute, n);
                 Floats sum(n);
                 for (int64_t i = 0; i < n; i++) sum[i] = x[i] + a[i];
-                const Tensor dx(x, s.rows, s.cols, Quant{p.stream}), da(a, s.rows, s.cols, Quant{p.stream});
-                Tensor x_out(s.rows, s.cols, Quant{p.stream}), y(s.rows, s.cols, Q_E4M3);
+                const Tensor dx(x, s.rows, s.cols, Quant{p.compute}), da(a, s.rows, s.cols, Quant{p.compute});
+                Tensor x_out(s.rows, s.cols, Quant{p.compute}), y(s.rows, s.cols, Q_E4M3);
                 NormCase c(rng, p, rms, s.rows, s.cols);
                 gpu::residual_add(dx.view(), da.view(), x_out.view(), c.norm(), y.slot(), nullptr, 0);
-                CHECK(same_bytes(x_out.values(), rounded(p.stream, sum)));
+                CHECK(same_bytes(x_out.values(), rounded(p.compute, sum)));
                 const reference::Quantized expected = reference::quantize(sum.data(), s.rows, s.cols, p.nonlinear);
                 CHECK(same_bytes(c.in.codes.read(), expected.codes));
                 CHECK(same_bytes(c.in.scales.read(), expected.scales));
@@ -67,16 +67,16 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statist
                 CAPTURE(rms);
                 const int64_t N = s.rows, C = s.cols;
                 NormCase c(rng, p, rms, N, C);
-                const Tensor in(heavy(rng, p.stream, N * C), N, C, p.nonlinear);
-                const Floats dy = heavy(rng, p.stream, N * C), g = normals(rng, p.stream, N * C), before = normals(rng, p.stream, C);
-                const Tensor ddy(dy, N, C, Quant{p.stream}), dg(g, N, C, Quant{p.stream});
+                const Tensor in(heavy(rng, p.compute, N * C), N, C, p.nonlinear);
+                const Floats dy = heavy(rng, p.compute, N * C), g = normals(rng, p.compute, N * C), before = normals(rng, p.compute, C);
+                const Tensor ddy(dy, N, C, Quant{p.compute}), dg(g, N, C, Quant{p.compute});
                 gpu::Norm norm = c.norm();
                 norm.in = in.view();
                 Buffer<float> workspace(static_cast<int64_t>(gpu::norm_backward_workspace(C) / sizeof(float)));
                 Bytes first_run;
                 for (bool add : {true, false, true}) {
-                    Tensor out(N, C, Quant{p.stream}), slot(1, 16, Q_E5M2), dgain(before, p.stream), dbias(before, p.stream);
-                    gpu::norm_backward(norm, ddy.view(), add ? dg.view() : View{}, out.view(), slot.slot(), dgain.view(), rms ? View{} : dbias.view(),
+                    Tensor out(N, C, Quant{p.compute}), slot(1, 16, Q_E5M2), dweight(before, p.compute), dbias(before, p.compute);
+                    gpu::norm_backward(norm, ddy.view(), add ? dg.view() : View{}, out.view(), slot.slot(), dweight.view(), rms ? View{} : dbias.view(),
                                        workspace.get(), 0);
                     const Floats got = out.values();
                     CHECK(slot.amax() == reference::amax(got.data(), N * C));
@@ -88,7 +88,7 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statist
                     if (add && !first_run.empty()) CHECK(same_bytes(first_run, out.codes.read()));
                     if (add) first_run = out.codes.read();
 
-                    const Doubles x = doubles(in.values()), w = doubles(c.gain.values()), d = doubles(dy);
+                    const Doubles x = doubles(in.values()), w = doubles(c.weight.values()), d = doubles(dy);
                     Doubles dx(N * C), dw = doubles(before), db = doubles(before), bound(N * C), bound_w(C), bound_b(C);
                     reference::norm_backward<double>(rms, NormCase::EPS, N, C, x.data(), w.data(), d.data(), dx.data(), dw.data(), rms ? nullptr : db.data());
                     for (int64_t n = 0; n < N; n++) {  // every term of dx carries the errors of the sums and a handful of roundings
@@ -107,14 +107,14 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statist
                     }
                     for (int64_t i = 0; i < N * C; i++) {
                         dx[i] += add ? g[i] : 0;
-                        bound[i] += (half_ulp(p.stream) + 2 * U) * (std::abs(dx[i]) + bound[i]);
+                        bound[i] += (half_ulp(p.compute) + 2 * U) * (std::abs(dx[i]) + bound[i]);
                     }
                     check_close(got, dx, bound);
                     for (int64_t i = 0; i < C; i++) {  // a block adds up its rows, then blocks are added
-                        bound_w[i] = (256 + N / 64) * U * bound_w[i] + (half_ulp(p.stream) + U) * (std::abs(dw[i]) + U * bound_w[i]);
-                        bound_b[i] = (256 + N / 64) * U * bound_b[i] + (half_ulp(p.stream) + U) * (std::abs(db[i]) + U * bound_b[i]);
+                        bound_w[i] = (256 + N / 64) * U * bound_w[i] + (half_ulp(p.compute) + U) * (std::abs(dw[i]) + U * bound_w[i]);
+                        bound_b[i] = (256 + N / 64) * U * bound_b[i] + (half_ulp(p.compute) + U) * (std::abs(db[i]) + U * bound_b[i]);
                     }
-                    check_close(dgain.values(), dw, bound_w);
+                    check_close(dweight.values(), dw, bound_w);
                     if (!rms) check_close(dbias.values(), db, bound_b);
                 }
             }

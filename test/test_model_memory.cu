@@ -2,8 +2,8 @@
 #include <cmath>
 #include <string>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
@@ -85,13 +85,13 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is stil
                 if (config.V == 0) config.V = 256;
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
-                if (setup.recipe.stream == Format::BF16) setup = with_mode(setup, choice.second);
+                if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
                 GpuFacts facts;
-                facts.keep_fp8_weights = accumulate > 1;
+                facts.cache_fp8_weights = accumulate > 1;
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
-                const size_t attention = attention_workspace(attention_shape(config, setup.B, setup.T, setup.recipe.stream));
+                const size_t attention = attention_workspace(attention_shape(config, setup.B, setup.T, setup.recipe.compute));
                 CHECK(layout.work[static_cast<int>(Work::Attention)].bytes == round_up(static_cast<int64_t>(attention), GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
@@ -100,7 +100,7 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is stil
                     CHECK(a.offset + a.bytes <= layout.total);
                     for (int j = 0; j < i; j++) {
                         const Place& b = layout.work[j];
-                        if (j > static_cast<int>(Work::KeptWeights)) continue;  // the first ones live throughout
+                        if (j > static_cast<int>(Work::CachedWeights)) continue;  // the first ones live throughout
                         if (a.bytes == 0 || b.bytes == 0) continue;
                         CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
                     }

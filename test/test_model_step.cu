@@ -8,8 +8,8 @@
 #include <limits>
 #include <string>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
@@ -32,12 +32,12 @@ void check_step(const Setup& setup) {
     const std::vector<Param> params = parameters(setup.config);
     Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
     Training exact = training_on(make_reference, exact_setup);
-    // Biases start at zero and gains at one: give every parameter something of its own, the same to all three.
+    // Biases start at zero and norm weights at one: give every parameter something of its own, the same to all three.
     FRESH_RANDOM(rng);
     for (const Param& p : params) {
         if (p.init_std > 0) continue;
         std::vector<uint16_t> values;
-        for (int64_t i = 0; i < p.size(); i++) values.push_back(reference::to_bf16(float((p.role.gain ? 1 : 0) + 0.05 * rng.normal())));
+        for (int64_t i = 0; i < p.size(); i++) values.push_back(reference::to_bf16(float((p.role.weight ? 1 : 0) + 0.05 * rng.normal())));
         for (Training* t : {&gpu, &cpu, &exact}) t->model->write(p.name, values.data());
     }
     // The fp32 recipe computes with masters, the others with their BF16 roundings: let masters be such roundings.
@@ -51,7 +51,7 @@ void check_step(const Setup& setup) {
         restore(*cpu.model, snapshot(*gpu.model));
     }
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), in_fp32 = exact.step();
-    const bool fp32 = setup.recipe.stream == Format::F32;
+    const bool fp32 = setup.recipe.compute == Format::F32;
     const std::string what = setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " +
                              std::to_string(setup.B) + "x" + std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
     INFO(what);
@@ -108,10 +108,10 @@ GPU_TEST_CASE("step: custom recipes, FP8 groups with per-row, 1x128 or delayed s
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(composed(recipe, arch, Q_GROUP));
         Setup vectors = composed("deepseek", arch, Q_BF16);
-        vectors.recipe.w = Q_VECTOR;
+        vectors.recipe.w = Q_1x128;
         check_step(vectors);
         Setup squares = composed("deepseek", arch, Q_BF16);
-        squares.recipe.x = Q_BLOCK, squares.recipe.w = Q_VECTOR;
+        squares.recipe.x = Q_128x128, squares.recipe.w = Q_1x128;
         squares.recompute = false;
         check_step(squares);
     }
@@ -160,7 +160,7 @@ GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped")
             }
             CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
             Floats gradient(static_cast<size_t>(config.C));
-            CHECK_THROWS_AS(spent.model->read("final_norm.gain.gradient", gradient.data()), Error);
+            CHECK_THROWS_AS(spent.model->read("final_norm.weight.gradient", gradient.data()), Error);
         }
 }
 
@@ -184,8 +184,8 @@ GPU_TEST_CASE("step: --gradients none with this step's norm correction is bit-id
                 for (size_t end = params.size(); end > 0; end--) {
                     const double size = norm(gradient(*kept.model, params[end - 1]));
                     squares += size * size;
-                    if (end > 1 && params[end - 2].unit == params[end - 1].unit) continue;
-                    CHECK(b.growth.at(params[end - 1].unit) == doctest::Approx(a.grad_norm / std::sqrt(squares)).epsilon(1e-6));
+                    if (end > 1 && params[end - 2].bucket == params[end - 1].bucket) continue;
+                    CHECK(b.norm_correction.at(params[end - 1].bucket) == doctest::Approx(a.grad_norm / std::sqrt(squares)).epsilon(1e-6));
                 }
             }
         }
@@ -216,7 +216,7 @@ GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
 
 GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
     for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
-        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
+        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
             for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
                 Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? with_mode(setup_of("coat"), recipe) : setup_of(recipe));
                 INFO(std::string(recipe), " ", std::string(name), " ", poison);

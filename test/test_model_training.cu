@@ -3,8 +3,8 @@
 #include <map>
 #include <string>
 
-#include "../attention.cuh"
-#include "../gemm.cuh"
+#include "../gpu/attention.cuh"
+#include "../gpu/gemm.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
@@ -148,7 +148,7 @@ GPU_TEST_CASE("training: stop and resume is bit-identical, in every recipe and e
         setups.back().accumulate = 2;
     }
     for (const OptimizerFormat& optimizer : optimizers()) {
-        if (!why_not(optimizer).empty()) continue;
+        if (!why_unsupported(optimizer).empty()) continue;
         setups.push_back(setup_of("coat"));
         setups.back().optimizer = optimizer;
         setups.push_back(setup_of("fp32"));
@@ -192,7 +192,7 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
 }
 
 GPU_TEST_CASE("step: accumulated micro-batches equal one larger batch within rounding") {
-    // As on the CPU: each micro-batch's part of a gradient is rounded to the stream format on its way, and once more in the sum.
+    // As on the CPU: each micro-batch's part of a gradient is rounded to the compute dtype on its way, and once more in the sum.
     const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16}, {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
     for (const auto& row : bounds)
         for (const Architecture& arch : {LLAMA, GPT2}) {
@@ -236,7 +236,7 @@ GPU_TEST_CASE("next_logits: equal the reference's, for any length") {
                     INFO(std::string(recipe), " ", std::string(arch.name), " ", n);
                     // Relative to the logits' size: fp32's bound; 24 roundings of bf16; in coat also 11 of E4M3 a layer (test_gradients.cpp).
                     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, coat = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
-                    const bool fp32 = setup.recipe.stream == Format::F32;
+                    const bool fp32 = setup.recipe.compute == Format::F32;
                     CHECK(relative_error(a, b) <= (fp32 ? fp32_bound(setup.config) : setup.recipe.x.fp8() ? coat : bf16));
             }
             }

@@ -52,44 +52,44 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
                 CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
                 CHECK(total_bytes(plan, Category::Weights) >= weights);
                 CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
-                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.stream).bytes;
+                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.compute).bytes;
                 CHECK(total_bytes(plan, Category::Activations) ==
                       std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
             }
 }
 
 TEST_CASE("plan: moment formats without a GPU kernel are rejected with a remedy, and the others are accepted") {
-    for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_not(optimizer).empty());
+    for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_unsupported(optimizer).empty());
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
-    CHECK(why_not(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
+    CHECK(why_unsupported(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
     OptimizerFormat whole = find_row(optimizers(), "fp8lm", "");
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
         whole.m = whole.v = f;
-        CHECK(why_not(whole).empty());
+        CHECK(why_unsupported(whole).empty());
     }
     whole.expand = true;
-    CHECK(why_not(whole).find("--optimizer fp8lm expands") == 0);
+    CHECK(why_unsupported(whole).find("--optimizer fp8lm expands") == 0);
     OptimizerFormat flushing = find_row(optimizers(), "fp8", "");
     flushing.keep_positive = false;
-    CHECK(why_not(flushing).find("--optimizer fp8 lets least numbers") == 0);
+    CHECK(why_unsupported(flushing).find("--optimizer fp8 lets least numbers") == 0);
 }
 
 TEST_CASE("plan: scaling that a GPU's GEMMs do not support is rejected with a remedy; Hopper supports all") {
     for (const Recipe& r : recipes()) {
         const std::string name = r.name;
-        CHECK(why_not(r).empty());
-        for (int capability : {89, 100, 120}) CHECK(why_not(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
-        CHECK(why_not(recipe_on_gpu(r, false), 80).empty());
+        CHECK(why_unsupported(r).empty());
+        for (int capability : {89, 100, 120}) CHECK(why_unsupported(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
+        CHECK(why_unsupported(recipe_on_gpu(r, false), 80).empty());
     }
     Recipe squares = find_row(recipes(), "coat", "");
     squares.nonlinear = {Format::E4M3, {4, 4}};
-    CHECK(why_not(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
+    CHECK(why_unsupported(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
                                     "--device cpu.");
     Recipe groups = find_row(recipes(), "fp32", "");
     groups.nonlinear = Q_GROUP;
-    CHECK(why_not(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
-    CHECK(why_not(find_row(recipes(), "rowwise", ""), 89) ==
+    CHECK(why_unsupported(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
+    CHECK(why_unsupported(find_row(recipes(), "rowwise", ""), 89) ==
           "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
 }
 
@@ -113,14 +113,14 @@ TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one
     };
     auto row = [](const char* name) { return find_row(recipes(), name, ""); };
     for (const Recipe& r : recipes()) CHECK(why(r) == "");
-    const Quant e5m2_vector{Format::E5M2, PER_VECTOR};
+    const Quant e5m2_vector{Format::E5M2, PER_1x128};
     std::vector<std::pair<Recipe, std::string>> refused;
     auto change = [&](const char* name, const std::string& reason, auto what) {
         refused.push_back({row(name), reason});
         what(refused.back().first);
     };
-    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_BLOCK; });
-    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_BLOCK; });
+    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_128x128; });
+    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_128x128; });
     change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
     for (int product = 0; product < 3; product++)
@@ -149,10 +149,10 @@ TEST_CASE("plan: the state of delayed scaling, and no saving of activations with
     int64_t bytes = 0;
     for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
     CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
-    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_beside(te)), Category::Weights) == bytes);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) == bytes);
     for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
         te.recipe = find_row(recipes(), recipe, "");
-        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_beside(te)));
+        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
     }
 }
 
@@ -166,15 +166,15 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
             const ModelConfig& c = s.config;
             const std::vector<MemoryRow> usual = memory_plan(s);
             const std::vector<Param> params = parameters(c);
-            std::map<int64_t, int64_t> units;
-            for (const Param& p : params) units[p.unit] += p.padded_size();
+            std::map<int64_t, int64_t> buckets;
+            for (const Param& p : params) buckets[p.bucket] += p.padded_size();
             int64_t elements = 0, largest = 0;
-            for (const auto& [unit, size] : units) {
+            for (const auto& [bucket, size] : buckets) {
                 elements += size;
-                if (unit > 0 || !c.tied) largest = std::max(largest, size);
+                if (bucket > 0 || !c.tied) largest = std::max(largest, size);
             }
-            if (c.tied) largest += units.at(0);  // that of the embedding is added to from the head on
-            const Quant wide = s.recipe.attention, x = linear_quant(s).x;
+            if (c.tied) largest += buckets.at(0);  // that of the embedding is added to from the head on
+            const Quant wide = s.recipe.attention, x = linear_formats(s).x;
             const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
             const std::map<std::string, std::pair<Category, int64_t>> freed = {
                 {"attention", {Category::Activations, attention}},
@@ -190,7 +190,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 const auto& [category, bytes] = freed.at(mode.flag);
                 CHECK(total_bytes(usual, category) - total_bytes(plan, category) == bytes);
                 CHECK(total_bytes(usual) - total_bytes(plan) == bytes);
-                CHECK(total_bytes(memory_plan(bf16_beside(other))) == total_bytes(memory_plan(bf16_beside(s))));  // what it is printed beside stays
+                CHECK(total_bytes(memory_plan(bf16_baseline(other))) == total_bytes(memory_plan(bf16_baseline(s))));  // what it is printed beside stays
                 mode.choose(other, true);
                 CHECK(mode.is_first(other));
                 CHECK(total_bytes(memory_plan(other)) == total_bytes(usual));
@@ -200,11 +200,11 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
 
 TEST_CASE("plan: says why a GPU cannot be used, and what to do, from CUDA's status") {
     const GpuFound good{13000, 13000, false, "", 1, 90, true};
-    CHECK(why_not(good).empty());
+    CHECK(why_unsupported(good).empty());
     auto said = [&](auto change) {
         GpuFound found = good;
         change(found);
-        return why_not(found);
+        return why_unsupported(found);
     };
     const std::pair<std::string, const char*> cases[] = {
         {said([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
@@ -219,7 +219,7 @@ TEST_CASE("plan: says why a GPU cannot be used, and what to do, from CUDA's stat
         INFO(sentence);
         CHECK(sentence.find(wanted) != std::string::npos);
     }
-    CHECK(why_not({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
+    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
 }
 
 TEST_CASE("precision plan: says what each memory mode changes") {

@@ -14,25 +14,25 @@ using namespace coat::test;
 using namespace coat::reference;
 using namespace coat::test::setups;
 
-TEST_CASE("unit_ranges: the parameters of a gradient bucket are adjacent, and only the embedding's bucket has two matrices") {
+TEST_CASE("bucket_ranges: the parameters of a gradient bucket are adjacent, and only the embedding's bucket has two matrices") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (bool tied : {true, false}) {
             const ModelConfig c = tiny_config(arch, tied);
             const std::vector<Param> params = parameters(c);
-            const std::vector<UnitRange> units = unit_ranges(params);
-            CHECK(int64_t(units.size()) == 4 * c.L + 2);
+            const std::vector<BucketRange> buckets = bucket_ranges(params);
+            CHECK(int64_t(buckets.size()) == 4 * c.L + 2);
             size_t next = 0;
             int64_t offset = 0;
-            for (size_t u = 0; u < units.size(); u++) {
-                CHECK(units[u].first == next);
-                CHECK(units[u].offset == offset);
+            for (size_t u = 0; u < buckets.size(); u++) {
+                CHECK(buckets[u].first == next);
+                CHECK(buckets[u].offset == offset);
                 int matrices = 0;
-                for (next = units[u].first; next < units[u].last; next++) {
-                    CHECK(params[next].unit == int64_t(u));
+                for (next = buckets[u].first; next < buckets[u].last; next++) {
+                    CHECK(params[next].bucket == int64_t(u));
                     matrices += params[next].rows > 1;
                 }
-                CHECK(matrices == (u == 0 && !arch.rope ? 2 : u + 1 == units.size() && tied ? 0 : 1));
-                offset += units[u].elements;
+                CHECK(matrices == (u == 0 && !arch.rope ? 2 : u + 1 == buckets.size() && tied ? 0 : 1));
+                offset += buckets[u].elements;
             }
             CHECK(next == params.size());
             CHECK(offset == params.back().offset + params.back().padded_size());
@@ -68,7 +68,7 @@ TEST_CASE("--gradients none: bit-identical to kept gradients where the same norm
             for (float clip : {0.0f, 0.5f}) {
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 16);
                 setup.master = recipe != std::string("coat");  // with and without
-                if (setup.recipe.stream == Format::BF16) setup = with_mode(setup, "attention");
+                if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, "attention");
                 Training kept(setup), spent(with_mode(setup, "gradients"));
                 kept.adamw.clip = spent.adamw.clip = clip;
                 INFO(config.name, " ", std::string(recipe), " ", clip);
@@ -84,7 +84,7 @@ TEST_CASE("--gradients none: bit-identical to kept gradients where the same norm
                     CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
                 }
                 std::vector<float> gradient(size_t(config.C));
-                CHECK_THROWS_AS(spent.model->read("final_norm.gain.gradient", gradient.data()), Error);
+                CHECK_THROWS_AS(spent.model->read("final_norm.weight.gradient", gradient.data()), Error);
                 // The report needs every gradient once; it measures the same.
                 const QuantReport x = kept.model->quantization(kept.tokens.data(), kept.targets.data());
                 const QuantReport y = spent.model->quantization(spent.tokens.data(), spent.targets.data());
@@ -99,21 +99,21 @@ TEST_CASE("--gradients none: clips by the norm of all buckets so far times the n
         Training kept(setup_of("fp32")), spent(with_mode(setup_of("fp32"), "gradients"));
         const std::vector<Param> params = parameters(kept.model->setup().config);
         kept.adamw.clip = 0;
-        for (int64_t unit = 0; most > 0 && unit <= params.back().unit; unit++) spent.adamw.growth.push_back(most * double(unit + 1));
+        for (int64_t bucket = 0; most > 0 && bucket <= params.back().bucket; bucket++) spent.adamw.norm_correction.push_back(most * double(bucket + 1));
         const double total = kept.step().grad_norm;
-        const std::vector<double> said = spent.adamw.growth, growth = spent.step().growth;
+        const std::vector<double> said = spent.adamw.norm_correction, norm_correction = spent.step().norm_correction;
         double squares = 0;
         for (size_t end = params.size(); end > 0;) {
             size_t first = end - 1;
-            while (first > 0 && params[first - 1].unit == params[end - 1].unit) first--;
+            while (first > 0 && params[first - 1].bucket == params[end - 1].bucket) first--;
             std::vector<std::vector<float>> gradients;
             for (size_t i = first; i < end; i++) {
                 gradients.push_back(read_as<float>(*kept.model, params[i].name + ".gradient", params[i].size()));
                 squares += norm(gradients.back()) * norm(gradients.back());
             }
-            const size_t unit = size_t(params[first].unit);
-            CHECK(growth.at(unit) == doctest::Approx(total / std::sqrt(squares)).epsilon(1e-6));
-            const double by = std::sqrt(squares) * (said.empty() ? 1 : said[unit]), factor = by > 1 ? 1 / by : 1;
+            const size_t bucket = size_t(params[first].bucket);
+            CHECK(norm_correction.at(bucket) == doctest::Approx(total / std::sqrt(squares)).epsilon(1e-6));
+            const double by = std::sqrt(squares) * (said.empty() ? 1 : said[bucket]), factor = by > 1 ? 1 / by : 1;
             for (size_t i = first; i < end; i++) {  // m = (1 - beta1) times the clipped gradient after the first step
                 std::vector<float> expected = gradients[i - first];
                 for (float& g : expected) g *= static_cast<float>(0.1 * factor);
@@ -132,12 +132,12 @@ TEST_CASE("--gradients none: a first step at learning rate 0 reports its norm an
             for (bool master : {true, false}) {
                 Setup setup = setup_of(recipe);
                 setup.optimizer = optimizer, setup.master = master;
-                if (!master && setup.recipe.stream != Format::BF16) continue;
+                if (!master && setup.recipe.compute != Format::BF16) continue;
                 Training kept(setup), spent(with_mode(setup, "gradients"));
                 const Snapshot before = snapshot(*spent.model);
                 const StepResult step = kept.step();
                 spent.adamw.lr = 0;
-                spent.adamw.growth.assign(parameters(setup.config).back().unit + 1, std::numeric_limits<double>::infinity());
+                spent.adamw.norm_correction.assign(parameters(setup.config).back().bucket + 1, std::numeric_limits<double>::infinity());
                 const StepResult measured = spent.step();
                 INFO(std::string(recipe), " ", std::string(optimizer.name), " ", master);
                 CHECK(measured.grad_norm == doctest::Approx(step.grad_norm).epsilon(1e-12));
@@ -159,8 +159,8 @@ TEST_CASE("--gradients none: a gradient that is not finite skips its bucket and 
             for (int64_t i = first; i < first + n; i++) std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
             if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
         };
-        fill("layers.1.up", 0, c.F * c.C, 0.0f);
-        fill("layers.1.up", c.F * c.C, c.F * c.C, 0x1p100f);
+        fill("layers.1.gate_up", 0, c.F * c.C, 0.0f);
+        fill("layers.1.gate_up", c.F * c.C, c.F * c.C, 0x1p100f);
         fill("layers.1.down", 0, c.C * c.F, 0x1p120f);
         fill("layers.1.down", 0, c.C * c.F / 2, -0x1p119f);  // else the sum over a row of the gradient might cancel
         restore(*training.model, state);
@@ -171,11 +171,11 @@ TEST_CASE("--gradients none: a gradient that is not finite skips its bucket and 
         if (recipe != std::string("coat")) CHECK(!std::isfinite(r.grad_norm));  // E5M2 hides it from the gradient, but not from the check
         const Snapshot after = snapshot(*training.model);
         const std::vector<Param> params = parameters(c);
-        const int64_t turn = params[param_of(params, "layers.1.down")].unit;
+        const int64_t turn = params[param_of(params, "layers.1.down")].bucket;
         for (const StateTensor& t : state_tensors(training.model->setup())) {
             const Param& p = params[t.param];
             INFO(std::string(recipe), " ", t.name);
-            if (p.unit < turn) CHECK((after.at(t.name) == state.at(t.name)));
+            if (p.bucket < turn) CHECK((after.at(t.name) == state.at(t.name)));
             else if (t.name == p.name + ".m") CHECK((after.at(t.name) != state.at(t.name)));
         }
     }
@@ -191,7 +191,7 @@ TEST_CASE("--gradients none: after a gradient that is not finite no later bucket
 TEST_CASE("memory modes: with all of them, a weight that is not finite skips every bucket, and training continues") {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
+        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
             for (float poison : {nan, inf}) {
                 Training training(with_mode(setup_of("coat", arch), "lean"));
                 INFO(std::string(arch.name), " ", std::string(name), " ", poison);

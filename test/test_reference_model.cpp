@@ -32,7 +32,7 @@ std::vector<Vector> random_weights(const ModelConfig& c, Random& rng) {
     std::vector<Vector> weights;
     for (const Param& p : parameters(c)) {
         Vector w = rng.normals<double>(p.size(), 0.3);
-        for (double& v : w) v += p.role.gain ? 1 : 0;
+        for (double& v : w) v += p.role.weight ? 1 : 0;
         std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
@@ -70,10 +70,10 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
             const int64_t live = live_elements(c, params[p]);
             for (int64_t i = live; i < params[p].size(); i++) REQUIRE(gradients[p][size_t(i)] == 0);
             for (int64_t entry = 0; entry < count(6, 3); entry++) {
-                Vector unit(weights[p].size());
+                Vector bucket(weights[p].size());
                 const size_t i = size_t(rng.below(live));
-                unit[i] = 1;
-                CHECK(std::fabs(slope(loss, weights[p], unit) - gradients[p][i]) <= TOLERANCE * std::max(1.0, norm(gradients[p])));
+                bucket[i] = 1;
+                CHECK(std::fabs(slope(loss, weights[p], bucket) - gradients[p][i]) <= TOLERANCE * std::max(1.0, norm(gradients[p])));
             }
             for (int direction = 0; direction < 2; direction++) {  // all entries at once
                 Vector d = rng.normals<double>(params[p].size());
@@ -137,7 +137,7 @@ std::vector<std::vector<float>> starting_weights(const ModelConfig& c, Random& r
     std::vector<Vector> weights;
     for (const Param& p : parameters(c)) {
         Vector w = rng.normals<double>(p.size(), p.init_std > 0 ? double(p.init_std) : 0.02);
-        for (double& v : w) v += p.role.gain ? 1 : 0;
+        for (double& v : w) v += p.role.weight ? 1 : 0;
         std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }

@@ -145,8 +145,8 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
     CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);
     for (const char* scale : {".m.max", ".v.max"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
     for (const char* none : {".m.k", ".v.k"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
-    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v") == "F32 64");  // gains and biases stay in FP32
-    CHECK(shape_of(fp8lm, "layers.0.norm1.gain.v.max") == "none");
+    CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v") == "F32 64");  // norm weights and biases stay in FP32
+    CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v.max") == "none");
     const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};  // --optimizer coat --v-format fp16
     CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);

@@ -25,10 +25,10 @@ void check_gradient(const char* what, const std::function<double(const Vector&)>
     REQUIRE(gradient.size() == x.size());
     const double size = std::max(1.0, norm(gradient));
     for (size_t i = 0; i < x.size(); i++) {
-        Vector unit(x.size());
-        unit[i] = 1;
+        Vector bucket(x.size());
+        bucket[i] = 1;
         INFO(std::string(what), ", entry ", i);
-        REQUIRE(std::fabs(slope(f, x, unit) - gradient[i]) <= TOLERANCE * size);
+        REQUIRE(std::fabs(slope(f, x, bucket) - gradient[i]) <= TOLERANCE * size);
     }
 }
 
@@ -104,36 +104,36 @@ TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
         for (int64_t C : {1, 2, 7, 16, 33}) {
             if (!rms && C < 3) continue;  // LayerNorm of one or two numbers is a step function
             const int64_t N = 3;
-            const Vector x = rng.normals<double>(N * C, 2), gain = rng.normals<double>(C), bias = rng.normals<double>(C), dy = rng.normals<double>(N * C);
+            const Vector x = rng.normals<double>(N * C, 2), weight = rng.normals<double>(C), bias = rng.normals<double>(C), dy = rng.normals<double>(N * C);
             const double eps = 1e-2;  // large, so that a backward that forgets it fails
             auto loss = [&](const Vector& x_, const Vector& gain_, const Vector& bias_) {
                 Vector y(x_.size(), NOT_WRITTEN);
                 norm_forward(rms, eps, N, C, x_.data(), gain_.data(), rms ? nullptr : bias_.data(), y.data());
                 return dot(y, dy);
             };
-            Vector dx(x.size(), NOT_WRITTEN), dgain(gain.size(), 10), dbias(gain.size(), 20);  // added to, not assigned
-            norm_backward(rms, eps, N, C, x.data(), gain.data(), dy.data(), dx.data(), dgain.data(), rms ? nullptr : dbias.data());
-            for (double& v : dgain) v -= 10;
+            Vector dx(x.size(), NOT_WRITTEN), dweight(weight.size(), 10), dbias(weight.size(), 20);  // added to, not assigned
+            norm_backward(rms, eps, N, C, x.data(), weight.data(), dy.data(), dx.data(), dweight.data(), rms ? nullptr : dbias.data());
+            for (double& v : dweight) v -= 10;
             for (double& v : dbias) v -= 20;
-            check_gradient("x", [&](const Vector& z) { return loss(z, gain, bias); }, x, dx);
-            check_gradient("gain", [&](const Vector& z) { return loss(x, z, bias); }, gain, dgain);
-            check_gradient("bias", [&](const Vector& z) { return loss(x, gain, z); }, bias, rms ? Vector(gain.size()) : dbias);
+            check_gradient("x", [&](const Vector& z) { return loss(z, weight, bias); }, x, dx);
+            check_gradient("weight", [&](const Vector& z) { return loss(x, z, bias); }, weight, dweight);
+            check_gradient("bias", [&](const Vector& z) { return loss(x, weight, z); }, bias, rms ? Vector(weight.size()) : dbias);
         }
 }
 
 TEST_CASE("norm_forward: RMSNorm and LayerNorm match their definition") {
     FRESH_RANDOM(rng);
     const int64_t C = 37;
-    const Vector x = rng.normals<double>(C, 3), gain = rng.normals<double>(C), bias = rng.normals<double>(C);
+    const Vector x = rng.normals<double>(C, 3), weight = rng.normals<double>(C), bias = rng.normals<double>(C);
     double mean = 0, square = 0, variance = 0;
     for (double v : x) mean += v / C, square += v * v / C;
     for (double v : x) variance += (v - mean) * (v - mean) / C;
     Vector rms(size_t(C), NOT_WRITTEN), layer(size_t(C), NOT_WRITTEN);
-    norm_forward<double>(true, 1e-5, 1, C, x.data(), gain.data(), nullptr, rms.data());
-    norm_forward<double>(false, 1e-5, 1, C, x.data(), gain.data(), bias.data(), layer.data());
+    norm_forward<double>(true, 1e-5, 1, C, x.data(), weight.data(), nullptr, rms.data());
+    norm_forward<double>(false, 1e-5, 1, C, x.data(), weight.data(), bias.data(), layer.data());
     for (size_t i = 0; i < x.size(); i++) {
-        CHECK(std::fabs(rms[i] - x[i] / std::sqrt(square + 1e-5) * gain[i]) < 1e-13);
-        CHECK(std::fabs(layer[i] - ((x[i] - mean) / std::sqrt(variance + 1e-5) * gain[i] + bias[i])) < 1e-13);
+        CHECK(std::fabs(rms[i] - x[i] / std::sqrt(square + 1e-5) * weight[i]) < 1e-13);
+        CHECK(std::fabs(layer[i] - ((x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i])) < 1e-13);
     }
 }
 

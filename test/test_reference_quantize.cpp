@@ -278,11 +278,11 @@ TEST_CASE("operand: scales are taken along the reduction dimension; a tail has i
                 for (float& v : x) v *= float(std::exp(2 * rng.normal()));
                 const Quant q{f, g};
                 INFO(q.text(), ", ", shape.rows, "x", shape.cols);
-                const std::vector<float> columns = operand(x, shape.rows, shape.cols, q, Contracts::Columns);
-                const std::vector<float> rows = operand(x, shape.rows, shape.cols, q, Contracts::Rows);
+                const std::vector<float> columns = operand(x, shape.rows, shape.cols, q, ReduceOver::Columns);
+                const std::vector<float> rows = operand(x, shape.rows, shape.cols, q, ReduceOver::Rows);
                 CHECK(columns == operand_by_definition(x, shape.rows, shape.cols, q, false));
                 CHECK(rows == operand_by_definition(x, shape.rows, shape.cols, q, true));
-                if (g.same_both_ways()) CHECK(rows == columns);
+                if (g.symmetric()) CHECK(rows == columns);
             }
 }
 

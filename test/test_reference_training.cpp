@@ -79,7 +79,7 @@ TEST_CASE("training: initial weights and remainders follow the parameter table, 
         const auto remainder = read_as<int16_t>(*model, params[p].name + ".remainder", n);
         for (int64_t i = 0; i < n; i++)
             REQUIRE(join_master(weight[size_t(i)], remainder[size_t(i)]) ==
-                    initial(params[p].init_std, params[p].role.gain, live, setup.seed, p, i));
+                    initial(params[p].init_std, params[p].role.weight, live, setup.seed, p, i));
     }
     const Snapshot state = snapshot(*model);
     for (const StateTensor& t : optimizer_tensors(setup)) {
@@ -199,7 +199,7 @@ TEST_CASE("training: a step with a loss or gradient that is not finite is skippe
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const std::string& recipe : all_recipes())
-            for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.gain", "final_norm.gain"})
+            for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
                 for (float poison : {nan, inf}) {
                     Training training(setup_of(recipe, arch));
                     INFO(std::string(arch.name), " ", recipe, " ", std::string(name), " ", poison);
@@ -288,7 +288,7 @@ TEST_CASE("training: norms and biases have FP32 moments and no weight decay; pad
             const auto weight = read_as<uint16_t>(*training.model, p.name, p.size());
             for (int64_t i = live_elements(c, p); i < p.size(); i++) REQUIRE(weight[size_t(i)] == 0);
         }
-        // Gradients that are skipped leave decay alone to tell: a learning rate with weight decay on a gain, against none.
+        // Gradients that are skipped leave decay alone to tell: a learning rate with weight decay on a weight, against none.
         Training with(setup_of("fp32", arch)), without(setup_of("fp32", arch));
         without.adamw.weight_decay = 0;
         with.step(), without.step();

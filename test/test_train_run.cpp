@@ -98,17 +98,17 @@ TEST_CASE("train: with --gradients none a checkpoint has the norm correction; wi
     Folder folder;
     require_success(tiny(folder, "--steps 3 --gradients none --master none --out lean"));
     require_success(tiny(folder, "--steps 3 --out usual"));
-    const auto growth = [&](const char* run) {
-        return nlohmann::json::parse(read_file(folder.path / run / "step-000003/trainer.json")).at("growth").get<std::vector<double>>();
+    const auto norm_correction = [&](const char* run) {
+        return nlohmann::json::parse(read_file(folder.path / run / "step-000003/trainer.json")).at("norm_correction").get<std::vector<double>>();
     };
     ModelConfig config = find_row(models(), "llama-tiny", "");
     config.V = 256;
-    const std::vector<double> lean = growth("lean");
-    REQUIRE(int64_t(lean.size()) == parameters(config).back().unit + 1);
+    const std::vector<double> lean = norm_correction("lean");
+    REQUIRE(int64_t(lean.size()) == parameters(config).back().bucket + 1);
     CHECK(lean[0] == 1);
-    CHECK(std::is_sorted(lean.begin(), lean.end()));  // the norm of fewer units is smaller
+    CHECK(std::is_sorted(lean.begin(), lean.end()));  // the norm of fewer buckets is smaller
     CHECK(lean.back() > 2);
-    CHECK(growth("usual").empty());
+    CHECK(norm_correction("usual").empty());
     const auto size = [&](const char* run) { return int64_t(fs::file_size(folder.path / run / "step-000003/optimizer.safetensors")); };
     CHECK(size("usual") - size("lean") > 2 * parameter_count(config));
 }
@@ -134,7 +134,7 @@ TEST_CASE("train: with --gradients none a first step that is not finite still cl
     std::vector<uint16_t> up(2 * half, 0), down(half, 0x7B80);  // 2^120
     std::fill(up.begin() + half, up.end(), 0x7180);             // 2^100
     std::fill(down.begin(), down.begin() + half / 2, 0xFB00);   // -2^119: else the sum over a row of the gradient might cancel
-    model->write("layers.1.up", up.data());
+    model->write("layers.1.gate_up", up.data());
     model->write("layers.1.down", down.data());
     Folder folder;
     const std::string start = save_checkpoint((folder.path / "start").string(), *model, {});
@@ -142,7 +142,7 @@ TEST_CASE("train: with --gradients none a first step that is not finite still cl
     require_success(ended);
     CHECK(ended.out.find("1 skipped") != std::string::npos);
     const std::string checkpoint = (folder.path / "out/step-000001").string();
-    CHECK(read_loop_state(checkpoint).growth.empty());
+    CHECK(read_loop_state(checkpoint).norm_correction.empty());
     load_checkpoint(checkpoint, *model);
     double squares = 0;
     for (const Param& p : parameters(setup.config)) {

@@ -77,7 +77,7 @@ struct Training {
         text.next(s.accumulate * s.B, s.T, &tokens, &targets);
         adamw.step++;
         const StepResult result = model->step(tokens.data(), targets.data(), adamw);
-        if (!result.skipped) adamw.growth = result.growth;
+        if (!result.skipped) adamw.norm_correction = result.norm_correction;
         return result;
     }
 };
@@ -176,7 +176,7 @@ inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup
                 }
         }
         const auto got = gradients(sum);
-        const double half_unit = std::ldexp(1.0, -info(setup.recipe.stream).mantissa - 1);
+        const double half_unit = std::ldexp(1.0, -info(setup.recipe.compute).mantissa - 1);
         for (size_t p = 0; p < params.size(); p++) {
             int64_t bad = 0;
             double most = 0;
@@ -210,9 +210,9 @@ inline void check_hidden_gradient(Training& training) {
         }
         if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
     };
-    scale("layers.1.norm2.gain", 0, c.C, 0x1p90f);
-    scale("layers.1.up", 0, c.F * c.C, 0x1p-90f);
-    scale("layers.1.up", c.F * c.C, c.F * c.C, 0.0f);
+    scale("layers.1.norm2.weight", 0, c.C, 0x1p90f);
+    scale("layers.1.gate_up", 0, c.F * c.C, 0x1p-90f);
+    scale("layers.1.gate_up", c.F * c.C, c.F * c.C, 0.0f);
     scale("layers.1.down", 0, c.C * c.F, 0x1p66f);
     restore(*training.model, state);
     state = snapshot(*training.model);
@@ -222,11 +222,11 @@ inline void check_hidden_gradient(Training& training) {
     CHECK(!std::isfinite(r.grad_norm));
     const Snapshot after = snapshot(*training.model);
     const std::vector<Param> params = parameters(c);
-    const int64_t turn = params[param_of(params, "layers.1.up")].unit;
+    const int64_t turn = params[param_of(params, "layers.1.gate_up")].bucket;
     for (const StateTensor& t : state_tensors(setup)) {
         const Param& p = params[t.param];
         INFO(std::string(setup.recipe.name), " ", t.name);
-        if (p.unit <= turn) CHECK((after.at(t.name) == state.at(t.name)));
+        if (p.bucket <= turn) CHECK((after.at(t.name) == state.at(t.name)));
         else if (t.name == p.name + ".m" && p.name != "layers.1.down") CHECK((after.at(t.name) != state.at(t.name)));
     }
 }
@@ -314,7 +314,7 @@ inline void check_fallback(std::unique_ptr<Model> (*make)(const Setup&), const s
 inline void check_infinite_evaluation(Training& training) {
     losses(training, 2);
     const Snapshot good = snapshot(*training.model);
-    for (const char* name : {"layers.0.qkv", "layers.1.down", "layers.0.norm2.gain"}) {
+    for (const char* name : {"layers.0.qkv", "layers.1.down", "layers.0.norm2.weight"}) {
         Snapshot bad = good;
         const uint16_t infinity = 0x7F80;
         std::memcpy(bad[name].data(), &infinity, 2);
@@ -354,8 +354,8 @@ inline void check_huge_gradients(Training& training) {
         for (int64_t i = first; i < first + n; i++) std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
         if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
     };
-    fill("layers.1.up", 0, c.F * c.C, 0.0f);
-    fill("layers.1.up", c.F * c.C, c.F * c.C, 0x1p50f);
+    fill("layers.1.gate_up", 0, c.F * c.C, 0.0f);
+    fill("layers.1.gate_up", c.F * c.C, c.F * c.C, 0x1p50f);
     fill("layers.1.down", 0, c.C * c.F, 0x1p40f);
     fill("layers.1.down", 0, c.C * c.F / 2, -0x1p39f);  // else the sum over a row of the gradient might cancel
     restore(*training.model, state);

@@ -95,7 +95,7 @@ private:
         Values y(x.size());
         const float* bias = c_.arch.rms ? nullptr : w_.at(name + ".bias").data();
         const int64_t N = static_cast<int64_t>(x.size()) / c_.C;
-        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".gain").data(),
+        reference::norm_forward(c_.arch.rms, c_.norm_eps, N, c_.C, x.data(), w_.at(name + ".weight").data(),
                                 bias, y.data());
         return y;
     }
@@ -129,7 +129,7 @@ private:
         add(x, linear_of("attention_out", "attention output", attention, c_.q_cols()));
         const Values up =
             linear_of("up", "norm 2 output", norm(name + "norm2", nonlinear("norm 2 input", x, c_.C)), c_.C);
-        const Values input = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.up_cols());
+        const Values input = nonlinear(c_.arch.gated ? "gate, up" : "GELU input", up, c_.gate_up_cols());
         reference::activation_forward(c_.arch.gated, N, c_.F, input.data(), h.data());
         add(x, linear_of("down", c_.arch.gated ? "SiLU(gate) x up" : "GELU output", h, c_.F));
     }

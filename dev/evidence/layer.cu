@@ -82,7 +82,7 @@ Measured measure(const Setup& s) {
     AdamW adamw{0, 1e-5f};
     const double step = median_ms([&] {
         adamw.step++;
-        adamw.growth = model->step(tokens.data(), targets.data(), adamw).growth;
+        adamw.norm_correction = model->step(tokens.data(), targets.data(), adamw).norm_correction;
     });
     return {forward, step, bytes};
 }
@@ -98,7 +98,7 @@ Measured of_layer(const Shape& shape, const Recipe& recipe, int64_t micro_batche
 // All memory of a layer
 double planned_bytes(const Shape& shape, const Recipe& recipe, int64_t micro_batches) {
     GpuFacts facts;
-    facts.keep_fp8_weights = recipe.w.fp8();
+    facts.cache_fp8_weights = recipe.w.fp8();
     auto total = [&](int64_t layers) {
         return static_cast<double>(gpu_layout(setup_of(shape, recipe, layers, micro_batches), facts).total);
     };
@@ -144,7 +144,7 @@ int main(int argc, char** argv) {
         Json report = {{"device", device.name}, {"rows", Json::array()}, {"refused", Json::object()}};
         for (const Shape& shape : shapes)
             for (const Recipe& recipe : recipes()) try {
-                    if (recipe.stream != Format::F32) report["rows"].push_back(row(shape, recipe));
+                    if (recipe.compute != Format::F32) report["rows"].push_back(row(shape, recipe));
                 } catch (const Error& error) {
                     report["refused"][recipe.name] = error.what();
                 }

@@ -9,7 +9,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
-#include "../../gemm.cuh"
+#include "../../gpu/gemm.cuh"
 #include "../../plan.h"
 #include "../ladders/ladder.h"
 
@@ -59,10 +59,10 @@ Json amax_times() {
     for (const Shape& shape : SHAPES) {
         const int64_t N = shape.tokens, C = shape.cols;
         const Tensor x(N, C, Q_BF16), a(N, C, Q_BF16), sum(N, C, Q_BF16), maxima(N, C / 16, Q_BF16),
-            gain(1, C, Q_BF16), input(N, C, Q_GROUP);
+            weight(1, C, Q_BF16), input(N, C, Q_GROUP);
         Buffer<float2> stats(N);
         Buffer<TensorScale> slot(1);
-        const Norm next{input.view(), gain.view().codes, nullptr, stats.get(), true, 1e-5f};
+        const Norm next{input.view(), weight.view().codes, nullptr, stats.get(), true, 1e-5f};
         auto amax_of = [&](const Tensor& t) {
             return milliseconds([&] {
                 clear(slot.get());
@@ -98,7 +98,7 @@ const Scaling SCALINGS[] = {
     {"fp8 per tensor, fast accumulation", Q_E4M3, Q_E4M3, true},
     {"fp8 per tensor, exact accumulation", Q_E4M3, Q_E4M3, false},
     {"fp8 per row, fast accumulation", Q_ROW, Q_ROW, true},
-    {"fp8 1x128 and 128x128", Q_VECTOR, Q_BLOCK, false},
+    {"fp8 1x128 and 128x128", Q_1x128, Q_128x128, false},
 };
 constexpr int64_t SIDES[] = {512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384};
 
@@ -171,11 +171,11 @@ Json saved_memory() {
                 try {
                     f(1, B), f(1, 2 * B);  // the first model of a shape also loads its kernels
                     const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B),
-                                 unit = 2.0 * static_cast<double>(B * T * setup.config.C);
+                                 bucket = 2.0 * static_cast<double>(B * T * setup.config.C);
                     rows.push_back({{"name", std::string(name) + (groups ? ", attention in groups" : "")},
                                     {"recompute", recompute},
                                     {"bytes", bytes},
-                                    {"total", bytes / unit}});
+                                    {"total", bytes / bucket}});
                 } catch (const Error& refusal) {  // a recipe that this GPU does not support gets no row
                     std::cerr << name << ": " << refusal.what() << "\n";
                 }

@@ -39,7 +39,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "attention.cuh"
+#include "gpu/attention.cuh"
 #include "reference.h"
 
 using namespace coat;

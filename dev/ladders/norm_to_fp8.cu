@@ -35,7 +35,7 @@ struct Tensors {
     int64_t rows, cols;
     const uint8_t* in;        // (rows, cols) codes
     const uint16_t* scales;   // (rows, cols / 16)
-    const bf16* gain;         // (cols)
+    const bf16* weight;         // (cols)
     float *x, *y, *inverse;   // intermediate: (rows, cols), (rows, cols), 1 / rms (rows)
     gpu::TensorScale* scale;
     uint8_t* codes;           // (rows, cols)
@@ -49,8 +49,8 @@ __device__ float decode(uint8_t code) {
 __device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 __device__ float bf16_bits(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 // No -0
-__device__ float normalized(float x, float inverse, bf16 gain) {
-    return x * inverse * __bfloat162float(gain) + 0.0f;
+__device__ float normalized(float x, float inverse, bf16 weight) {
+    return x * inverse * __bfloat162float(weight) + 0.0f;
 }
 __device__ float input(const Tensors& t, int64_t i) { return decode(t.in[i]) * bf16_bits(t.scales[i / 16]); }
 __device__ void update_amax_once(gpu::TensorScale* scale, float x) {
@@ -88,7 +88,7 @@ __global__ void norm_kernel1(Tensors t) {  // one thread per row
     for (int64_t c = 0; c < t.cols; c++) sum += t.x[row * t.cols + c] * t.x[row * t.cols + c];
     const float rms = sqrtf(sum / float(t.cols) + EPS);
     for (int64_t c = 0; c < t.cols; c++)
-        t.y[row * t.cols + c] = normalized(t.x[row * t.cols + c], 1 / rms, t.gain[c]);
+        t.y[row * t.cols + c] = normalized(t.x[row * t.cols + c], 1 / rms, t.weight[c]);
 }
 __global__ void amax_kernel1(Tensors t) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -109,7 +109,7 @@ __global__ void rows_kernel3(Tensors t) {
         sum += input(t, first + c) * input(t, first + c);
     const float inverse = 1.0f / sqrtf(block_sum(sum) / float(t.cols) + EPS);
     for (int64_t c = threadIdx.x; c < t.cols; c += blockDim.x) {
-        const float y = normalized(input(t, first + c), inverse, t.gain[c]);
+        const float y = normalized(input(t, first + c), inverse, t.weight[c]);
         if (STORED) t.y[first + c] = y;
         top = fmaxf(top, fabsf(y));
     }
@@ -120,7 +120,7 @@ __global__ void quantize_kernel3(Tensors t) {  // grid (cols / 256, rows)
     const int64_t col = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, i = blockIdx.y * t.cols + col;
     if (col < t.cols)
         t.codes[i] =
-            encode(normalized(input(t, i), t.inverse[blockIdx.y], t.gain[col]) * inverse_scale(t.scale));
+            encode(normalized(input(t, i), t.inverse[blockIdx.y], t.weight[col]) * inverse_scale(t.scale));
 }
 
 // --- 4: eight elements per thread --------------------------------------------------------------------------
@@ -133,7 +133,7 @@ __device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK]) {
     for (int j = 0; j < CHUNK; j++) x[j] = decode(reinterpret_cast<const uint8_t*>(&raw)[j]) * scale;
 }
 __device__ void normalize8(const Tensors& t, int64_t col, float inverse, float (&x)[CHUNK]) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(t.gain + col);
+    const uint4 raw = *reinterpret_cast<const uint4*>(t.weight + col);
     for (int j = 0; j < CHUNK; j++) x[j] = normalized(x[j], inverse, reinterpret_cast<const bf16*>(&raw)[j]);
 }
 __global__ void __launch_bounds__(THREADS) rows_kernel4(Tensors t) {
@@ -227,11 +227,11 @@ public:
     // magnitudes.
     std::pair<int64_t, int64_t> wrong_codes(int kernel) {
         const int64_t rows = t_.rows, cols = t_.cols;
-        std::vector<float> x, gain, y(rows * cols);
+        std::vector<float> x, weight, y(rows * cols);
         for (uint16_t b : x_) x.push_back(reference::from_bf16(b));
-        for (uint16_t b : gain_) gain.push_back(reference::from_bf16(b));
+        for (uint16_t b : gain_) weight.push_back(reference::from_bf16(b));
         x = reference::dequantize(reference::quantize(x.data(), rows, cols, Q_GROUP));
-        reference::norm_forward<float>(true, EPS, rows, cols, x.data(), gain.data(), nullptr, y.data());
+        reference::norm_forward<float>(true, EPS, rows, cols, x.data(), weight.data(), nullptr, y.data());
         const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, Q_E4M3).codes;
         codes_.poison();
         run(kernel);

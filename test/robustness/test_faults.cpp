@@ -276,7 +276,7 @@ void write_fragile(Model& model) {
             for (int64_t token = 0; token < p.rows; token++) at(token, 0) = token == '~' ? reference::to_bf16(1.0f) : 0;
         if (p.name == "layers.0.attention_out" || p.name == "layers.0.down")
             for (int64_t col = 0; col < p.cols; col++) at(0, col) = 0;
-        if (p.name == "layers.0.up") {
+        if (p.name == "layers.0.gate_up") {
             std::fill(w.begin(), w.end(), uint16_t{0});
             at(0, 0) = at(c.F, 0) = reference::to_bf16(0x1p64f);
         }

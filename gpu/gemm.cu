@@ -20,7 +20,7 @@ void succeed(cublasStatus_t status, const char* what) {
 
 void succeed(cudaError_t error, const char* what) { check(error, what); }
 
-void need(bool ok, const char* what) {
+void require(bool ok, const char* what) {
     if (!ok) throw Error(std::string("A matrix product was called wrongly: ") + what + ".");
 }
 
@@ -42,7 +42,7 @@ struct Side {
 int32_t scale_mode(const Granularity& g) {
     constexpr struct { Granularity granularity; cublasLtMatmulMatrixScale_t mode; } modes[] = {
         {PER_TENSOR, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F}, {PER_ROW, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
-        {PER_VECTOR, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F}, {PER_BLOCK, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F}};
+        {PER_1x128, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F}, {PER_128x128, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F}};
     for (const auto& row : modes)
         if (row.granularity == g) return row.mode;
     throw Error("A matrix product was called wrongly: no product scales by such blocks.");
@@ -56,10 +56,10 @@ Side side(const Operand& x, bool along_rows, bool wants_contiguous) {
     const bool whole = v.quant.granularity == PER_TENSOR;
     const void* codes = along_rows ? x.transposed : v.codes;
     const void* scales = along_rows && !whole ? x.transposed_scales : v.scales;
-    need(codes && scales, "an FP8 operand lacks the orientation that this product contracts");
-    need(v.quant.scale == Format::F32, "scales are FP32");
+    require(codes && scales, "an FP8 operand lacks the orientation that this product contracts");
+    require(v.quant.scale == Format::F32, "scales are FP32");
     const int64_t deep = along_rows ? v.rows : v.cols, wide = along_rows ? v.cols : v.rows;
-    need(deep % 16 == 0, "an FP8 operand's contracted side is not a multiple of 16");
+    require(deep % 16 == 0, "an FP8 operand's contracted side is not a multiple of 16");
     return {codes, scales, deep, wide, wants_contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
@@ -268,14 +268,14 @@ int64_t Gemms::tuned() const {
 }
 
 void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s) {
-    need(!out.quant.fp8(), "its result is F32 or BF16");
-    need(a.view.quant.fp8() == b.view.quant.fp8(), "both operands are FP8 or none is");
-    need(!(a.view.quant.format == Format::E5M2 && b.view.quant.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
+    require(!out.quant.fp8(), "its result is F32 or BF16");
+    require(a.view.quant.fp8() == b.view.quant.fp8(), "both operands are FP8 or none is");
+    require(!(a.view.quant.format == Format::E5M2 && b.view.quant.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
     if (out.rows == 0) return;
     const Call call{side(b, kind != Gemm::Fprop, true), side(a, kind == Gemm::Wgrad, false), out, accumulate, bias, s};
     const int64_t depth_a = call.a.transpose ? call.a.rows : call.a.cols, width = call.a.transpose ? call.a.cols : call.a.rows;
     const int64_t depth_b = call.b.transpose ? call.b.cols : call.b.rows, height = call.b.transpose ? call.b.rows : call.b.cols;
-    need(depth_a == depth_b && width == out.cols && height == out.rows, "the shapes of its matrices do not fit");
+    require(depth_a == depth_b && width == out.cols && height == out.rows, "the shapes of its matrices do not fit");
     const Key key{kind, call.a.format, call.b.format, out.quant.format, call.a.scale_mode, call.b.scale_mode,
                   out.rows, out.cols, depth_a, bias != nullptr};
     const auto found = problems_.find(key);

@@ -8,7 +8,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "coat.h"
+#include "../coat.h"
 
 namespace coat {
 
