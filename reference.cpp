@@ -1099,7 +1099,7 @@ private:
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(), dqkv.data());
         dqkv = rounded(dqkv);
-        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
+        if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
         const Tensor dnorm1 = linear_backward(name + "qkv", norm(name + "norm1", norm1_input), dqkv);
         g = rounded(added(g, norm_gradient(name + "norm1", norm1_input, dnorm1)));
         bucket_done_of(name + "qkv");

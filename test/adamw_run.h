@@ -3,7 +3,7 @@
 #include <cmath>
 #include <memory>
 
-#include "../coat.cuh"
+#include "../adamw.cuh"
 #include "device_tensors.h"
 #include "gpu.h"
 #include "random.h"

@@ -5,7 +5,7 @@
 #pragma once
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../gpu/tensor.cuh"
 #include "gpu.h"
 #include "random.h"
 
@@ -103,7 +103,7 @@ inline bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
 inline const Quant FP8_OUTPUTS[] = {Q_E4M3, Q_E5M2};
 
 struct Pair {  // a recipe's stream and how it holds the inputs of norms and activations
-    Format stream;
+    Format compute;
     Quant nonlinear;
 };
 inline const Pair PAIRS[] = {{Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};

@@ -63,19 +63,49 @@ inline void check_blocks(const BlockOperand& out, const Floats& x) {
     CHECK((amax == wanted || (!std::isfinite(amax) && !std::isfinite(wanted))));
 }
 
-// The two steps above for one rule: FP32 values against `expected`; amax, FP8 codes, transposes, rounding to BF16 and column sums
-// against those values.
-inline void check_computed(const Lazy& x, const Doubles& expected, const Doubles& bound) {
+inline void check_column_sums(const Lazy& x, const Floats& values, bool with_amax) {
     const int64_t rows = x.rows, cols = x.cols;
+    for (Format rounding : {Format::F32, Format::BF16}) {
+        const Floats before(cols, 0.5f);
+        Tensor sums(before, Format::F32);
+        Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
+        Buffer<TensorScale> amax(1);
+        amax.zero();
+        gpu::column_sums(x, rounding, sums.view(), workspace.get(), with_amax ? amax.get() : nullptr, 0);
+        CHECK(amax.read()[0].amax == (with_amax ? reference::amax(values.data(), rows * cols) : 0));
+        Doubles total(cols, 0.5), sizes(cols, 0.5);
+        for (int64_t i = 0; i < rows * cols; i++) {
+            const double v = reference::round_to(rounding, values[i]);
+            total[i % cols] += v;
+            sizes[i % cols] += std::abs(v);
+        }
+        // Additions one after another in a strip of rows, and then of strips.
+        for (double& s : sizes) s *= (static_cast<double>(rows) / 100 + 200) * U;
+        check_close(sums.values(), total, sizes);
+        CHECK(workspace.intact());
+    }
+}
+
+// The two steps above for a lazily computed tensor: FP32 values against `expected`; then, against those values, amax, FP8
+// codes, transposes, rounding to BF16 and, for gradients, column sums. FP8 goes with the compute dtype BF16, and E5M2 with gradients.
+inline void check_computed(const Lazy& x, Format compute, const Doubles& expected, const Doubles& bound) {
+    const int64_t rows = x.rows, cols = x.cols;
+    const bool gradient = x.op == gpu::LazyOp::Stored || x.op == gpu::LazyOp::ActivationBackward;
     Tensor exact(rows, cols, Q_F32), half(rows, cols, Q_BF16);
     gpu::quantize(x, exact.operand(), nullptr, 0);
-    gpu::quantize(x, half.operand(), nullptr, 0);
     const Floats values = exact.values();
     check_close(values, expected, bound);
     CHECK(exact.intact());
+    if (gradient) check_column_sums(x, values, true), check_column_sums(x, values, false);
+    if (compute == Format::F32) {
+        CHECK_THROWS_AS(gpu::amax(x, half.slot(), 0), Error);
+        return;
+    }
+    gpu::quantize(x, half.operand(), nullptr, 0);
     CHECK(half.intact());
     CHECK(same_bytes(half.values(), rounded(Format::BF16, values)));
     for (Quant q : FP8_OUTPUTS) {
+        if (q.format == Format::E5M2 && !gradient) continue;
         Tensor out(rows, cols, q), again(rows, cols, q);
         for (Tensor* t : {&out, &again}) {
             gpu::amax(x, t->slot(), 0);
@@ -106,7 +136,8 @@ inline void check_computed(const Lazy& x, const Doubles& expected, const Doubles
         CHECK(same_bytes(turned.transposed_codes.read(), out.transposed_codes.read()));
         CHECK(same_bytes(turned.transposed_scales.read(), out.transposed_scales.read()));
     }
-    for (Quant q : FP8_OUTPUTS) {  // with a delayed scale, beyond which some numbers saturate
+    for (Quant q : FP8_OUTPUTS) {  // with a delayed scale, beyond which some values saturate
+        if (q.format == Format::E5M2 && !gradient) continue;
         Tensor out(rows, cols, q);
         const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
         succeeded(cudaMemcpy(&out.slot()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
@@ -117,24 +148,6 @@ inline void check_computed(const Lazy& x, const Doubles& expected, const Doubles
         CHECK(out.scale() == scale);
         CHECK(out.amax() == reference::amax(values.data(), rows * cols));
         CHECK(out.intact());
-    }
-    for (Format rounding : {Format::F32, Format::BF16}) {
-        const Floats before(cols, 0.5f);
-        Tensor sums(before, Format::F32);
-        Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
-        Buffer<TensorScale> slot(1);
-        slot.zero();
-        gpu::column_sums(x, rounding, sums.view(), workspace.get(), slot.get(), 0);
-        CHECK(slot.read()[0].amax == reference::amax(values.data(), rows * cols));
-        Doubles total(cols, 0.5), sizes(cols, 0.5);
-        for (int64_t i = 0; i < rows * cols; i++) {
-            const double v = reference::round_to(rounding, values[i]);
-            total[i % cols] += v;
-            sizes[i % cols] += std::abs(v);
-        }
-        for (double& s : sizes) s *= (static_cast<double>(rows) / 100 + 200) * U;  // additions one after another in a strip, and then of strips
-        check_close(sums.values(), total, sizes);
-        CHECK(workspace.intact());
     }
 }
 

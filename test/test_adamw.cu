@@ -2,7 +2,7 @@
 // CPU reference.
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../adamw.cuh"
 #include "adamw_run.h"
 #include "device_tensors.h"
 #include "gpu.h"

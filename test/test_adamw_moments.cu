@@ -1,7 +1,7 @@
 // test_adamw_moments.cu - the codes of FP8 moments on the GPU, and their measured errors, against the CPU reference.
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../adamw.cuh"
 #include "adamw_run.h"
 #include "device_tensors.h"
 #include "gpu.h"
@@ -83,7 +83,10 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
         Buffer<QuantStats> stats(2);
         stats.zero();
         const Tensor g(run.gradient, Format::BF16);
-        gpu::measure_moments(o, {p.offset, p.size, m.view(), v.view(), true, nullptr}, static_cast<uint16_t*>(static_cast<void*>(g.codes.get())) + p.offset, Format::BF16, stats.get(), stats.get() + 1, 0);
+        Buffer<gpu::Segment> segment({gpu::Segment{p.offset, p.size, m.view(), v.view(), true, nullptr}});
+        const Tensor weights(Floats(run.gradient.size(), 1.0f), Format::BF16);
+        const gpu::Weights w{weights.codes.get(), nullptr, Format::BF16};
+        gpu::measure_moments(o, segment.get(), p.size, w, g.codes.get(), Format::BF16, 0, stats.get(), stats.get() + 1, 0);
         QuantStats expected[2];
         Floats hm(p.size), hv(p.size), unused(p.size);
         p.m.load(0, p.size, hm.data());

@@ -93,8 +93,8 @@ GPU_TEST_CASE("activation and activation_backward: values and quantized outputs"
                     dbound[at] = std::abs(d[i] * up_i) * (bend * error + sig * std::abs(a) * slope * 16 * U) + std::abs(d[i]) * (tiny * slope + (gated ? 0 : 0x1p-51));
                     if (gated) dbound[at + F] = std::abs(d[i] * a * sig) * error + std::abs(d[i]) * tiny;
                 }
-                check_computed(gpu::activation(gated, up.view()), h, bound);
-                check_computed(gpu::activation_backward(gated, up.view(), dh.view()), dup, dbound);
+                check_computed(gpu::activation(gated, up.view()), p.compute, h, bound);
+                check_computed(gpu::activation_backward(gated, up.view(), dh.view()), p.compute, dup, dbound);
             }
 }
 

@@ -1,7 +1,7 @@
 // test_layers.cu - embedding, RoPE and cross-entropy on the GPU against double and the CPU reference.
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../gpu/layers.cuh"
 #include "device_tensors.h"
 #include "gpu.h"
 #include "quantized_outputs.h"
@@ -25,14 +25,14 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
             const Tensor de(e, V, C, Quant{p.compute}), dw(w, T, C, Quant{p.compute}), dg(g, N, C, Quant{p.compute});
             Tensor x(N, C, Quant{p.compute});
             NormCase c(rng, p, true, N, C);
-            gpu::embedding_forward(dtokens.get(), de.view(), positions ? dw.view() : View{}, T, x.view(), c.norm(), nullptr, nullptr, 0);
+            gpu::embedding_forward(dtokens.get(), de.view(), positions ? dw.view() : View{}, T, x.view(), c.norm(), nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++) sum[i] = e[tokens[i / C] * C + i % C] + (positions ? w[i / C % T * C + i % C] : 0);
             CHECK(same_bytes(x.values(), rounded(p.compute, sum)));
             CHECK(same_bytes(c.in.codes.read(), reference::quantize(sum.data(), N, C, p.nonlinear).codes));
 
             auto order = gpu::embedding_order(tokens.data(), N, V);
-            REQUIRE(static_cast<int64_t>(order.chunks.size()) <= gpu::embedding_chunks(N));
+            REQUIRE(static_cast<int64_t>(order.chunks.size()) <= N);
             const Buffer<int32_t> dorder(order.order);
             const Buffer<gpu::EmbeddingChunk> chunks(order.chunks);
             Buffer<float> workspace(static_cast<int64_t>(order.chunks.size()) * C);
@@ -76,12 +76,22 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
                 const int64_t col = i % cols, partner = col >= rope.rotated_cols ? 0 : col % HS < HS / 2 ? HS / 2 : -HS / 2;
                 bound[i] = partner ? 4 * U * (std::abs(x[i]) + std::abs(x[i + partner])) : 0;  // table, two products, a sum
             }
+            auto rounding = [&](const Doubles& exact) {
+                Doubles sum = bound;
+                for (int64_t i = 0; i < N * cols; i++)
+                    if (bound[i] > 0) sum[i] += half_ulp(stream) * (std::abs(exact[i]) + bound[i]);
+                return sum;
+            };
+            for (bool with_amax : {true, false}) {
+                const Tensor dx(x, N, cols, Quant{stream}), amax(1, 16, Q_E5M2);
+                gpu::rope_backward(rope, dx.view(), with_amax ? amax.slot() : nullptr, 0);
+                check_close(dx.values(), backward, rounding(backward));
+                CHECK(amax.amax() == (with_amax ? reference::amax(dx.values().data(), N * cols) : 0));
+                CHECK(dx.intact());
+            }
             const Tensor dx(x, N, cols, Quant{stream});
-            check_computed(gpu::rope_backward(rope, dx.view()), backward, bound);
             gpu::rope_forward(rope, dx.view(), 0);
-            for (int64_t i = 0; i < N * cols; i++)
-                if (bound[i] > 0) bound[i] += half_ulp(stream) * (std::abs(forward[i]) + bound[i]);
-            check_close(dx.values(), forward, bound);
+            check_close(dx.values(), forward, rounding(forward));
             CHECK(dx.intact());
             CHECK(table.intact());
         }
