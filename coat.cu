@@ -689,10 +689,11 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     const Quant& q = out.view.quant;
     if (!q.fp8())
         return with_producer(x, [&](auto producer) {
-            using Compute = typename decltype(producer)::Compute;
+            using Producer = decltype(producer);
+            constexpr bool F32 = std::is_same_v<typename Producer::Compute, float>;
+            constexpr bool ROUNDS = !F32 || std::is_same_v<Producer, StoredProducer<Dense<float>>>;
             with_dense(out.view, [&](auto storage) {
-                constexpr bool LOSSLESS = !std::is_same_v<Compute, float> || std::is_same_v<decltype(storage), Dense<float>>;
-                if constexpr (LOSSLESS || std::is_same_v<decltype(producer), StoredProducer<Dense<float>>>) write(producer, x.rows, storage, s);
+                if constexpr (ROUNDS || std::is_same_v<decltype(storage), Dense<float>>) write(producer, x.rows, storage, s);
                 else require(false, "what is computed in FP32 is stored in FP32");
             });
         });

@@ -300,9 +300,9 @@ private:
 
     // What the optimizer leaves behind, for weights that came from elsewhere.
     void refresh_scale(size_t i) {
-        if (!params[i].role.linear || compute.format == Format::F32) return;
+        if (!params[i].role.linear) return;
         clear(scale(i), sizeof(TensorScale), cuda_);
-        amax(stored(weight(i)), scale(i), cuda_);
+        if (compute.format != Format::F32) amax(stored(weight(i)), scale(i), cuda_);
     }
 
     void append(const float* values, int64_t n, std::vector<float>& to) const {
