@@ -1,17 +1,18 @@
-// coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision flow (interface and
-// rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
+// coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision
+// flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
 //
 // Read it in this order:
 //   1. quantize in groups: the simplest quantizer, one kernel of a dozen lines
-//   2. tiles and producers: how all other kernels go through a tensor, and how they compute what is not stored
+//   2. tiles and producers: how all other kernels go through a tensor, and how they compute what is not
+//   stored
 //   3. group scaling: the amax of a tensor
 //   4. per-tensor FP8, row-major and transposed
 //   5. other granularities: per row, 1x128, 128x128
 //   6. fused kernels: the input of an activation; a bias gradient
 //   7. the quantization report, and delayed scaling
 //
-// Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves. `make build/ladder_quantize_transpose`
-// shows how section 4 became fast, starting from four lines.
+// Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves. `make
+// build/ladder_quantize_transpose` shows how section 4 became fast, starting from four lines.
 #include "coat.cuh"
 
 #include "gpu/layers.cuh"
@@ -20,14 +21,18 @@ namespace coat::gpu {
 namespace {
 
 // =====================================================================================================================
-// 1. Quantize in groups of 1 x 16 (paper section 5, granularity): scale = amax / 448 of the group, code = E4M3(x / scale)
+// 1. Quantize in groups of 1 x 16 (paper section 5, granularity): scale = amax / 448 of the group, code =
+// E4M3(x / scale)
 //
-// Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier costs precision only
-// in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the scale up to BF16 and writes codes and scale.
+// Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
+// costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
+// scale up to BF16 and writes codes and scale.
 
 constexpr int GROUP_THREADS = 256;
-__global__ void __launch_bounds__(GROUP_THREADS) quantize_and_dequantize_kernel(Dense<bf16> x, int64_t chunks, Groups groups) {
-    const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x, i = min(chunk, chunks - 1) * CHUNK;
+__global__ void __launch_bounds__(GROUP_THREADS)
+    quantize_and_dequantize_kernel(Dense<bf16> x, int64_t chunks, Groups groups) {
+    const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
+                  i = min(chunk, chunks - 1) * CHUNK;
     const bool live = chunk < chunks;
     Values v;
     x.values(x.load(i), v);
@@ -38,22 +43,24 @@ __global__ void __launch_bounds__(GROUP_THREADS) quantize_and_dequantize_kernel(
 // =====================================================================================================================
 // 2. Tiles and producers
 //
-// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of a warp covers whole
-// 128-byte lines, also the accesses of the transposed result.
+// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of
+// a warp covers whole 128-byte lines, also the accesses of the transposed result.
 //
 // A producer computes a tensor on the fly. For 8 columns of one row,
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor)  makes FP32 values of it.
 // GRADIENT says that a producer makes gradients: only these are quantized to E5M2 and summed over tokens.
-// A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients of gate and up.
-// Additions and multiplications are spelled out, so that every kernel that computes a tensor computes the same bits.
+// A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
+// of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
+// computes the same bits.
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
 constexpr int ACROSS = TILE / CHUNK;    // threads side by side, and groups of 8 rows below each other
 constexpr int TILE_THREADS = ACROSS * ACROSS;
-constexpr int TILE_BLOCKS = 4;          // resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower
+constexpr int TILE_BLOCKS =
+    4;  // resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower
 
 struct TilePlace {
     int across, down;
@@ -64,11 +71,15 @@ struct TilePlace {
 };
 dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
 
-// Elements from a thread's first row to its row i: 32 bits hold them, which makes an address a single instruction.
-__device__ uint32_t rows_of(int i, int64_t width) { return static_cast<uint32_t>(i) * static_cast<uint32_t>(width); }
+// Elements from a thread's first row to its row i: 32 bits hold them, which makes an address a single
+// instruction.
+__device__ uint32_t rows_of(int i, int64_t width) {
+    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
+}
 
-// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight. All lanes call it: a place
-// outside the tensor has live = false and reads the last row or chunk again, so that no load has a condition.
+// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight. All
+// lanes call it: a place outside the tensor has live = false and reads the last row or chunk again, so that
+// no load has a condition.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
@@ -130,7 +141,9 @@ struct NormProducer {  // y = (x - mean) / std * weight + bias
         parameters.load(col, at.weight, at.bias);
         return at;
     }
-    __device__ Raw load(const Cursor& at, int i) const { return {at.in.load(rows_of(i, width)), at.stats[i]}; }
+    __device__ Raw load(const Cursor& at, int i) const {
+        return {at.in.load(rows_of(i, width)), at.stats[i]};
+    }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
         Values x;
         in.values(raw.x, x);
@@ -139,7 +152,8 @@ struct NormProducer {  // y = (x - mean) / std * weight + bias
     }
 };
 
-// GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2 sigmoid(2z).
+// GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
+// sigmoid(2z).
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
@@ -147,11 +161,12 @@ __device__ float gelu_sigmoid(float u) {
 }
 template <bool GATED>
 __device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
-    return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second) : __fmul_rn(first, gelu_sigmoid(first));
+    return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second)
+                 : __fmul_rn(first, gelu_sigmoid(first));
 }
 
-// gate_up (N, 2F) = [gate | up], read by its two halves, or u (N, F) where nothing is gated (HALVES = 1). On its own it produces
-// the halves as they are.
+// gate_up (N, 2F) = [gate | up], read by its two halves, or u (N, F) where nothing is gated (HALVES = 1). On
+// its own it produces the halves as they are.
 template <class Storage, int HALVES>
 struct GateUpProducer {
     static constexpr int PLANES = HALVES;
@@ -200,7 +215,8 @@ struct ActivationProducer : GateUpProducer<Storage, GATED ? 2 : 1> {  // act = s
 };
 
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {  // gradients of gate and up, or of u, from that of the activation's output
+struct ActivationBackwardProducer {  // gradients of gate and up, or of u, from that of the activation's
+                                     // output
     static constexpr int PLANES = GATED ? 2 : 1;
     static constexpr bool GRADIENT = true;
     using Compute = typename Storage::Compute;
@@ -234,8 +250,10 @@ struct ActivationBackwardProducer {  // gradients of gate and up, or of u, from 
                 const float s = sigmoid(u), silu = __fmul_rn(u, s), up = x[PLANES - 1][j];
                 v[0][j] = __fmul_rn(__fmul_rn(d[j], up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
                 v[PLANES - 1][j] = __fmul_rn(d[j], silu);
-            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on s or 1 - s is zero: any finite slope will do
-                const float s = gelu_sigmoid(u), slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
+            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on s or 1 - s is zero: any finite
+                      // slope will do
+                const float s = gelu_sigmoid(u),
+                            slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
                 const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
                 v[0][j] = __fmul_rn(d[j], __fmaf_rn(bend, slope, s));
             }
@@ -251,7 +269,8 @@ void with_activation(const Lazy& x, F f) {
         constexpr int HALVES = GATED ? 2 : 1;
         const int64_t width = x.a.cols / HALVES;
         if (x.op == LazyOp::Activation) return f(ActivationProducer<Storage, GATED>{{gate_up, width}});
-        f(ActivationBackwardProducer<Storage, GATED>{{gate_up, width}, dense<typename Storage::Compute>(x.b.codes), width});
+        f(ActivationBackwardProducer<Storage, GATED>{
+            {gate_up, width}, dense<typename Storage::Compute>(x.b.codes), width});
     });
 }
 template <class F>
@@ -259,11 +278,14 @@ void with_producer(const Lazy& x, F f) {
     require(x.cols % 16 == 0, "the columns are not a multiple of 16");
     switch (x.op) {
         case LazyOp::Stored:
-            return with_storage(x.a, [&](auto storage) { f(StoredProducer<decltype(storage)>{storage, x.cols}); });
+            return with_storage(x.a, [&](auto storage) {
+                f(StoredProducer<decltype(storage)>{storage, x.cols});
+            });
         case LazyOp::Norm:
             return with_storage(x.norm.in, [&](auto in) {
                 using T = typename decltype(in)::Compute;
-                f(NormProducer<decltype(in)>{in, {dense<T>(x.norm.weight), dense<T>(x.norm.bias)}, x.norm.stats, x.cols});
+                f(NormProducer<decltype(in)>{
+                    in, {dense<T>(x.norm.weight), dense<T>(x.norm.bias)}, x.norm.stats, x.cols});
             });
         default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
     }
@@ -305,21 +327,26 @@ Lazy activation(bool gated, const View& gate_up) {
     return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
 }
 Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
-    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols, "dact and gate_up differ in shape");
-    require(dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format), "dact is not in the compute dtype");
+    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols,
+            "dact and gate_up differ in shape");
+    require(dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
+            "dact is not in the compute dtype");
     return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
 }
 
 // =====================================================================================================================
-// 3. Group scaling (paper section 5): the amax of a tensor in two stages, maxima of groups and then the maximum of those
+// 3. Group scaling (paper section 5): the amax of a tensor in two stages, maxima of groups and then the
+// maximum of those
 //
-// A group is a block's tile here. The second stage is an atomicMax, which gives the same result in any order. Where a kernel
-// produces a tensor anyway, it takes the amax in passing; this kernel is for tensors that a GEMM or attention has produced.
+// A group is a block's tile here. The second stage is an atomicMax, which gives the same result in any order.
+// Where a kernel produces a tensor anyway, it takes the amax in passing; this kernel is for tensors that a
+// GEMM or attention has produced.
 
 namespace {
 
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) amax_kernel(Producer x, int64_t rows, TensorScale* out) {
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    amax_kernel(Producer x, int64_t rows, TensorScale* out) {
     float top = 0;
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
 #pragma unroll
@@ -353,17 +380,20 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
     out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The codes of a tile in shared memory, by columns: the 128 rows of a column follow each other, in words of 4 rows. Word w of a
-// column is kept at w ^ (2 * the column's chunk) ^ (the lowest bit of the group of 8 rows). With this swizzle both the writes (16
-// chunks and 2 groups of rows at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
+// The codes of a tile in shared memory, by columns: the 128 rows of a column follow each other, in words of 4
+// rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^ (the lowest bit of the group of 8 rows).
+// With this swizzle both the writes (16 chunks and 2 groups of rows at once) and the reads (8 lanes, 16 bytes
+// each of one column) use every bank once.
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
-    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {  // the thread's rows 4 h ... 4 h + 3
+    __device__ void write(const TilePlace& at, int h,
+                          const uint2 (&codes)[4]) {  // the thread's rows 4 h ... 4 h + 3
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        uint32_t* to = words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
+        uint32_t* to =
+            words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) to[j * (TILE / 4)] = columns[j / 4][j % 4];
     }
@@ -372,7 +402,8 @@ struct TransposeTile {
         const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
         return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
-    // Writes the tile to out, which is (columns, rows): its first `cols` columns, from column col0 and row row0 of the tensor on.
+    // Writes the tile to out, which is (columns, rows): its first `cols` columns, from column col0 and row
+    // row0 of the tensor on.
     __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int64_t col0, int cols) const {
         constexpr int PIECES = TILE / 16;
 #pragma unroll
@@ -394,22 +425,26 @@ struct TransposeTile {
     }
 };
 template <int PLANES>
-__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* out) {  // by all threads
+__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
+                      uint8_t* out) {  // by all threads
     __syncthreads();
     const int64_t col0 = int64_t(blockIdx.x) * TILE;
     const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
 #pragma unroll
-    for (int p = 0; p < PLANES; p++) tiles[p].flush(out, rows, int64_t(blockIdx.y) * TILE, p * width + col0, cols);
+    for (int p = 0; p < PLANES; p++)
+        tiles[p].flush(out, rows, int64_t(blockIdx.y) * TILE, p * width + col0, cols);
 }
 
-static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max, "amax / 57344 is amax / 448 / 128, exactly");
+static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max,
+              "amax / 57344 is amax / 448 / 128, exactly");
 template <bool E5M2>
 __device__ float per_tensor_scale(float amax) {  // scale_of(FMAX, amax), faster
-    return amax > 0 && amax < INFINITY ? fmaxf(divide_by_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f) : 1.0f;
+    return amax > 0 && amax < INFINITY ? fmaxf(divide_by_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f)
+                                       : 1.0f;
 }
 
-// Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known, and this only pass
-// takes the amax for later steps.
+// Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
+// and this only pass takes the amax for later steps.
 template <class Producer, bool E5M2, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, uint8_t* codes, uint8_t* transposed) {
@@ -417,8 +452,10 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
     const bool delayed = tensor->delayed > 0;
-    const float scale = delayed ? tensor->delayed : per_tensor_scale<E5M2>(tensor->amax), inverse = __frcp_rn(scale);
-    __shared__ uint32_t most;  // the amax of the block, if scaling is delayed: in shared memory it costs just-in-time scaling no register
+    const float scale = delayed ? tensor->delayed : per_tensor_scale<E5M2>(tensor->amax),
+                inverse = __frcp_rn(scale);
+    __shared__ uint32_t most;  // the amax of the block, if scaling is delayed: in shared memory it costs
+                               // just-in-time scaling no register
     if (delayed) {
         if (threadIdx.x == 0) most = 0;
         __syncthreads();
@@ -443,7 +480,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
         }
     });
     if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) tensor->scale = scale;  // last: it may stop no load of x
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
+        tensor->scale = scale;  // last: it may stop no load of x
     if (!delayed) return;
     __syncthreads();
     if (threadIdx.x == 0) update_amax(&tensor->amax, most);
@@ -455,8 +493,10 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     const bool e5m2 = out.view.quant.format == Format::E5M2;
     constexpr bool E5M2 = Producer::GRADIENT;
     require(E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    const auto kernel = out.transposed ? e5m2 ? quantize_kernel<Producer, E5M2, true> : quantize_kernel<Producer, false, true>
-                                       : e5m2 ? quantize_kernel<Producer, E5M2, false> : quantize_kernel<Producer, false, false>;
+    const auto kernel =
+        out.transposed ? e5m2 ? quantize_kernel<Producer, E5M2, true> : quantize_kernel<Producer, false, true>
+        : e5m2 ? quantize_kernel<Producer, E5M2, false>
+                       : quantize_kernel<Producer, false, false>;
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view),
                                                             static_cast<uint8_t*>(out.view.codes),
                                                             static_cast<uint8_t*>(out.transposed));
@@ -464,7 +504,8 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
 }
 
 // =====================================================================================================================
-// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3), each for the tensor and its transpose
+// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3), each for the tensor
+// and its transpose
 //
 // The same two passes: amaxes of all blocks, stored where their scales will be; then codes.
 
@@ -479,9 +520,11 @@ struct ScaleGrid {
 };
 ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
     constexpr int LOG_128 = 7, ALL = 62;
-    static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128);
+    static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 &&
+                  PER_128x128.cols == 1 << LOG_128);
     float* const p = static_cast<float*>(scales);
-    const int64_t N = transposed ? cols : rows, K = transposed ? rows : cols;  // K is the reduction dimension of the GEMM
+    const int64_t N = transposed ? cols : rows,
+                  K = transposed ? rows : cols;  // K is the reduction dimension of the GEMM
     const int shift_n = g == PER_128x128 ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
     const int64_t along_n = g == PER_128x128 ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1;
     const int64_t along_k = g == PER_ROW ? 0 : g == PER_1x128 ? N : 1;
@@ -489,11 +532,12 @@ ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t c
     return {p, shift_n, shift_k, along_n, along_k};
 }
 
-// Every thread has a number for each of its 8 columns. They are combined over the block's 16 groups of rows, in order:
-// take(column, result).
+// Every thread has a number for each of its 8 columns. They are combined over the block's 16 groups of rows,
+// in order: take(column, result).
 template <class Producer, class T, class Combine, class Take>
-__device__ void combine_columns(const Producer& x, const TilePlace& at, const T (&mine)[Producer::PLANES][CHUNK],
-                                T (&columns)[ACROSS][TILE + 1], Combine combine, Take take) {
+__device__ void combine_columns(const Producer& x, const TilePlace& at,
+                                const T (&mine)[Producer::PLANES][CHUNK], T (&columns)[ACROSS][TILE + 1],
+                                Combine combine, Take take) {
 #pragma unroll
     for (int p = 0; p < Producer::PLANES; p++) {
         __syncthreads();
@@ -508,10 +552,12 @@ __device__ void combine_columns(const Producer& x, const TilePlace& at, const T 
     }
 }
 
-// Half a warp holds neighbouring columns, whose blocks mostly are one and the same: then one atomicMax serves all its lanes.
+// Half a warp holds neighbouring columns, whose blocks mostly are one and the same: then one atomicMax serves
+// all its lanes.
 __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
     const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
-    const unsigned long long mine = reinterpret_cast<unsigned long long>(amax), first = __shfl_sync(half, mine, 0, 16);
+    const unsigned long long mine = reinterpret_cast<unsigned long long>(amax),
+                             first = __shfl_sync(half, mine, 0, 16);
     if (__all_sync(half, !live || mine == first)) {  // where the first lane is not live, none is
         top = __reduce_max_sync(half, live ? top : 0);
         live = live && threadIdx.x % 16 == 0;
@@ -541,11 +587,13 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
         }
     });
     if (!transposed.scales) return;
-    combine_columns(x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
-                    [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
+    combine_columns(
+        x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
 }
 
-// Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code hides it.
+// Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
+// hides it.
 __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
@@ -556,8 +604,8 @@ __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, Tensor
 // Pass two.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, 2)
-    quantize_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, ScaleGrid transposed_grid, uint8_t* codes,
-                           uint8_t* transposed) {
+    quantize_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, ScaleGrid transposed_grid,
+                           uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
@@ -567,13 +615,15 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)
             if (transposed && at.col < x.width)
-                inverse[p][j] = __frcp_rn(*transposed_grid.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
+                inverse[p][j] =
+                    __frcp_rn(*transposed_grid.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
     uint2 four[PLANES][4];
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;
-            if (codes && live) put(codes + row * PLANES * x.width + col, encode(e5m2, v[p], __frcp_rn(*grid.at(row, col))));
+            if (codes && live)
+                put(codes + row * PLANES * x.width + col, encode(e5m2, v[p], __frcp_rn(*grid.at(row, col))));
             if (!transposed) continue;
             Values scaled;
 #pragma unroll
@@ -585,14 +635,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) flush(tiles, rows, x.width, transposed);
 }
 
-// The scales of an operand, for its row-major codes and for its transposed codes; without memory where those are not wanted.
+// The scales of an operand, for its row-major codes and for its transposed codes; without memory where those
+// are not wanted.
 struct BlockScales {
     ScaleGrid grid[2];
     int64_t count[2];
     explicit BlockScales(const Operand& out)
-        : grid{scale_grid(out.view.quant.granularity, out.view.codes ? out.view.scales : nullptr, out.view.rows, out.view.cols, false),
-               scale_grid(out.view.quant.granularity, out.transposed ? out.transposed_scales : nullptr, out.view.rows, out.view.cols,
-                          true)},
+        : grid{scale_grid(out.view.quant.granularity, out.view.codes ? out.view.scales : nullptr,
+                          out.view.rows, out.view.cols, false),
+               scale_grid(out.view.quant.granularity, out.transposed ? out.transposed_scales : nullptr,
+                          out.view.rows, out.view.cols, true)},
           count{out.view.quant.operand_scales(out.view.rows, out.view.cols),
                 out.view.quant.operand_scales(out.view.cols, out.view.rows)} {}
 };
@@ -600,20 +652,23 @@ struct BlockScales {
 template <class Producer>
 void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128, "no kernel scales by such blocks");
+    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128,
+            "no kernel scales by such blocks");
     require(q.scale == Format::F32, "the scales of an operand are FP32");
     const BlockScales scales(out);
     const ScaleGrid &grid = scales.grid[0], &transposed = scales.grid[1];
-    require(!out.view.codes == !grid.scales && !out.transposed == !transposed.scales, "codes and their scales come together");
+    require(!out.view.codes == !grid.scales && !out.transposed == !transposed.scales,
+            "codes and their scales come together");
     for (int t : {0, 1})
         if (scales.grid[t].scales)
-            check(cudaMemsetAsync(scales.grid[t].scales, 0, scales.count[t] * sizeof(float), s), "Clearing scales failed");
+            check(cudaMemsetAsync(scales.grid[t].scales, 0, scales.count[t] * sizeof(float), s),
+                  "Clearing scales failed");
     block_amaxes_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, grid, transposed);
     CHECK_LAUNCH("block_amaxes");
     for (int t : {0, 1}) {
         if (!scales.grid[t].scales) continue;
-        block_scales_kernel<<<blocks(scales.count[t], 256), 256, 0, s>>>(scales.grid[t].scales, scales.count[t], info(q.format).max,
-                                                                        out.amax);
+        block_scales_kernel<<<blocks(scales.count[t], 256), 256, 0, s>>>(
+            scales.grid[t].scales, scales.count[t], info(q.format).max, out.amax);
         CHECK_LAUNCH("block_scales");
     }
     quantize_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
@@ -623,9 +678,11 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
 }
 
 // =====================================================================================================================
-// 7a. The quantization report: what quantizing does to a tensor. Kernels of their own, so that training pays nothing for it.
+// 7a. The quantization report: what quantizing does to a tensor. Kernels of their own, so that training pays
+// nothing for it.
 
-// Where the scale of an element is: one for the tensor, in a grid of blocks, or (where neither is given) its group's own.
+// Where the scale of an element is: one for the tensor, in a grid of blocks, or (where neither is given) its
+// group's own.
 struct ScaleSource {
     const TensorScale* tensor = nullptr;
     ScaleGrid blocks{};
@@ -645,10 +702,13 @@ __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             const int64_t col = p * x.width + at.col;
-            const float group = scales.groups() ? Groups::group_scale(v[p]) : 0.0f;  // by both lanes of the group
+            const float group =
+                scales.groups() ? Groups::group_scale(v[p]) : 0.0f;  // by both lanes of the group
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.groups() ? group : scales.at(fmax, at.row + i, col + j);
-                const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));  // a little below half a step beyond FMAX
+                const float limit =
+                    fmax * scale *
+                    (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));  // a little below half a step beyond FMAX
                 const float back = decode2(e5m2, encode2(e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
@@ -659,9 +719,11 @@ __global__ void __launch_bounds__(TILE_THREADS)
     counts.add_to(stats);
 }
 template <class Producer>
-void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format format, QuantStats* stats, cudaStream_t s) {
+void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format format, QuantStats* stats,
+             cudaStream_t s) {
     if (!stats || rows == 0) return;
-    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scales, format == Format::E5M2, info(format).max, stats);
+    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scales, format == Format::E5M2,
+                                                                     info(format).max, stats);
     CHECK_LAUNCH("measure");
 }
 
@@ -671,20 +733,24 @@ void measure_blocks(const Producer& x, int64_t rows, const Operand& out, QuantSt
     const BlockScales scales(out);
     for (int t : {0, 1}) {
         const bool again = t == 1 && scales.grid[0].scales && out.view.quant.granularity.symmetric();
-        if (scales.grid[t].scales && !again) measure(x, rows, {nullptr, scales.grid[t]}, out.view.quant.format, stats, s);
+        if (scales.grid[t].scales && !again)
+            measure(x, rows, {nullptr, scales.grid[t]}, out.view.quant.format, stats, s);
     }
 }
 
 }  // namespace
 
 void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s) {
-    if (stats) with_bf16_producer(x, [&](auto producer) { measure(producer, x.rows, {}, Format::E4M3, stats, s); });
+    if (stats)
+        with_bf16_producer(x, [&](auto producer) { measure(producer, x.rows, {}, Format::E4M3, stats, s); });
 }
 
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    // The row-major codes may have rows beyond x's, which are left as they are: the GEMM wants a multiple of 16 rows.
-    require(x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
-            "a tensor and its quantized form differ in shape");
+    // The row-major codes may have rows beyond x's, which are left as they are: the GEMM wants a multiple of
+    // 16 rows.
+    require(
+        x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
+        "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     if (!q.fp8())
@@ -693,18 +759,22 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             constexpr bool F32 = std::is_same_v<typename Producer::Compute, float>;
             constexpr bool ROUNDS = !F32 || std::is_same_v<Producer, StoredProducer<Dense<float>>>;
             with_dense(out.view, [&](auto storage) {
-                if constexpr (ROUNDS || std::is_same_v<decltype(storage), Dense<float>>) write(producer, x.rows, storage, s);
+                if constexpr (ROUNDS || std::is_same_v<decltype(storage), Dense<float>>)
+                    write(producer, x.rows, storage, s);
                 else require(false, "what is computed in FP32 is stored in FP32");
             });
         });
     if (in_groups(q)) {
-        require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16, "only a stored BF16 tensor is quantized in groups");
+        require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16,
+                "only a stored BF16 tensor is quantized in groups");
         measure_groups(x, stats, s);
-        return write(StoredProducer<Dense<bf16>>{dense<bf16>(x.a.codes), x.cols}, x.rows, groups_of(out.view), s);
+        return write(StoredProducer<Dense<bf16>>{dense<bf16>(x.a.codes), x.cols}, x.rows, groups_of(out.view),
+                     s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
-            measure(producer, x.rows, {tensor_scale(out.view)}, q.format, stats, s);  // first: codes may overwrite x
+            measure(producer, x.rows, {tensor_scale(out.view)}, q.format, stats,
+                    s);  // first: codes may overwrite x
             quantize_per_tensor(producer, x.rows, out, s);
         } else {
             quantize_blocks(producer, x.rows, out, s);
@@ -719,13 +789,15 @@ void dequantize(const View& x, const View& out, cudaStream_t s) {
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16, "quantize_and_dequantize is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols && x.cols % GROUP == 0, "a tensor and its quantized form differ in shape");
+    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
+            "quantize_and_dequantize is from BF16 to groups");
+    require(x.rows == groups.rows && x.cols == groups.cols && x.cols % GROUP == 0,
+            "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
-    quantize_and_dequantize_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(dense<bf16>(x.codes), chunks,
-                                                                                         groups_of(groups));
+    quantize_and_dequantize_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
+        dense<bf16>(x.codes), chunks, groups_of(groups));
     CHECK_LAUNCH("quantize_and_dequantize");
 }
 
@@ -734,7 +806,8 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
 
 namespace {
 
-// The input of the activation goes to groups; while both halves are at hand, the amax of what the activation will make of them.
+// The input of the activation goes to groups; while both halves are at hand, the amax of what the activation
+// will make of them.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, TensorScale* act) {
@@ -754,7 +827,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     update_amax_by_block<TILE_THREADS>(&act->amax, at.col < x.width ? magnitude(top) : 0);
 }
 
-// Column sums in two stages. One: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
+// Column sums in two stages. One: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the
+// amax in passing.
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
@@ -775,33 +849,40 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
                 }
         });
     if (out) update_amax_by_block<TILE_THREADS>(&out->amax, magnitude(top));
-    combine_columns(x, at, sum, sums, [](float a, float b) { return a + b; },
-                    [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
+    combine_columns(
+        x, at, sum, sums, [](float a, float b) { return a + b; },
+        [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
 }
 
 }  // namespace
 
-void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats, cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16, "quantize_gate_up is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols, "a tensor and its quantized form differ in shape");
+void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
+                      cudaStream_t s) {
+    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
+            "quantize_gate_up is from BF16 to groups");
+    require(x.rows == groups.rows && x.cols == groups.cols,
+            "a tensor and its quantized form differ in shape");
     if (x.rows == 0) return;
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
     auto launch = [&](auto producer) {
-        quantize_gate_up_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(producer, x.rows, groups_of(groups),
-                                                                                         act_amax);
+        quantize_gate_up_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(
+            producer, x.rows, groups_of(groups), act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
     if (gated) launch(GateUpProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
     else launch(GateUpProducer<Dense<bf16>, 1>{dense<bf16>(x.codes), x.cols});
 }
 
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out, cudaStream_t s) {
-    require(gradient.rows * gradient.cols == x.cols, "a bias gradient has another length than the rows that it sums");
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
+                 cudaStream_t s) {
+    require(gradient.rows * gradient.cols == x.cols,
+            "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
         if constexpr (decltype(producer)::GRADIENT) {
             const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
-            column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16, workspace, out);
+            column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
+                                                             workspace, out);
             CHECK_LAUNCH("column_sums");
         } else {
             require(false, "only gradients are summed over tokens");
@@ -815,11 +896,12 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
 
 namespace {
 
-// A block has one operand's history, which moves up by one from its end on: what is read has not been overwritten yet.
+// A block has one operand's history, which moves up by one from its end on: what is read has not been
+// overwritten yet.
 constexpr int HISTORY_THREADS = 256;
 __global__ void __launch_bounds__(HISTORY_THREADS)
-    end_delayed_step_kernel(TensorScale* scales, float* histories, int length, int margin, float fmax, const uint32_t* skipped,
-                            uint32_t* empty) {
+    end_delayed_step_kernel(TensorScale* scales, float* histories, int length, int margin, float fmax,
+                            const uint32_t* skipped, uint32_t* empty) {
     __shared__ uint32_t most;
     if (*skipped) return;
     TensorScale& tensor = scales[blockIdx.x];
@@ -845,11 +927,11 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
 
 }  // namespace
 
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8, const uint32_t* skipped,
-                      uint32_t* empty, cudaStream_t s) {
+void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     if (n == 0) return;
-    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(scales, histories, length, margin, info(fp8).max,
-                                                                               skipped, empty);
+    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(
+        scales, histories, length, margin, info(fp8).max, skipped, empty);
     CHECK_LAUNCH("end_delayed_step");
 }
 

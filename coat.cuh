@@ -1,12 +1,17 @@
-// coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling and the FP8 precision flow (coat.cu).
+// coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling and the FP8 precision flow
+// (coat.cu).
 //
 // Rules of this interface:
-//   - A tensor that can be recomputed elementwise is never stored. It is a Lazy: a description of how to compute its FP32 values
+//   - A tensor that can be recomputed elementwise is never stored. It is a Lazy: a description of how to
+//   compute its FP32 values
 //     from what is stored. Each kernel that needs the tensor computes it on the fly.
-//   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A producer that has the values at hand updates the amax
+//   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A producer that has the values at hand
+//   updates the amax
 //     itself (group scaling), which saves the first pass.
-//   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of them; columns are a
-//     multiple of 16. Pointers are 16-byte aligned. "Compute dtype" is the recipe's: BF16, or FP32 where nothing is FP8.
+//   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
+//   them; columns are a
+//     multiple of 16. Pointers are 16-byte aligned. "Compute dtype" is the recipe's: BF16, or FP32 where
+//     nothing is FP8.
 #pragma once
 #include "gpu/tensor.cuh"
 
@@ -24,40 +29,46 @@ struct Lazy {
 
 Lazy stored(const View& x);   // (rows, cols), compute dtype or groups
 Lazy norm(const Norm& n);     // (N, C); needs n.stats
-// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated; compute dtype or groups. Result (N, F): SiLU(gate) x up or GELU.
+// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated; compute dtype or groups. Result (N, F):
+// SiLU(gate) x up or GELU.
 Lazy activation(bool gated, const View& gate_up);
-// dact (N, F) is the gradient of the activation's output, in the compute dtype. Result: the gradient of gate_up, same shape.
+// dact (N, F) is the gradient of the activation's output, in the compute dtype. Result: the gradient of
+// gate_up, same shape.
 Lazy activation_backward(bool gated, const View& gate_up, const View& dact);
 
 // Group scaling, stage two (paper section 5): out->amax = max(out->amax, |x|). Zero a step's amaxes first.
 void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
 
-// Writes x as out says: FP8 per tensor (with the delayed scale in tensor_scale(out.view), or just in time from its amax); FP8 per
-// row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups; BF16 or FP32. Codes may take the place of the
-// stored elements they are computed from, where an element's code is as large as the element. What quantizing loses is added to
-// *stats if that is not null.
+// Writes x as out says: FP8 per tensor (with the delayed scale in tensor_scale(out.view), or just in time
+// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups; BF16
+// or FP32. Codes may take the place of the stored elements they are computed from, where an element's code is
+// as large as the element. What quantizing loses is added to *stats if that is not null.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // x (BF16) becomes what `groups` hold of it: attention computes with the very values that backward will read.
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 
-// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups; and the amax of the activation's output, the
-// next GEMM's operand, is taken in the same pass. act_amax may be null.
-void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats, cudaStream_t s);
+// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups; and the amax of the
+// activation's output, the next GEMM's operand, is taken in the same pass. act_amax may be null.
+void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
+                      cudaStream_t s);
 
 // Adds to *stats what quantizing x in groups loses, without quantizing it. Nothing where stats is null.
 void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s);
 
-// gradient (cols) = round(gradient + column sums of x), x first rounded to `rounding` (FP32: not at all). Takes x's amax in the same
-// pass if out is not null. Workspace: (COLUMN_PARTIALS, cols) floats.
+// gradient (cols) = round(gradient + column sums of x), x first rounded to `rounding` (FP32: not at all).
+// Takes x's amax in the same pass if out is not null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out, cudaStream_t s);
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
+                 cudaStream_t s);
 
-void dequantize(const View& x, const View& out, cudaStream_t s);  // dense or groups -> FP32 or BF16, the same shape
+void dequantize(const View& x, const View& out,
+                cudaStream_t s);  // dense or groups -> FP32 or BF16, the same shape
 
-// Delayed scaling (TransformerEngine's, for comparison): after a step the amaxes enter the histories, the newest first, and
-// delayed = max(history) 2^margin / FMAX becomes the next step's scale. A maximum that is 0 or not finite leaves it as it was. Nothing
-// happens if *skipped is not 0. scales (n); histories (n, length). *empty: + the number of scales that are still 0.
+// Delayed scaling (TransformerEngine's, for comparison): after a step the amaxes enter the histories, the
+// newest first, and delayed = max(history) 2^margin / FMAX becomes the next step's scale. A maximum that is 0
+// or not finite leaves it as it was. Nothing happens if *skipped is not 0. scales (n); histories (n, length).
+// *empty: + the number of scales that are still 0.
 void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 

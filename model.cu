@@ -1,10 +1,18 @@
-// model.cu - the whole training step on the GPU: Llama and GPT-2, forward, backward and update, in the precision flow of any recipe.
+// model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe of
+// coat.h.
 //
-// It mirrors reference.cpp's Network and Reference, with the kernels of coat.cuh, attention.cuh and gemm.cuh. Three rules:
-//   - Everything lies in one allocation, laid out by plan.cpp. Nothing is allocated after start-up; within a step the host never waits.
-//   - Saved for backward is what coat.h's saved_per_layer() says; what elementwise work can compute again goes straight into the operands
-//     (FP8 codes, transposed where a weight's gradient wants them) of the product at hand.
-//   - The residual stream's buffer holds its gradient on the way back, and spent activations make room for gradients (plan.h).
+// It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
+// Network::block_forward() and block_backward() first: they are the --plan print-out, line by line. Three
+// rules:
+//   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
+//   a step the host never
+//     waits for the GPU.
+//   - Saved for backward is what coat.h's saved_per_layer() lists. What can be recomputed elementwise is
+//   recomputed on the way into the
+//     next GEMM's operand.
+//   - Memory is used again: the gradient of the residual stream takes the place of the final norm's input,
+//   and gradients of weights
+//     the place of saved activations that backward no longer needs (plan.h).
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -12,6 +20,7 @@
 #include "adamw.cuh"
 #include "coat.cuh"
 #include "gpu/attention.cuh"
+#include "gpu/cuda.cuh"
 #include "gpu/gemm.cuh"
 #include "gpu/layers.cuh"
 #include "plan.h"
@@ -21,22 +30,7 @@ namespace {
 
 using namespace gpu;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What CUDA hands out, given back at the end
-
-class Stream {
-public:
-    Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "Creating a CUDA stream failed"); }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    operator cudaStream_t() const { return stream_; }
-    void wait() const { check(cudaStreamSynchronize(stream_), "The GPU failed"); }
-
-private:
-    cudaStream_t stream_ = nullptr;
-};
-
+// One allocation for everything, laid out by plan.cpp.
 class Arena {
 public:
     Arena(const Setup& s, const GpuFacts& facts) : layout(gpu_layout(s, facts)) {
@@ -58,96 +52,33 @@ private:
     uint8_t* base_ = nullptr;
 };
 
-// Work that is launched again and again with the same arguments: recorded the first time, so that hundreds of kernels then start as one.
-class Recording {
-public:
-    Recording() = default;
-    ~Recording() {
-        if (graph_) cudaGraphExecDestroy(graph_);  // of none it would leave an error behind, for whoever asks next
-    }
-    Recording(const Recording&) = delete;
-    Recording& operator=(const Recording&) = delete;
-
-    template <class Work>
-    void run(cudaStream_t s, Work work) {
-        if (!graph_) record(s, work);
-        check(cudaGraphLaunch(graph_, s), "Launching a CUDA graph failed");
-    }
-
-private:
-    cudaGraphExec_t graph_ = nullptr;
-
-    struct Capture {  // ends with its scope, also where an exception leaves it
-        const cudaStream_t stream;
-        bool open = true;
-        cudaGraph_t graph = nullptr;
-
-        explicit Capture(cudaStream_t s) : stream(s) {
-            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
-        }
-        ~Capture() {
-            if (open) cudaStreamEndCapture(stream, &graph), cudaGetLastError();  // an exception is on its way already
-            if (graph) cudaGraphDestroy(graph);
-        }
-        void end() {
-            open = false;
-            check(cudaStreamEndCapture(stream, &graph), "Recording a CUDA graph failed");
-        }
-    };
-
-    template <class Work>
-    void record(cudaStream_t s, Work work) {
-        Capture capture(s);
-        work();
-        capture.end();
-        check(cudaGraphInstantiate(&graph_, capture.graph, 0), "Making a CUDA graph failed");
-    }
-};
-
-template <class T>
-class Pinned {
-public:
-    explicit Pinned(int64_t n) { check(cudaMallocHost(&data_, n * sizeof(T)), "Allocating pinned memory failed"); }
-    ~Pinned() { cudaFreeHost(data_); }
-    Pinned(const Pinned&) = delete;
-    Pinned& operator=(const Pinned&) = delete;
-    T* get() const { return data_; }
-    T* operator->() const { return data_; }
-
-private:
-    T* data_ = nullptr;
-};
-
-void clear(void* p, int64_t bytes, cudaStream_t s) { check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed"); }
-void copy(void* to, const void* from, int64_t bytes, cudaStream_t s) {
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s), "Copying memory failed");
-}
-
-// What a step finds out, on the device.
+// What a step finds out, on the device until the step ends.
 struct Outcome {
     double loss;
     GradientState gradients;
-    uint32_t without_scale;  // operands that have no delayed scale yet
+    uint32_t without_scale;  // operands whose history of amaxes is still empty
 };
 struct Results {
     Outcome outcome;
-    double checked_loss;  // NaN if FP8 codes have hidden a number that is not finite
+    double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
     QuantStats stats[static_cast<int>(Kind::Count)];
     double partials[GRADIENT_PARTIALS];
 };
 
-// The rows [first, first + n) of a view that is in compute dtype, in groups or of one scale, or all rows of any.
+// The rows [first, first + n) of a view that is dense, in groups or per tensor. (Other scales have no part
+// that stands for some rows.)
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
     return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols),
-            grouped ? scales + first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes : v.scales, n, v.cols, v.quant};
+            grouped ? scales + first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes : v.scales, n,
+            v.cols, v.quant};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
 
-constexpr int64_t LINEARS = 4;  // of a layer
+constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
 
 class State {
 public:
@@ -155,12 +86,14 @@ public:
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
     const Quant compute, gradient_quant;
-    bool some_without_scale = false;  // operands may lack their delayed scale: they are scaled just in time
+    bool some_without_scale =
+        false;  // delayed scaling: some operand may have an empty history, and is scaled just in time
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)), compute{s.recipe.compute}, gradient_quant{gradient_format(s)},
-          arena_(arena), cuda_(cuda),
-          weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
+        : setup(s), params(parameters(s.config)),
+          buckets(bucket_ranges(params)), compute{s.recipe.compute}, gradient_quant{gradient_format(s)},
+          arena_(arena),
+          cuda_(cuda), weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
@@ -174,12 +107,16 @@ public:
         throw Error("The model has no parameter " + name + ".");
     }
     View weight(size_t i) const {
-        return dense_view(static_cast<uint8_t*>(weights_.values) + params[i].offset * info(compute.format).bytes, params[i]);
+        return dense_view(
+            static_cast<uint8_t*>(weights_.values) + params[i].offset * info(compute.format).bytes,
+            params[i]);
     }
     View gradient(size_t i) const {
-        return {arena_.at(arena_.layout.gradients[i]), nullptr, params[i].rows, params[i].cols, gradient_quant};
+        return {arena_.at(arena_.layout.gradients[i]), nullptr, params[i].rows, params[i].cols,
+                gradient_quant};
     }
-    // Of the weights, by parameter; and behind them those of the layers' operands, four linear layers each.
+    // One TensorScale for each parameter; behind them those of the operands of the linear layers, four layers
+    // a block.
     TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
     TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
@@ -187,16 +124,20 @@ public:
     int64_t operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
     bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
 
-    // Moments start at zero: max 0 of every group, and k 1 as an all-zero group has it.
+    // Weights as coat.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
     void initialize() {
         const GpuLayout& at = arena_.layout;
         clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(arena_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        clear(scale(0), (static_cast<int64_t>(params.size()) + operand_scales()) * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        clear(scale(0),
+              (static_cast<int64_t>(params.size()) + operand_scales()) *
+                  static_cast<int64_t>(sizeof(TensorScale)),
+              cuda_);
         expect_missing_scales();
         const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
-            gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed, cuda_);
+            gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed,
+                            cuda_);
             refresh_scale(i);
             for (const MomentView& m : {moment(i, false), moment(i, true)})
                 if (m.k) copy(m.k, ones.data(), params[i].groups() * 4, cuda_);
@@ -204,25 +145,32 @@ public:
         check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
     }
 
-    // A step's amaxes: none so far; and what they make of the next step's scales.
+    // Delayed scaling: amaxes at the start of a step, and the next step's scales at its end.
     void clear_amaxes() {
-        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float), operand_scales(), cuda_),
+        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
+                                operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
     void expect_missing_scales() { some_without_scale = delayed() && linear_formats(setup).x.fp8(); }
     void end_delayed_step(Results* results) {
         for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})
-            gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o), setup.recipe.history, setup.recipe.margin,
-                                  quant_of(setup.recipe, o).format, &results->outcome.gradients.skip, &results->outcome.without_scale, cuda_);
+            gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
+                                  setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
+                                  &results->outcome.gradients.skip, &results->outcome.without_scale, cuda_);
     }
 
-    void update(const AdamW& a, Results* results) { update({0, params.size(), 0, total()}, a, {a.clip}, results); }
-    void update_bucket(int64_t bucket, const AdamW& a, Results* results) { update(buckets[bucket], a, {a.clip, norm_correction_at(a, bucket)}, results); }
+    void update(const AdamW& a, Results* results) {
+        update({0, params.size(), 0, total()}, a, {a.clip}, results);
+    }
+    void update_bucket(int64_t bucket, const AdamW& a, Results* results) {
+        update(buckets[bucket], a, {a.clip, norm_correction_at(a, bucket)}, results);
+    }
 
     void measure(const BucketRange& bucket, QuantStats* stats) const {
         for (size_t i = bucket.first; i < bucket.last; i++)
-            measure_moments(setup.optimizer, segments() + i, params[i].size(), weights_, gradient(i).codes, gradient_quant.format, params[i].offset,
-                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2), cuda_);
+            measure_moments(setup.optimizer, segments() + i, params[i].size(), weights_, gradient(i).codes,
+                            gradient_quant.format, params[i].offset, stats + static_cast<int>(Kind::Moment1),
+                            stats + static_cast<int>(Kind::Moment2), cuda_);
     }
     void expansion_factors(QuantReport& report) const {
         for (size_t i = 0; i < params.size(); i++) {
@@ -258,9 +206,13 @@ private:
     cudaStream_t cuda_;
     Weights weights_;
 
-    int64_t total() const { return params.back().offset + params.back().padded_size(); }  // elements of the flat order
+    int64_t total() const {
+        return params.back().offset + params.back().padded_size();
+    }  // elements of the flat order
     int16_t* remainders() const {
-        return arena_.layout.remainder.bytes ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset)) : nullptr;
+        return arena_.layout.remainder.bytes
+                   ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset))
+                   : nullptr;
     }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
     View dense_view(uint8_t* data, const Param& p) const { return {data, nullptr, p.rows, p.cols, compute}; }
@@ -269,10 +221,12 @@ private:
         const int64_t n = static_cast<int64_t>(which.last - which.first);
         GradientState* state = &results->outcome.gradients;
         const void* gradients = gradient(which.first).codes;
-        gradient_norm(gradients, gradient_quant.format, which.elements, &results->checked_loss, clip, state, results->partials, cuda_);
+        gradient_norm(gradients, gradient_quant.format, which.elements, &results->checked_loss, clip, state,
+                      results->partials, cuda_);
         clear(scale(which.first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments() + which.first, static_cast<int>(n), {which.offset, which.elements}, weights_,
-                   rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
+        gpu::adamw(a, setup.optimizer, segments() + which.first, static_cast<int>(n),
+                   {which.offset, which.elements}, weights_, rounding_key(setup.seed, a.step), gradients,
+                   gradient_quant.format, state, cuda_);
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -285,20 +239,22 @@ private:
         const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
         auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(arena_.at(offset)); };
         if (!is_scaled(format)) return {arena_.at(at.codes), nullptr, nullptr, format};
-        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expands(format) ? floats(at.k) : nullptr, format};
+        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expands(format) ? floats(at.k) : nullptr,
+                format};
     }
     Segment segment(size_t i) const {
         const Param& p = params[i];
-        return {p.offset, p.size(), moment(i, false), moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
+        return {p.offset,        p.size(),     moment(i, false),
+                moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
     }
 
-    // The linear layers' order is that of their buckets, which follow the embedding's.
+    // Linear layer number `linear` has bucket linear + 1: bucket 0 is the embedding's.
     float* history(int64_t linear, LinearOperand o) const {
         float* all = reinterpret_cast<float*>(arena_.at(arena_.layout.delayed.offset));
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
-    // What the optimizer leaves behind, for weights that came from elsewhere.
+    // For weights that were written: the amax that the optimizer leaves for those that it updates.
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
         clear(scale(i), sizeof(TensorScale), cuda_);
@@ -318,11 +274,12 @@ private:
         return {i, name.substr(params[i].name.size())};
     }
 
-    // Tensors that lie in memory as they are read and written.
+    // Where a tensor is, for those that are stored as read() and write() pass them.
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
         const Param& p = params[i];
         const MomentView m = moment(i, false), v = moment(i, true);
-        const int64_t m_scales = setup.optimizer.scales(m.format, p.size()) * 4, v_scales = setup.optimizer.scales(v.format, p.size()) * 4;
+        const int64_t m_scales = setup.optimizer.scales(m.format, p.size()) * 4,
+                      v_scales = setup.optimizer.scales(v.format, p.size()) * 4;
         const struct {
             const char* suffix;
             void* data;
@@ -330,8 +287,12 @@ private:
         } table[] = {
             {"", weight(i).codes, p.size() * 2},
             {".remainder", weights_.remainder ? weights_.remainder + p.offset : nullptr, p.size() * 2},
-            {".m", m.codes, p.size() * info(m.format).bytes}, {".m.max", m.max, m_scales}, {".m.k", m.k, m_scales},
-            {".v", v.codes, p.size() * info(v.format).bytes}, {".v.max", v.max, v_scales}, {".v.k", v.k, v_scales},
+            {".m", m.codes, p.size() * info(m.format).bytes},
+            {".m.max", m.max, m_scales},
+            {".m.k", m.k, m_scales},
+            {".v", v.codes, p.size() * info(v.format).bytes},
+            {".v.max", v.max, v_scales},
+            {".v.k", v.k, v_scales},
         };
         for (const auto& row : table)
             if (suffix == row.suffix && row.data) return {row.data, row.bytes};
@@ -345,9 +306,12 @@ private:
         throw Error("The model has no tensor " + name + ".");
     }
 
-    // The fp32 recipe holds masters alone; files have them as BF16 and remainder. Between steps the GEMMs' scratch is free.
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 and remainder: they are converted piece by
+    // piece in the scratch of the GEMMs, which is free between steps.
     static constexpr int64_t PIECE = 1 << 21;
-    bool is_master(const std::string& suffix) const { return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder"); }
+    bool is_master(const std::string& suffix) const {
+        return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
+    }
     float* piece() const { return arena_.work<float>(Work::GemmScratch); }
     uint16_t* piece_weights() const { return reinterpret_cast<uint16_t*>(piece() + PIECE); }
     int16_t* piece_remainders() const { return reinterpret_cast<int16_t*>(piece() + PIECE) + PIECE; }
@@ -357,7 +321,8 @@ private:
         for (int64_t first = 0; first < params[i].size(); first += PIECE) {
             const int64_t n = std::min(PIECE, params[i].size() - first);
             split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
-            copy(out + first, remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), n * 2, cuda_);
+            copy(out + first, remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), n * 2,
+                 cuda_);
             check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
         }
     }
@@ -365,7 +330,8 @@ private:
         for (int64_t first = 0; first < params[i].size(); first += PIECE) {
             const int64_t n = std::min(PIECE, params[i].size() - first);
             split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
-            copy(remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), in + first, n * 2, cuda_);
+            copy(remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), in + first, n * 2,
+                 cuda_);
             join_master(piece_weights(), piece_remainders(), master(i) + first, n, cuda_);
             check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
         }
@@ -397,13 +363,15 @@ struct Linear {
     View weight, gradient;          // (out, in)
     Vector bias;                    // (out)
     TensorScale *x, *w, *g;         // of the input, the weight, and the gradient of the output
-    uint8_t* cached_weight;         // FP8 codes and scales, and behind them the transposed ones; null: made when needed
+    uint8_t*
+        cached_weight;  // FP8 codes and scales, and behind them the transposed ones; null: made when needed
     View saved_x{};                 // with --recompute off: the input as an operand; else empty
 };
 struct Layer {
     NormLayer norm1, norm2;
     Linear qkv, attention_out, gate_up, down;
-    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input, saved_gate_up;  // coat.h, saved_per_layer()
+    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input,
+        saved_gate_up;  // coat.h, saved_per_layer()
     int64_t bucket;  // of qkv; those of attention_out, gate_up and down follow
 };
 
@@ -421,10 +389,11 @@ public:
     // Called as soon as backward has a bucket's gradients and no longer needs its weights.
     std::function<void(int64_t bucket)> bucket_done;
 
-    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(s.recipe), formats_(linear_formats(s)), arena_(arena), state_(state), gemms_(gemms), cuda_(cuda),
-          caches_weights_(facts.cache_fp8_weights), embedding_(state.index("embedding")),
-          head_(state.index(config_.tied ? "embedding" : "head")),
+    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms,
+            cudaStream_t cuda)
+        : config_(s.config), recipe_(s.recipe), formats_(linear_formats(s)), arena_(arena), state_(state),
+          gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
+          embedding_(state.index("embedding")), head_(state.index(config_.tied ? "embedding" : "head")),
           positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
         uint8_t* cache = caches_weights_ ? arena.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, cache));
@@ -433,7 +402,9 @@ public:
         const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.compute);
         if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::Attention).bytes ||
             static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
-            throw Error("The memory plan has less room for attention or norms than their kernels need; correct work_rows() in plan.cpp.");
+            throw Error(
+                "The memory plan has less room for attention or norms than their kernels need; correct "
+                "work_rows() in plan.cpp.");
     }
 
     // Hidden states before the final norm, in residual_; with the final norm's statistics.
@@ -442,13 +413,14 @@ public:
         if (!state_.delayed()) state_.clear_amaxes();
         const Norm norm1 = norm_of(layers_[0].norm1, layers_[0].saved_norm1_input);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
-        gpu::embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, residual_after(norm1), norm1,
-                               needs_amax(layers_[0].qkv.x), cuda_);
+        gpu::embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, residual_after(norm1),
+                               norm1, needs_amax(layers_[0].qkv.x), cuda_);
         finish_residual(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
 
-    // The FP8 copies of the weights, if they are cached and not up to date. Comes before anything that uses them.
+    // The FP8 copies of the weights, if they are cached and not up to date. Comes before anything that uses
+    // them.
     void prepare() {
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
         for (const Layer& b : layers_)
@@ -465,8 +437,8 @@ public:
         head(batch, 1.0 / static_cast<double>(N_), false, loss);
     }
 
-    // *loss += the mean loss of the micro-batch / accumulate. Its gradients are added, or assigned if it is the first of a step: all
-    // but those of the embeddings, which follow in embedding_backward().
+    // *loss += the mean loss of the micro-batch / accumulate. Its gradients are added, or assigned if it is
+    // the first of a step: all but those of the embeddings, which follow in embedding_backward().
     void forward_and_backward(const Batch& batch, int64_t accumulate, bool first, double* loss) {
         first_ = first;
         saves_outputs_ = !state_.setup.recompute;
@@ -479,9 +451,11 @@ public:
         set_shape(batch);  // forward may have been a recording, which leaves nothing here
         first_ = first;
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks, state_.gradient(embedding_),
-                                arena_.work<float>(Work::EmbeddingPartials), cuda_);
-        if (!config_.arch.rope) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
+        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks,
+                                state_.gradient(embedding_), arena_.work<float>(Work::EmbeddingPartials),
+                                cuda_);
+        if (!config_.arch.rope)
+            positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }
 
@@ -489,8 +463,8 @@ public:
 
     int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + state_.operand_scales(); }
 
-    // Delayed scaling: before a step, or before a pass of its own, and after a step. Cached weights are quantized within the step,
-    // because that takes their amaxes.
+    // Delayed scaling: before a step, or before a pass of its own, and after a step. Cached weights are
+    // quantized within the step, because that takes their amaxes.
     void begin_delayed() {
         if (!state_.delayed()) return;
         state_.clear_amaxes();
@@ -511,20 +485,25 @@ private:
     Gemms& gemms_;
     cudaStream_t cuda_;
     const bool caches_weights_;
-    const size_t embedding_, head_, positions_;  // parameters; positions_ only where the architecture has them
+    const size_t embedding_, head_,
+        positions_;  // parameters; positions_ only where the architecture has them
     bool cache_is_valid_ = false, first_ = true, saves_outputs_ = false;
     std::vector<Layer> layers_;
     NormLayer final_norm_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
     View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
 
-    // --- One block: each comment is a row of the --plan print-out --------------------------------------------------------
+    // --- One block: each comment is a row of the --plan print-out
+    // --------------------------------------------------------
     void block_forward(int64_t l) {
         const Layer& b = layers_[l];
         const bool last = l + 1 == config_.L;
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input), norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const Norm next = last ? norm_of(final_norm_, final_input()) : norm_of(layers_[l + 1].norm1, layers_[l + 1].saved_norm1_input);
-        const View qkv = attention_view(b.saved_qkv, Work::Qkv), out = attention_view(b.saved_attention, Work::AttentionOutput);
+        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
+                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
+        const Norm next = last ? norm_of(final_norm_, final_input())
+                               : norm_of(layers_[l + 1].norm1, layers_[l + 1].saved_norm1_input);
+        const View qkv = attention_view(b.saved_qkv, Work::Qkv),
+                   out = attention_view(b.saved_attention, Work::AttentionOutput);
         const View saved_out = of_batch(b.saved_attention), gate_up = of_batch(b.saved_gate_up);
         const View branch = compute_view(Work::Branch, config_.C);
 
@@ -537,20 +516,25 @@ private:
         linear_forward(b.attention_out, stored(saved_out), branch);            // attention output projection
         residual_forward(branch, norm2, needs_amax(b.gate_up.x));              // residual add
 
-        gate_up_forward(b, norm(norm2));                                       // norm 2; gate and up projection
-        linear_forward(b.down, activation(config_.arch.gated, gate_up), branch);  // SiLU(gate) x up; down projection
+        gate_up_forward(b, norm(norm2));  // norm 2; gate and up projection
+        linear_forward(b.down, activation(config_.arch.gated, gate_up),
+                       branch);  // SiLU(gate) x up; down projection
         residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));  // residual add
     }
 
-    // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what the next lines need: the
-    // statistics with which the norm's output, an operand of wgrad, is recomputed; and the amax of the gradient that it writes.
+    // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
+    // the next lines need: the statistics with which the norm's output, an operand of wgrad, is recomputed;
+    // and the amax of the gradient that it writes.
     void block_backward(int64_t l) {
         const Layer& b = layers_[l];
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input), norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const View g = residual_gradient(), gate_up = of_batch(b.saved_gate_up), dx = compute_view(Work::Branch, config_.C);
+        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
+                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
+        const View g = residual_gradient(), gate_up = of_batch(b.saved_gate_up),
+                   dx = compute_view(Work::Branch, config_.C);
 
         begin_bucket(b.bucket + 3);  // down projection
-        const View dact = compute_view(Work::HiddenGradient, config_.F);  // gradient of the activation's output
+        const View dact =
+            compute_view(Work::HiddenGradient, config_.F);  // gradient of the activation's output
         Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::Gradient), nullptr);
         wgrad(b.down, g8, activation(config_.arch.gated, gate_up));
         dgrad(b.down, g8, dact);
@@ -559,8 +543,10 @@ private:
         begin_bucket(b.bucket + 2);  // activation; gate and up projection; norm 2
         const Lazy dgate_up = activation_backward(config_.arch.gated, gate_up, dact);
         // Codes as large as the saved elements take their place.
-        const bool in_place = formats_.g.granularity == PER_TENSOR && info(formats_.g.format).bytes == info(gate_up.quant.format).bytes;
-        g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::Gradient), needs_amax(b.gate_up.g));
+        const bool in_place = formats_.g.granularity == PER_TENSOR &&
+                              info(formats_.g.format).bytes == info(gate_up.quant.format).bytes;
+        g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::Gradient),
+                             needs_amax(b.gate_up.g));
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
         wgrad(b.gate_up, g8, norm(norm2));
@@ -574,24 +560,29 @@ private:
         end_bucket(b.bucket + 1);
 
         begin_bucket(b.bucket);  // attention; rotary positions; q, k, v projection; norm 1
-        const View qkv = load_attention(b.saved_qkv, Work::Qkv), out = load_attention(b.saved_attention, Work::AttentionOutput);
+        const View qkv = load_attention(b.saved_qkv, Work::Qkv),
+                   out = load_attention(b.saved_attention, Work::AttentionOutput);
         // The saved gate and up are no longer needed; plan.cpp decides whether dqkv fits in their place.
         const bool reuse = arena_.place(Work::QkvGradient).bytes == 0;
-        const View dqkv = compute_view(reuse ? b.saved_gate_up.codes : arena_.work(Work::QkvGradient), N_, config_.qkv_cols());
-        attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes), dout.codes, dqkv.codes,
-                           arena_.work(Work::Attention), cuda_);
+        const View dqkv = compute_view(reuse ? b.saved_gate_up.codes : arena_.work(Work::QkvGradient), N_,
+                                       config_.qkv_cols());
+        attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes),
+                           dout.codes, dqkv.codes, arena_.work(Work::Attention), cuda_);
         const bool rotated = config_.arch.rope;
         if (rotated) rope_backward(rope(), dqkv, needs_amax(b.qkv.g), cuda_);
-        g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::Gradient), rotated ? nullptr : needs_amax(b.qkv.g));
+        g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::Gradient),
+                             rotated ? nullptr : needs_amax(b.qkv.g));
         dgrad(b.qkv, g8, dx);
         residual_backward(norm1, b.norm1, dx, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.bucket);
     }
 
-    // --- The three GEMMs of a linear layer --------------------------------------------------------------------------------
+    // --- The three GEMMs of a linear layer
+    // --------------------------------------------------------------------------------
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false, w.bias.values, cuda_);
+        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
+                   w.bias.values, cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
@@ -600,8 +591,8 @@ private:
         gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
     }
 
-    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for UP_TOKENS tokens at a time. While it goes to
-    // groups, the amax of the activation's output is taken.
+    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for UP_TOKENS tokens at
+    // a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x) {
         const View gate_up = of_batch(b.saved_gate_up);
         TensorScale* const act = needs_amax(b.down.x);
@@ -614,61 +605,74 @@ private:
         const int64_t step = formats_.x.granularity == PER_TENSOR ? UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
             const View part = compute_view(arena_.work(Work::Up), std::min(step, N_ - first), gate_up.cols);
-            gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false, b.gate_up.bias.values, cuda_);
-            quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act, stats_of(Kind::ActivationInput), cuda_);
+            gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
+                       b.gate_up.bias.values, cuda_);
+            quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
+                             stats_of(Kind::ActivationInput), cuda_);
         }
     }
 
-    // --- Operands: a tensor in the format that a GEMM reads ---------------------------------------------------------------
-    // A dense tensor that is stored in the wanted format is used in place. FP8 codes go to `codes` and, transposed, to
-    // `transposed`; either may be null.
-    Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale, Kind kind) {
+    // --- Operands: a tensor in the format that a GEMM reads
+    // --------------------------------------------------------------- A dense tensor that is stored in the
+    // wanted format is used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be
+    // null.
+    Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
+                    Kind kind) {
         if (x.op == LazyOp::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
-        const Operand out = describe(q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows, x.cols, q, codes, transposed, scale);
+        const Operand out = describe(q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows, x.cols, q, codes,
+                                     transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
     // A per-tensor scale is in its TensorScale; other scales lie right behind the codes.
-    static Operand describe(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed, TensorScale* scale) {
+    static Operand describe(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed,
+                            TensorScale* scale) {
         if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, transposed};
-        auto behind = [&](void* p) { return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr; };
+        auto behind = [&](void* p) {
+            return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr;
+        };
         return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), scale};
     }
-    // FP8 GEMMs want a multiple of 16 rows, which a prompt may not have: they read and write a few rows more, whose values are
-    // undefined and never used.
+    // FP8 GEMMs want a multiple of 16 rows, which a prompt may not have: they read and write a few rows more,
+    // whose values are undefined and never used.
     View gemm_rows(View v) const { return v.rows = formats_.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
 
-    // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off the forward pass saves
-    // what wgrad will read: FP8 codes transposed, or dense values.
+    // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off
+    // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
         void* const place = arena_.work(x.op == LazyOp::Activation ? Work::Hidden : Work::Operand);
         void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
-        if (saved) return operand(x, q, q.fp8() ? place : saved, q.fp8() ? saved : nullptr, w.x, Kind::LinearInput);
+        if (saved)
+            return operand(x, q, q.fp8() ? place : saved, q.fp8() ? saved : nullptr, w.x, Kind::LinearInput);
         const bool transposed = q.fp8() && use == Gemm::Wgrad;
-        return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, w.x, Kind::LinearInput);
+        return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, w.x,
+                       Kind::LinearInput);
     }
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
         void* const place = arena_.work(Work::Weight);
         take_weight_amax(w);
-        return operand(stored(w.weight), formats_.w, use == Gemm::Dgrad ? nullptr : place, use == Gemm::Dgrad ? place : nullptr, w.w,
-                       Kind::Weight);
+        return operand(stored(w.weight), formats_.w, use == Gemm::Dgrad ? nullptr : place,
+                       use == Gemm::Dgrad ? place : nullptr, w.w, Kind::Weight);
     }
     Operand cached_operand(const Linear& w) const {
         const int64_t rows = w.weight.rows, cols = w.weight.cols;
-        return describe(rows, cols, formats_.w, w.cached_weight, w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w);
+        return describe(rows, cols, formats_.w, w.cached_weight,
+                        w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w);
     }
-    // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and the gradient of the bias.
-    // amax: where the amax is still to be taken; null if it has been. A bias sums the unrounded gradient of an FP8 operand, in a
-    // pass that takes the amax too; it sums the stored values of any other.
+    // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
+    // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
+    // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
+    // of any other.
     Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
         const Quant& q = formats_.g;
         if (q.fp8() && w.bias.values) bias_gradient(w, g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr, w.g, Kind::Gradient);
+        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr,
+                                   w.g, Kind::Gradient);
         if (!q.fp8() && w.bias.values) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
@@ -676,9 +680,10 @@ private:
         column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), amax, cuda_);
     }
 
-    // --- Amaxes: who takes them --------------------------------------------------------------------------------------------
-    // Per-tensor scaling just in time needs the amax before the codes: of these operands a producer takes it. Delayed scaling needs
-    // that only while a history is empty. Null: nobody has to take this amax.
+    // --- Amaxes: who takes them
+    // -------------------------------------------------------------------------------------------- Per-tensor
+    // scaling just in time needs the amax before the codes: of these operands a producer takes it. Delayed
+    // scaling needs that only while a history is empty. Null: nobody has to take this amax.
     TensorScale* needs_amax(TensorScale* scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
@@ -687,10 +692,13 @@ private:
         if (scale) amax(x, scale, cuda_);
     }
     // The optimizer leaves the amax of a weight, but not where scaling is delayed.
-    void take_weight_amax(const Linear& w) const { take_amax(stored(w.weight), state_.delayed() ? needs_amax(w.w) : nullptr); }
+    void take_weight_amax(const Linear& w) const {
+        take_amax(stored(w.weight), state_.delayed() ? needs_amax(w.w) : nullptr);
+    }
 
-    // --- Residual stream and attention -------------------------------------------------------------------------------------
-    // residual += branch. The next norm's input is saved; the amax of its output goes to y_amax.
+    // --- Residual stream and attention
+    // ------------------------------------------------------------------------------------- residual +=
+    // branch. The next norm's input is saved; the amax of its output goes to y_amax.
     void residual_forward(const View& branch, const Norm& next, TensorScale* y_amax) {
         residual_add(residual_, branch, residual_after(next), next, y_amax, cuda_);
         finish_residual(next);
@@ -700,15 +708,18 @@ private:
         residual_ = groups ? residual_after(next) : next.in;
         if (groups) measure_groups(stored(residual_), stats_of(Kind::NormInput), cuda_);
     }
-    // Beside a norm input in groups, the residual stream goes on in the compute dtype; otherwise the two are one tensor.
-    View residual_after(const Norm& next) const { return next.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : View{}; }
+    // Beside a norm input in groups, the residual stream goes on in the compute dtype; otherwise the two are
+    // one tensor.
+    View residual_after(const Norm& next) const {
+        return next.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : View{};
+    }
     void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* g_amax) {
-        norm_backward(n, dy, residual_gradient(), residual_gradient(), g_amax, layer.weight.gradient, layer.bias.gradient,
-                      arena_.work<float>(Work::NormPartials), cuda_);
+        norm_backward(n, dy, residual_gradient(), residual_gradient(), g_amax, layer.weight.gradient,
+                      layer.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
     }
 
-    // Attention computes in the compute dtype. Where its inputs and output are saved in groups, it computes with what the groups hold:
-    // so the saved log-sum-exp belongs to what backward reads.
+    // Attention computes in the compute dtype. Where its inputs and output are saved in groups, it computes
+    // with what the groups hold: so the saved log-sum-exp belongs to what backward reads.
     View attention_view(const View& saved, Work work) const {
         return saved.quant.fp8() ? compute_view(work, saved.cols) : of_batch(saved);
     }
@@ -721,7 +732,8 @@ private:
         return x;
     }
 
-    // --- Head --------------------------------------------------------------------------------------------------------------
+    // --- Head
+    // --------------------------------------------------------------------------------------------------------------
     // Logits (n, padded_V) of the tokens from `first` on.
     View head_logits(int64_t first, int64_t n) {
         const View logits = compute_view(arena_.work(Work::Logits), n, config_.padded_V());
@@ -729,67 +741,88 @@ private:
         part.in = rows(part.in, first, n);
         part.stats += first;
         const Quant dense{recipe_.compute};
-        const Operand y = operand(norm(part), dense, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
+        const Operand y =
+            operand(norm(part), dense, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
         gemms_.run(Gemm::Fprop, y, {state_.weight(head_)}, logits, false, nullptr, cuda_);
         return logits;
     }
-    // Loss, and in backward the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time; their gradients take
-    // their place. The head's gradient is summed in FP32 where a BF16 sum would be rounded too often (plan.h, head_sum_apart).
+    // Loss, and in backward the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
+    // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
+    // rounded too often (plan.h, head_sum_apart).
     void head(const Batch& batch, double scale, bool backward, double* loss) {
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
-        const View sum = in_fp32 ? View{arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32} : gradient;
+        const View sum =
+            in_fp32 ? View{arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32}
+                    : gradient;
         float* losses = arena_.work<float>(Work::Losses);
         if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
-            const View logits = head_logits(first, n), y = compute_view(arena_.work(Work::FinalNorm), n, config_.C);
-            cross_entropy(logits, config_.V, batch.targets + first, backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
+            const View logits = head_logits(first, n),
+                       y = compute_view(arena_.work(Work::FinalNorm), n, config_.C);
+            cross_entropy(logits, config_.V, batch.targets + first,
+                          backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
             if (!backward) continue;
             gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
-            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr, cuda_);
+            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr,
+                       cuda_);
         }
         loss_sum(losses, N_, scale, loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
         begin_bucket(bucket);
-        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(), needs_amax(layers_.back().down.g),
-                      final_norm_.weight.gradient, final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(),
+                      needs_amax(layers_.back().down.g), final_norm_.weight.gradient,
+                      final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
         end_bucket(bucket);
     }
 
-    // --- Views ---------------------------------------------------------------------------------------------------------------
+    // --- Views
+    // ---------------------------------------------------------------------------------------------------------------
     void set_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
     View of_batch(View saved) const { return saved.rows = N_, saved; }
-    View compute_view(void* data, int64_t n, int64_t cols) const { return {data, nullptr, n, cols, Quant{recipe_.compute}}; }
+    View compute_view(void* data, int64_t n, int64_t cols) const {
+        return {data, nullptr, n, cols, Quant{recipe_.compute}};
+    }
     View compute_view(Work w, int64_t cols) const { return compute_view(arena_.work(w), N_, cols); }
-    View final_input() const { return compute_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C); }
-    View residual_gradient() const { return final_input(); }  // backward reads the final norm's input once, to write this over it
+    View final_input() const {
+        return compute_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C);
+    }
+    View residual_gradient() const {
+        return final_input();
+    }  // backward reads the final norm's input once, to write this over it
     Norm norm_of(const NormLayer& n, const View& in) const {
         float2* stats_of_rows = arena_.work<float2>(Work::NormStatistics);
-        return {of_batch(in), n.weight.values, n.bias.values, stats_of_rows, config_.arch.rms, config_.norm_eps};
+        return {of_batch(in),  n.weight.values,  n.bias.values,
+                stats_of_rows, config_.arch.rms, config_.norm_eps};
     }
-    Rope rope() const { return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
+    Rope rope() const {
+        return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()};
+    }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
 
-    // --- Buckets -------------------------------------------------------------------------------------------------------------
-    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so their gradients are cleared. A
-    // tied embedding has the head's part already.
+    // --- Buckets
+    // -------------------------------------------------------------------------------------------------------------
+    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
+    // their gradients are cleared. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
         const BucketRange& bucket = state_.buckets[number];
         for (size_t i = bucket.first; first_ && i < bucket.last; i++) {
             const Param& p = state_.params[i];
             if (!p.role.linear && i != head_)
-                clear(state_.gradient(i).codes, p.padded_size() * info(state_.gradient_quant.format).bytes, cuda_);
+                clear(state_.gradient(i).codes, p.padded_size() * info(state_.gradient_quant.format).bytes,
+                      cuda_);
         }
     }
     void end_bucket(int64_t number) const {
         if (bucket_done) bucket_done(number);
     }
 
-    // --- Construction ------------------------------------------------------------------------------------------------------
+    // --- Construction
+    // ------------------------------------------------------------------------------------------------------
     Vector make_vector(const std::string& name) const {
         const size_t i = state_.index(name);
         return {state_.weight(i).codes, state_.gradient(i)};
@@ -797,12 +830,18 @@ private:
     NormLayer make_norm(const std::string& name) const {
         return {make_vector(name + ".weight"), config_.arch.rms ? Vector{} : make_vector(name + ".bias")};
     }
-    Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache, const View& saved_x) const {
+    Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
+                       const View& saved_x) const {
         const size_t i = state_.index(name);
         auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
-        const Linear w{state_.weight(i), state_.gradient(i), config_.arch.bias ? make_vector(name + ".bias") : Vector{},
-                       scale(LinearOperand::X), state_.delayed() ? scale(LinearOperand::W) : state_.scale(i), scale(LinearOperand::G),
-                       cache, saved_x};
+        const Linear w{state_.weight(i),
+                       state_.gradient(i),
+                       config_.arch.bias ? make_vector(name + ".bias") : Vector{},
+                       scale(LinearOperand::X),
+                       state_.delayed() ? scale(LinearOperand::W) : state_.scale(i),
+                       scale(LinearOperand::G),
+                       cache,
+                       saved_x};
         const int64_t out = w.weight.rows, in = w.weight.cols;
         if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
         return w;
@@ -826,8 +865,13 @@ private:
                 make_linear(name + "attention_out", l, 1, cache, View{}),
                 make_linear(name + "gate_up", l, 2, cache, saved(Saved::Norm2Output)),
                 make_linear(name + "down", l, 3, cache, saved(Saved::ActivationOutput)),
-                saved(Saved::Norm1Input), saved(Saved::Qkv), saved(Saved::Attention), saved(Saved::LogSumExp),
-                saved(Saved::Norm2Input), saved(Saved::GateUp), state_.params[state_.index(name + "qkv")].bucket};
+                saved(Saved::Norm1Input),
+                saved(Saved::Qkv),
+                saved(Saved::Attention),
+                saved(Saved::LogSumExp),
+                saved(Saved::Norm2Input),
+                saved(Saved::GateUp),
+                state_.params[state_.index(name + "qkv")].bucket};
     }
 };
 
@@ -837,11 +881,15 @@ private:
 class Gpu : public Model {
 public:
     Gpu(const Setup& s, const GpuFacts& facts)
-        : setup_(s), arena_(setup_, facts), gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation),
-          state_(setup_, arena_, stream_), network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_tokens()),
-          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1), norms_(buckets()) {
-        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 && sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
-                      sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128, "as work_rows() in plan.cpp counts them");
+        : setup_(s), arena_(setup_, facts),
+          gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), state_(setup_, arena_, stream_),
+          network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_tokens()),
+          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1),
+          norms_(buckets()) {
+        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
+                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
+                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
+                      "as work_rows() in plan.cpp counts them");
         start();
         warm_up();
         start();
@@ -879,7 +927,8 @@ public:
         network_.begin_delayed();
         network_.prepare();
         network_.evaluate(device_batch(), &results()->outcome.loss);
-        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->outcome.loss, stream_);
+        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->outcome.loss,
+                     stream_);
         return finish().loss;
     }
 
@@ -889,7 +938,8 @@ public:
         network_.begin_delayed();
         network_.prepare();
         network_.forward({device_tokens(), device_targets(), 1, n});
-        const View row = network_.token_logits(n - 1), wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
+        const View row = network_.token_logits(n - 1),
+                   wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         dequantize(row, wide, stream_);
         copy(logits, wide.codes, setup_.config.V * 4, stream_);
         stream_.wait();
@@ -904,7 +954,9 @@ public:
         network_.stats = results()->stats;
         network_.begin_delayed();
         network_.prepare();
-        network_.bucket_done = [&](int64_t bucket) { state_.measure(state_.buckets[bucket], results()->stats); };
+        network_.bucket_done = [&](int64_t bucket) {
+            state_.measure(state_.buckets[bucket], results()->stats);
+        };
         run(0, 1);
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
@@ -914,7 +966,7 @@ public:
         return report;
     }
 
-    // Gradients are those of the last step until the next forward pass.
+    // Gradients can be read from the end of a step to the next forward pass.
     void read(const std::string& name, void* out) override { state_.read(name, out); }
     void write(const std::string& name, const void* in) override {
         state_.write(name, in);
@@ -923,7 +975,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    struct Hooks {  // what one call asks of the network, taken back at its end, also by an exception
+    struct Hooks {  // takes back what one call has set in the network, also after an exception
         Network& network;
         ~Hooks() { network.stats = nullptr, network.bucket_done = nullptr; }
     };
@@ -937,7 +989,7 @@ private:
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
     Pinned<Outcome> outcome_;
-    Pinned<double> norms_;  // by bucket, of its gradients and all later ones'
+    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
     Recording first_micro_batch_, later_micro_batch_;
     bool tuning_ = false;
 
@@ -957,8 +1009,8 @@ private:
         network_.weights_changed();
     }
 
-    // Two steps on made-up tokens, before the weights are set for good. In the first every product picks its algorithm, on numbers like the real
-    // ones, and CUDA loads every kernel; the second is recorded.
+    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
+    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
     void warm_up() {
         std::vector<int32_t> tokens(batch_tokens());
         const uint64_t V = static_cast<uint64_t>(setup_.config.V);
@@ -971,7 +1023,8 @@ private:
 
     void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
         for (int64_t i = 0; i < n; i++)
-            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 || targets[i] >= setup_.config.V)
+            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 ||
+                targets[i] >= setup_.config.V)
                 throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
                             "; choose --data and --model that belong together.");
         std::copy(tokens, tokens + n, tokens_.get());
@@ -982,14 +1035,17 @@ private:
         copy(device_targets(), targets_.get() + first, n * 4, stream_);
     }
 
-    // One micro-batch of what is pinned. It is a recording where every launch is like the last one's: not while products are being tuned or
-    // quantization is measured, nor with updates on the way, whose numbers change, nor
-    // as long as an operand may lack its delayed scale. The host works out the order of the tokens meanwhile.
+    // One micro-batch of the pinned tokens. It is a recording unless a launch may differ from the last one:
+    // while GEMMs are tuned or quantization is measured, when buckets are updated on the way, and as long as
+    // an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's
+    // gradient.
     void run(int64_t micro_batch, int64_t accumulate) {
         const int64_t N = setup_.B * setup_.T;
         const bool first = micro_batch == 0;
         upload(micro_batch * N, N);
-        auto work = [&] { network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss); };
+        auto work = [&] {
+            network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss);
+        };
         if (network_.stats || network_.bucket_done || tuning_ || state_.some_without_scale) work();
         else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
         network_.embedding_backward(upload_order(micro_batch), first);
@@ -997,12 +1053,12 @@ private:
 
     Batch device_batch() const { return {device_tokens(), device_targets(), setup_.B, setup_.T}; }
 
-    // The rows of equal tokens, for the embedding's gradient.
     Batch upload_order(int64_t micro_batch) {
         Batch batch = device_batch();
         const int64_t N = batch.B * batch.T, first = micro_batch * N;
         const EmbeddingOrder order = embedding_order(tokens_.get() + first, N, setup_.config.V);
-        batch.order = arena_.work<int32_t>(Work::EmbeddingOrder), batch.chunks = arena_.work<EmbeddingChunk>(Work::EmbeddingChunks);
+        batch.order = arena_.work<int32_t>(Work::EmbeddingOrder),
+        batch.chunks = arena_.work<EmbeddingChunk>(Work::EmbeddingChunks);
         batch.number_of_chunks = static_cast<int64_t>(order.chunks.size());
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
         std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
@@ -1017,7 +1073,8 @@ private:
         clear(&results()->checked_loss, sizeof(double), stream_);
     }
     void check_loss() {
-        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss, stream_);
+        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss,
+                     stream_);
     }
 
     const Outcome& finish() {
@@ -1028,19 +1085,23 @@ private:
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Whether and how a GPU can do it
+// Whether this GPU can run a setup
 
 int attribute(cudaDeviceAttr which) {
     int value = 0;
     check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
     return value;
 }
-int capability() { return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor); }
+int capability() {
+    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+}
 
-// What CUDA and cuBLAS load when kernels are first launched.
+// Device memory that CUDA and cuBLAS take when kernels are first launched.
 constexpr int64_t LOADED_LATER = 256 << 20;
 
-bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return gpu_layout(s, facts).total + LOADED_LATER <= free; }
+bool fits(const Setup& s, const GpuFacts& facts, int64_t free) {
+    return gpu_layout(s, facts).total + LOADED_LATER <= free;
+}
 
 int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
     int64_t fitting = 0, too_large = s.B;
@@ -1054,10 +1115,11 @@ int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
 void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     if (fits(s, facts, free)) return;
     const int64_t batch = largest_batch(s, facts, free);
-    throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) + " MiB of GPU memory, but " +
-                std::to_string(free >> 20) + " MiB are free; " +
+    throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) +
+                " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
                 (batch ? "the largest --batch that fits is " + std::to_string(batch)
-                       : "not even --batch 1 fits: choose a smaller --model or --seq") + ".");
+                       : "not even --batch 1 fits: choose a smaller --model or --seq") +
+                ".");
 }
 
 GpuFacts facts_for(const Setup& s) {
@@ -1075,7 +1137,8 @@ Setup on_this_gpu(Setup s) {
     const bool fp8_gemm = capability() >= FP8_CAPABILITY;
     if (!fp8_gemm && s.recipe.x.fp8())
         std::fprintf(stderr,
-                     "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear layers run in %s, on FP8 storage.\n",
+                     "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear "
+                     "layers run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
     return s;
@@ -1094,7 +1157,7 @@ std::string coat::why_no_gpu() {
     cudaDriverGetVersion(&found.driver);
     cudaRuntimeGetVersion(&found.runtime);
     const cudaError_t error = cudaGetDeviceCount(&found.gpus);
-    cudaGetLastError();  // forget it: this is a question
+    cudaGetLastError();  // clear it: nothing has failed
     found.driver_too_old = error == cudaErrorInsufficientDriver;
     if (error == cudaErrorNoDevice) found.gpus = 0;
     else if (error != cudaSuccess) found.error = cudaGetErrorString(error);

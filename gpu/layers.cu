@@ -1,12 +1,13 @@
-// gpu/layers.cu - residual + norm, RoPE, cross-entropy and embedding on the GPU (interface: layers.cuh; how tensors are read and
-// written: tensor.cuh).
+// gpu/layers.cu - residual + norm, RoPE, cross-entropy and embedding on the GPU (interface: layers.cuh; how
+// tensors are read and written: tensor.cuh).
 #include "layers.cuh"
 
 namespace coat::gpu {
 namespace {
 
 // =====================================================================================================================
-// Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or several.
+// Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
+// several.
 
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
@@ -17,8 +18,9 @@ dim3 row_block(int64_t C) {
 }
 __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it. Two calls in a row need
-// different PLACEs in shared memory, because a thread may still be reading the first when another writes the second.
+// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it. Two
+// calls in a row need different PLACEs in shared memory, because a thread may still be reading the first when
+// another writes the second.
 template <int PLACE, int K>
 __device__ void team_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
@@ -43,7 +45,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqr
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads: the same bits.
+// {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
+// the same bits.
 __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
@@ -90,7 +93,8 @@ __global__ void __launch_bounds__(32 * REDUCE_ROWS)
 
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
     const int64_t n = gradient.rows * gradient.cols;
-    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n, gradient_of(gradient));
+    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
+                                                                           gradient_of(gradient));
     CHECK_LAUNCH("reduce_partials");
 }
 
@@ -107,7 +111,9 @@ struct Sum {  // x + branch
     Dense<T> x, branch;
     int64_t width;
 
-    __device__ Raw load(int64_t row, int64_t col) const { return {x.load(row * width + col), branch.load(row * width + col)}; }
+    __device__ Raw load(int64_t row, int64_t col) const {
+        return {x.load(row * width + col), branch.load(row * width + col)};
+    }
     __device__ void compute(const Raw& raw, Values& v) const {
         Values other;
         x.values(raw.x, v);
@@ -142,11 +148,13 @@ struct Embedding {  // embedding[token] (+ positions[row % T])
     }
 };
 
-// sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's quantizer needs.
+// sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's
+// quantizer needs.
 template <class Source, class Storage>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Source source, int64_t rows, Dense<typename Storage::Compute> x_out, Storage in,
-                    NormParameters<typename Storage::Compute> parameters, float2* stats, bool rms, float eps, TensorScale* y_amax) {
+                    NormParameters<typename Storage::Compute> parameters, float2* stats, bool rms, float eps,
+                    TensorScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = source.width;
     typename Source::Raw raw[ROW_CHUNKS] = {};
 #pragma unroll
@@ -174,50 +182,57 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         Values weight, bias;
         parameters.load(row_column(c), weight, bias);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
+        for (int j = 0; j < CHUNK; j++)
+            top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
     }
     update_amax_by_warp(&y_amax->amax, top);
 }
 
 template <class Source, class Storage>
-void launch_residual(const Source& source, const View& x_out, const Norm& n, Storage in, TensorScale* y_amax, cudaStream_t s) {
+void launch_residual(const Source& source, const View& x_out, const Norm& n, Storage in, TensorScale* y_amax,
+                     cudaStream_t s) {
     using T = typename Storage::Compute;
     if (n.in.rows == 0) return;
     const dim3 block = row_block(n.in.cols);
-    residual_kernel<<<blocks(n.in.rows, block.y), block, 0, s>>>(source, n.in.rows, dense<T>(x_out.codes), in,
-                                                                NormParameters<T>{dense<T>(n.weight), dense<T>(n.bias)}, n.stats,
-                                                                n.rms, n.eps, y_amax);
+    residual_kernel<<<blocks(n.in.rows, block.y), block, 0, s>>>(
+        source, n.in.rows, dense<T>(x_out.codes), in, NormParameters<T>{dense<T>(n.weight), dense<T>(n.bias)},
+        n.stats, n.rms, n.eps, y_amax);
     CHECK_LAUNCH("residual");
 }
 
 }  // namespace
 
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
+                  cudaStream_t s) {
     with_storage(next.in, [&](auto in) {
         using T = typename decltype(in)::Compute;
-        launch_residual(Sum<T>{dense<T>(x.codes), dense<T>(branch.codes), x.cols}, x_out, next, in, y_amax, s);
+        launch_residual(Sum<T>{dense<T>(x.codes), dense<T>(branch.codes), x.cols}, x_out, next, in, y_amax,
+                        s);
     });
 }
 
-void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T, const View& x_out,
-                       const Norm& next, TensorScale* y_amax, cudaStream_t s) {
+void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
+                       const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
     with_storage(next.in, [&](auto in) {
         using C = typename decltype(in)::Compute;
-        launch_residual(Embedding<C>{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T, embedding.cols}, x_out, next, in,
-                        y_amax, s);
+        launch_residual(
+            Embedding<C>{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T, embedding.cols},
+            x_out, next, in, y_amax, s);
     });
 }
 
 // =====================================================================================================================
 // Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
-//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) / rms, xhat = x / rms
-//   dweight += dy xhat, dbias += dy
-// A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added in order.
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) /
+//   rms, xhat = x / rms dweight += dy xhat, dbias += dy
+// A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
+// in order.
 
 namespace {
 
-// A thread's own columns of a parameter gradient. In shared memory the two halves of a chunk lie apart, so that neighbouring
-// threads use different banks. Where shared memory is too small, the sums are in the block's row of the partial sums.
+// A thread's own columns of a parameter gradient. In shared memory the two halves of a chunk lie apart, so
+// that neighbouring threads use different banks. Where shared memory is too small, the sums are in the
+// block's row of the partial sums.
 struct ColumnSums {
     float4* sums;
     int64_t apart, step;  // from the first half of a chunk to the second, and from chunk to chunk
@@ -240,7 +255,8 @@ struct ColumnSums {
 
 // The sums of a block's teams, added in order, to row blockIdx.x of partials (blocks, C).
 __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
-    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C; col += blockDim.x * blockDim.y * CHUNK) {
+    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
+         col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
         for (int team = 0; team < blockDim.y; team++) {
             ColumnSums(sums + team * C, C, true).read(col, one);
@@ -263,8 +279,8 @@ struct NormBackward {  // the arguments of both kernels
     float* partials;
 };
 
-// What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the rest, unless FP32
-// rows leave no registers for it.
+// What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the
+// rest, unless FP32 rows leave no registers for it.
 template <class Storage>
 struct BackwardRow {
     using T = typename Storage::Compute;
@@ -274,7 +290,8 @@ struct BackwardRow {
     typename Storage::Raw raw_x[ROW_CHUNKS] = {};
     typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
 
-    __device__ BackwardRow(const NormBackward<Storage>& a, int64_t row) : a(a), row(row), first(row * a.C + threadIdx.x * CHUNK) {
+    __device__ BackwardRow(const NormBackward<Storage>& a, int64_t row)
+        : a(a), row(row), first(row * a.C + threadIdx.x * CHUNK) {
         const Storage x = a.in.from(first);
         const Dense<T> dy = a.dy.from(first), g = a.g_in.from(first);
 #pragma unroll
@@ -313,10 +330,12 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
     float top = 0;
     bool turn = false;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows; first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+         first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
         BackwardRow<Storage> r(a, first + threadIdx.y);
         Values x[ROW_CHUNKS];
-        float sum[2] = {0, 0};  // of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn
+        float sum[2] = {
+            0, 0};  // of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             r.x(c, x[c]);
@@ -357,10 +376,12 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
 
 template <class Storage, bool SHARED>
 __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials
+    extern __shared__ __align__(
+        16) float sums[];  // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials
     float* const own = a.partials + blockIdx.x * a.C;
     const ColumnSums dweight(SHARED ? sums + threadIdx.y * a.C : own, a.C, SHARED);
-    const ColumnSums dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * a.C : own + gridDim.x * a.C, a.C, SHARED);
+    const ColumnSums dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * a.C : own + gridDim.x * a.C, a.C,
+                           SHARED);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= a.C) continue;
@@ -369,7 +390,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
     }
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
     float top = 0;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows; first += int64_t(gridDim.x) * blockDim.y) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
         BackwardRow<Storage> r(a, first + threadIdx.y);
         Values x[ROW_CHUNKS];
 #pragma unroll
@@ -417,31 +439,46 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
 }
 
 constexpr int NORM_BLOCKS_PER_SM = 4;
-// Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take the same path.
+// Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
+// the same path.
 constexpr size_t NORM_SHARED = 98 << 10;
 
 }  // namespace
 
-size_t norm_backward_workspace(int64_t C) { return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float); }
+size_t norm_backward_workspace(int64_t C) {
+    return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
+}
 
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax, const View& dweight,
-                   const View& dbias, float* workspace, cudaStream_t s) {
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
     const dim3 block = row_block(C);
-    const unsigned grid = std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
-    const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float), shared = sums <= NORM_SHARED ? sums : 0;
+    const unsigned grid =
+        std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float),
+                 shared = sums <= NORM_SHARED ? sums : 0;
     require(shared || !n.rms, "the sums of RMSNorm do not fit into shared memory");
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const NormBackward<Storage> a{in,   dense<T>(n.weight), dense<T>(dy.codes), dense<T>(g_in.codes), dense<T>(g_out.codes),
-                                      rows, C, n.eps, n.stats, g_amax, workspace};
+        const NormBackward<Storage> a{in,
+                                      dense<T>(n.weight),
+                                      dense<T>(dy.codes),
+                                      dense<T>(g_in.codes),
+                                      dense<T>(g_out.codes),
+                                      rows,
+                                      C,
+                                      n.eps,
+                                      n.stats,
+                                      g_amax,
+                                      workspace};
         const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
                             : shared ? layernorm_backward_kernel<Storage, true>
                                      : layernorm_backward_kernel<Storage, false>;
         if (shared > 40 << 10)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared)),
                   "Shared memory for norm_backward");
         kernel<<<grid, block, shared, s>>>(a);
         CHECK_LAUNCH("norm_backward");
@@ -493,12 +530,12 @@ __device__ float larger(float top, float4 v) {
     return gpu::larger(gpu::larger(gpu::larger(gpu::larger(top, v.x), v.y), v.z), v.w);
 }
 
-// A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1 forward, -1 backward. Heads
-// from `rotated_heads` on (v) only enter the amax.
+// A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1
+// forward, -1 backward. Heads from `rotated_heads` on (v) only enter the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
-__global__ void __launch_bounds__(ROPE_THREADS)
-    rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign, TensorScale* amax) {
+__global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols,
+                                                            uint32_t heads, float sign, TensorScale* amax) {
     using Four = decltype(load4(static_cast<const T*>(nullptr)));
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
@@ -510,7 +547,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
         Four raw[ROPE_HEADS][2] = {};
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++)
-            if (first + h < heads) raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
+            if (first + h < heads)
+                raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
         const float2* table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
@@ -528,14 +566,15 @@ __global__ void __launch_bounds__(ROPE_THREADS)
 }
 
 void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, cudaStream_t s) {
-    require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0, "a head size is not a multiple of 8");
+    require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
+            "a head size is not a multiple of 8");
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     require(quads < int64_t(1) << 32, "there are more rows than RoPE can count");
     if (quads == 0 || heads == 0) return;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
-        rope_kernel<<<grid, ROPE_THREADS, 0, s>>>(x.data, r, static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads),
-                                                 sign, amax);
+        rope_kernel<<<grid, ROPE_THREADS, 0, s>>>(x.data, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
+                                                  static_cast<uint32_t>(heads), sign, amax);
         CHECK_LAUNCH("rope");
     });
 }
@@ -544,11 +583,14 @@ void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, 
 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
-    rope_table_kernel<<<blocks(positions * half, 256), 256, 0, s>>>(positions * half, static_cast<int>(half), c.rope_theta, table);
+    rope_table_kernel<<<blocks(positions * half, 256), 256, 0, s>>>(positions * half, static_cast<int>(half),
+                                                                    c.rope_theta, table);
     CHECK_LAUNCH("rope_table");
 }
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }
-void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s) { launch_rope(r, dqkv, -1, amax, s); }
+void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s) {
+    launch_rope(r, dqkv, -1, amax, s);
+}
 
 // =====================================================================================================================
 // Cross-entropy
@@ -585,11 +627,12 @@ __device__ Softmax block_softmax(Softmax mine) {
     return all;
 }
 
-// A block a token. The second pass reads the row from shared memory, each thread what it has left there; a row that is too long
-// for it (not CACHED) comes from L2.
+// A block a token. The second pass reads the row from shared memory, each thread what it has left there; a
+// row that is too long for it (not CACHED) comes from L2.
 template <class T, bool CACHED>
 __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
-    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale, float* losses) {
+    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
+                         float* losses) {
     extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
     typename Dense<T>::Raw* const cached = reinterpret_cast<typename Dense<T>::Raw*>(shared);
     const int64_t row = blockIdx.x, first = row * stride;
@@ -630,7 +673,8 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (scale == 0) return;
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {  // (softmax - one_hot(target)) * scale
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride);
+         col += STEP) {  // (softmax - one_hot(target)) * scale
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
 #pragma unroll
@@ -645,7 +689,8 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
 }
 
 constexpr int SUM_THREADS = 1024;
-__global__ void __launch_bounds__(SUM_THREADS) loss_sum_kernel(const float* losses, int64_t n, double scale, double* total) {
+__global__ void __launch_bounds__(SUM_THREADS)
+    loss_sum_kernel(const float* losses, int64_t n, double scale, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
     sum = block_sum<SUM_THREADS>(sum);
@@ -654,7 +699,8 @@ __global__ void __launch_bounds__(SUM_THREADS) loss_sum_kernel(const float* loss
 
 }  // namespace
 
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses, cudaStream_t s) {
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses,
+                   cudaStream_t s) {
     require(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
     if (logits.rows == 0) return;
     with_dense(logits, [&](auto x) {
@@ -663,8 +709,10 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float 
         const bool cached = row <= shared_memory_limit() - 2048;  // beside the block's sums
         const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
         if (cached)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, row), "Shared memory for cross_entropy");
-        kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s>>>(x, logits.cols, V, targets, scale, losses);
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, row),
+                  "Shared memory for cross_entropy");
+        kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s>>>(
+            x, logits.cols, V, targets, scale, losses);
         CHECK_LAUNCH("cross_entropy");
     });
 }
@@ -688,10 +736,12 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
     // Tokens with several chunks come first: only their chunks need partial sums.
     for (const bool several : {true, false})
         for (int64_t t = 0; t < V; t++) {
-            const int32_t count = first[t + 1] - first[t], chunks = static_cast<int32_t>(ceil_div(count, EMBEDDING_CHUNK));
+            const int32_t count = first[t + 1] - first[t],
+                          chunks = static_cast<int32_t>(ceil_div(count, EMBEDDING_CHUNK));
             for (int32_t c = 0; c < chunks && several == (chunks > 1); c++)
                 out.chunks.push_back({static_cast<int32_t>(t), first[t] + c * EMBEDDING_CHUNK,
-                                      std::min(EMBEDDING_CHUNK, count - c * EMBEDDING_CHUNK), c ? 0 : chunks});
+                                      std::min(EMBEDDING_CHUNK, count - c * EMBEDDING_CHUNK),
+                                      c ? 0 : chunks});
         }
     return out;
 }
@@ -699,8 +749,12 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
 namespace {
 
 constexpr int EMBEDDING_THREADS = 128;
-dim3 embedding_grid(int64_t n, int64_t C) { return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)}; }
-__device__ int64_t embedding_column() { return (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK; }
+dim3 embedding_grid(int64_t n, int64_t C) {
+    return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)};
+}
+__device__ int64_t embedding_column() {
+    return (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+}
 
 // sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
 template <class Storage, class Index>
@@ -714,11 +768,12 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
     }
 }
 
-// Stage one: the rows of a chunk. A token with one chunk is done then; others leave their chunks' sums in partials.
+// Stage one: the rows of a chunk. A token with one chunk is done then; others leave their chunks' sums in
+// partials.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_chunks_kernel(Dense<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks, Gradient gradient,
-                            Dense<float> partials) {
+    embedding_chunks_kernel(Dense<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
+                            Gradient gradient, Dense<float> partials) {
     const int64_t col = embedding_column();
     if (col >= C) return;
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -730,7 +785,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 // Stage two: the chunks of a token that has several, in order.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Gradient gradient, Dense<float> partials) {
+    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Gradient gradient,
+                            Dense<float> partials) {
     const int64_t col = embedding_column();
     const EmbeddingChunk chunk = chunks[blockIdx.x];
     if (col >= C || chunk.chunks < 2) return;
@@ -745,30 +801,34 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
     Values sum = {};
-    sum_rows(g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; }, sum);
+    sum_rows(
+        g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; },
+        sum);
     gradient.add(t * C + col, sum);
 }
 
 }  // namespace
 
-void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks, int64_t number_of_chunks,
-                        const View& gradient, float* workspace, cudaStream_t s) {
+void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks,
+                        int64_t number_of_chunks, const View& gradient, float* workspace, cudaStream_t s) {
     if (number_of_chunks == 0) return;
     const dim3 grid = embedding_grid(number_of_chunks, g.cols);
     const Dense<float> partials{workspace};
     with_dense(g, [&](auto x) {
-        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, gradient_of(gradient), partials);
+        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks,
+                                                                   gradient_of(gradient), partials);
         CHECK_LAUNCH("embedding_backward");
     });
-    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, gradient_of(gradient), partials);
+    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, gradient_of(gradient),
+                                                               partials);
     CHECK_LAUNCH("embedding_backward, tokens with several chunks");
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
     if (g.rows == 0) return;
     with_dense(g, [&](auto x) {
-        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(x, g.rows, g.cols, T,
-                                                                                                 gradient_of(gradient));
+        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
+            x, g.rows, g.cols, T, gradient_of(gradient));
         CHECK_LAUNCH("positions_backward");
     });
 }

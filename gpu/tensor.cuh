@@ -1,12 +1,14 @@
 // gpu/tensor.cuh - how kernels read and write tensors: eight elements at a time, as FP32 values.
 //
-// A thread handles a chunk of 8 consecutive elements, which is 16 bytes of BF16, the widest access of a GPU. How elements
-// lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16 scale per 16 elements).
+// A thread handles a chunk of 8 consecutive elements, which is 16 bytes of BF16, the widest access of a GPU.
+// How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
+// scale per 16 elements).
 //   load()    fetches a chunk as it is, so that several fetches can be in flight before the first is used;
 //   values()  converts a fetched chunk to FP32;
 //   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
 //
-// Determinism: every sum has a fixed order. The only atomics are maxima (and the counters of the quantization report).
+// Determinism: every sum has a fixed order. The only atomics are maxima (and the counters of the quantization
+// report).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -20,26 +22,28 @@ namespace coat::gpu {
 
 using View = QuantizedView;  // a tensor on the GPU; a view whose codes are null means "no tensor"
 
-// The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the GEMM wants scales
-// aligned to that. The kernel that produces a tensor updates amax; quantize() derives the scale from it.
+// The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
+// GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
+// scale from it.
 struct alignas(16) TensorScale {
     float scale;    // what codes are multiplied by; written by quantize()
-    float amax;     // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
+    float amax;  // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float delayed;  // delayed scaling: the scale from the history of amaxes; 0 while that history is empty
     float unused;
 };
 inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
 
-// A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an operand that is
-// reduced over its rows is needed transposed, with codes (cols, rows). Either of the two may be missing (null).
-// With per-tensor scaling both have the same scale, view.scales. Other granularities have scales for each, in the layout that
-// cuBLASLt reads: per row one after the other; 1x128 as (cols / 128, rows); 128x128 as (rows / 128, cols / 128) with each row
-// padded to a multiple of four.
+// A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
+// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either of the two may
+// be missing (null). With per-tensor scaling both have the same scale, view.scales. Other granularities have
+// scales for each, in the layout that cuBLASLt reads: per row one after the other; 1x128 as (cols / 128,
+// rows); 128x128 as (rows / 128, cols / 128) with each row padded to a multiple of four.
 struct Operand {
     View view;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    TensorScale* amax = nullptr;  // updated by quantize() where the granularity is not per tensor; may be null
+    TensorScale* amax =
+        nullptr;  // updated by quantize() where the granularity is not per tensor; may be null
 };
 
 // A norm layer. Backward recomputes its output from `in` and `stats` instead of saving it.
@@ -95,7 +99,8 @@ inline __device__ float larger(float top, float x) {  // max(top, |x|), NaN if o
 }
 template <int LANES>
 __device__ float largest_of(float top) {  // over LANES neighbouring lanes
-    if constexpr (LANES > 1) top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
+    if constexpr (LANES > 1)
+        top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
     return top;
 }
 
@@ -131,7 +136,8 @@ __device__ double block_sum(double x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 codes and their scales (the paper's preliminaries): code = encode(x / s), x' = s * code, s = amax / FMAX
+// FP8 codes and their scales (the paper's preliminaries): code = encode(x / s), x' = s * code, s = amax /
+// FMAX
 
 inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -165,8 +171,8 @@ inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
 inline __device__ float scale_of(float fmax, float amax) {
     return amax > 0 && amax < INFINITY ? fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f) : 1.0f;
 }
-// amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its remainder. The remainder
-// is exact for results from 2^-123 on; smaller ones become 2^-126 anyway.
+// amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
+// remainder. The remainder is exact for results from 2^-123 on; smaller ones become 2^-126 anyway.
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
@@ -177,7 +183,8 @@ inline __device__ float round_up_to_bf16(float x) {
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals count as 0.
+// Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals
+// count as 0.
 
 inline __device__ float fast_exp2(float x) {
     float y;
@@ -217,9 +224,12 @@ inline __device__ uint32_t pack(float lo, float hi) {  // two BF16 in a word
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
     return *reinterpret_cast<const uint32_t*>(&two);
 }
-inline __device__ float2 unpack(uint32_t two) { return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)}; }
+inline __device__ float2 unpack(uint32_t two) {
+    return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
+}
 
-// One store of 8 or 16 bytes. (The compiler may split an assignment through a cast pointer into four small stores.)
+// One store of 8 or 16 bytes. (The compiler may split an assignment through a cast pointer into four small
+// stores.)
 template <class V>
 __device__ void put(void* to, V value) {
     __stwb(static_cast<V*>(to), value);
@@ -234,7 +244,9 @@ struct Dense<bf16> {
     using Raw = uint4;
     bf16* data;
 
-    __device__ Dense from(int64_t i) const { return {data + i}; }  // the same tensor, counted from element i on
+    __device__ Dense from(int64_t i) const {
+        return {data + i};
+    }  // the same tensor, counted from element i on
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
     __device__ void values(const Raw& raw, Values& v) const {
         const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -275,8 +287,9 @@ struct Dense<float> {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of the group size, so
-// the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must call store(), the first writes the scale.
+// E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
+// the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
+// call store(), the first writes the scale.
 constexpr int GROUP = PER_GROUP.cols, GROUP_LANES = GROUP / CHUNK;
 struct Groups {
     using Compute = bf16;
@@ -288,12 +301,14 @@ struct Groups {
     uint16_t* scales;
 
     __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP}; }
-    __device__ Raw load(int64_t i) const { return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]}; }
+    __device__ Raw load(int64_t i) const {
+        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]};
+    }
     __device__ void values(const Raw& r, Values& v) const {
         decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v);
     }
-    // The scale of the group that these lanes hold. It is rounded up to BF16 before it is used, so that no code saturates.
-    // A group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
+    // The scale of the group that these lanes hold. It is rounded up to BF16 before it is used, so that no
+    // code saturates. A group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = 0;
 #pragma unroll
@@ -312,7 +327,8 @@ struct Groups {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % GROUP_LANES == 0) scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % GROUP_LANES == 0)
+                scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
     }
@@ -322,7 +338,9 @@ template <class T>
 Dense<T> dense(const void* p) {
     return {static_cast<T*>(const_cast<void*>(p))};
 }
-inline Groups groups_of(const View& v) { return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)}; }
+inline Groups groups_of(const View& v) {
+    return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)};
+}
 inline bool in_groups(const Quant& q) {
     return q.format == Format::E4M3 && q.granularity == PER_GROUP && q.scale == Format::BF16;
 }
@@ -330,7 +348,8 @@ inline bool in_groups(const Quant& q) {
 // Calls f with the Storage of a view: BF16 or FP32.
 template <class F>
 void with_dense(const View& v, F f) {
-    require(!v.quant.fp8() && v.cols % CHUNK == 0, "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
+    require(!v.quant.fp8() && v.cols % CHUNK == 0,
+            "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
     if (v.quant.format == Format::F32) return f(dense<float>(v.codes));
     f(dense<bf16>(v.codes));
 }
@@ -342,8 +361,8 @@ void with_storage(const View& v, F f) {
     f(groups_of(v));
 }
 
-// A gradient: BF16, or FP32 where many micro-batches are summed (coat.h, gradient_format). Which one is known at run time; all
-// threads take the same branch.
+// A gradient: BF16, or FP32 where many micro-batches are summed (coat.h, gradient_format). Which one is known
+// at run time; all threads take the same branch.
 struct Gradient {
     void* data;
     bool f32;
@@ -354,7 +373,9 @@ struct Gradient {
     }
     __device__ void add(int64_t i, float x) const {
         if (f32) static_cast<float*>(data)[i] += x;
-        else static_cast<bf16*>(data)[i] = static_cast<bf16>(static_cast<float>(static_cast<bf16*>(data)[i]) + x);
+        else
+            static_cast<bf16*>(data)[i] =
+                static_cast<bf16>(static_cast<float>(static_cast<bf16*>(data)[i]) + x);
     }
 
 private:
@@ -375,7 +396,8 @@ inline Gradient gradient_of(const View& v) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The quantization report (coat.h, QuantStats)
 
-// What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the whole GPU.
+// What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the
+// whole GPU.
 struct Counts {
     double signal = 0, noise = 0;
     unsigned elements = 0, saturated = 0, flushed = 0;
@@ -403,7 +425,8 @@ struct Counts {
 // ---------------------------------------------------------------------------------------------------------------------
 // Norms: what their forward and backward kernels and their recomputation share
 
-// y = (x - mean) / std * weight + bias. Operations are spelled out so that every kernel computes the same bits.
+// y = (x - mean) / std * weight + bias. Operations are spelled out so that every kernel computes the same
+// bits.
 inline __device__ float normalized(float x, float2 stats, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), weight, bias);
 }
