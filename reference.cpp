@@ -1,20 +1,18 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, with the paper
-// beside it.
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, with the paper beside it.
 //
-// COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows
-// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
-// there is no GPU. Each section needs only those before it:
-//   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the paper's
-//   preliminaries)
+// COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer moments.
+// This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows nothing of the GPU;
+// every GPU kernel is tested against it. It is also a backend: ./train uses it where there is no GPU.
+// Each section needs only those before it:
+//   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
 //   4. Operators          matmul, norm, activation, RoPE, attention, cross entropy
 //   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
 //
-// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. So the
-// result is the same for any number of threads.
+// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. So the result is the
+// same for any number of threads.
 #include "reference.h"
 
 #include <malloc.h>
@@ -29,18 +27,17 @@
 
 namespace coat::reference {
 
-// =====================================================================================================================
+using Floats = std::vector<float>;
+
+// ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent
-// bias:
+// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent bias:
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
-namespace {
-
 template <class To, class From>
-To bits_as(From from) {
+static To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From));
     To to;
     std::memcpy(&to, &from, sizeof to);
@@ -51,69 +48,53 @@ struct Fields {
     int mantissa, bias;           // M above is the number of mantissa bits
     uint32_t max_code, nan_code;  // E4M3 has no infinity: its largest exponent has values, too
 };
-constexpr Fields fields(Format f) {
+static constexpr Fields fields(Format f) {
     return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F}
            : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F}
                                : Fields{10, 15, 0x7BFF, 0x7E00};
 }
 
 // Rounds |x|, given as the bits of FP32, to the nearest code, ties to even. Larger values saturate.
-// Normal: adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
-// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a
-// multiple of min.
+// Normal: adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the exponent
+// as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a multiple of min.
 template <Format F>
-inline uint32_t encode_magnitude(uint32_t bits) {
+static inline uint32_t encode_magnitude(uint32_t bits) {
     constexpr Fields f = fields(F);
     constexpr int drop = 23 - f.mantissa;
-    constexpr uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - f.bias) << 23;
-    constexpr uint32_t rebias = static_cast<uint32_t>(127 - f.bias) << 23;
+    constexpr uint32_t smallest_normal = uint32_t(127 + 1 - f.bias) << 23;
+    constexpr uint32_t rebias = uint32_t(127 - f.bias) << 23;
     const uint32_t normal = (bits - rebias + ((1u << (drop - 1)) - 1) + (bits >> drop & 1)) >> drop;
-    constexpr float adder = 1.5f * static_cast<float>(1 << 23) * info(F).min;
+    constexpr float adder = 1.5f * float(1 << 23) * info(F).min;
     const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
     const uint32_t code = bits < smallest_normal ? subnormal : normal;
     return bits > 0x7F800000u ? f.nan_code : std::min(code, f.max_code);
 }
 
 template <Format F>
-inline uint8_t encode_as(float x) {
+static inline uint8_t encode_as(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);
-    return static_cast<uint8_t>((bits >> 24 & 0x80u) | encode_magnitude<F>(bits & 0x7FFFFFFFu));
+    return uint8_t((bits >> 24 & 0x80u) | encode_magnitude<F>(bits & 0x7FFFFFFFu));
 }
 
-// A code's bits, moved to the mantissa and exponent of FP32, give a value whose exponent is too small by the
-// difference of the biases. Multiplying by that power of two is exact.
-float decode_magnitude(Format format, uint32_t code) {
+static float decode_magnitude(Format format, uint32_t code) {
     const Fields f = fields(format);
-    const uint32_t moved = code << (23 - f.mantissa);
-    if (code > f.max_code)
-        return bits_as<float>(moved | 0x7F800000u);  // infinity, or NaN if the mantissa is not 0
-    return bits_as<float>(moved) * bits_as<float>(static_cast<uint32_t>(127 + 127 - f.bias) << 23);
+    const uint32_t bits = code << (23 - f.mantissa);  // where FP32 has exponent and mantissa
+    if (code >> f.mantissa == 0) return float(code) * info(format).min;  // subnormal
+    if (code > f.max_code) return bits_as<float>(bits | 0x7F800000u);    // infinity, or NaN if the mantissa is not 0
+    return bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
 }
-
-// All 256 values of an FP8 format: a look-up is faster than arithmetic with subnormals.
-const float* decode_table(Format f) {
-    static const auto tables = [] {
-        std::array<std::array<float, 256>, 2> t;
-        for (int e5m2 = 0; e5m2 < 2; e5m2++)
-            for (uint32_t code = 0; code < 256; code++) {
-                const float magnitude = decode_magnitude(e5m2 ? Format::E5M2 : Format::E4M3, code & 0x7F);
-                t[e5m2][code] = code & 0x80 ? -magnitude : magnitude;
-            }
-        return t;
-    }();
-    return tables[f == Format::E5M2].data();
-}
-
-}  // namespace
 
 uint8_t encode(Format fp8, float x) {
     return fp8 == Format::E4M3 ? encode_as<Format::E4M3>(x) : encode_as<Format::E5M2>(x);
 }
-float decode(Format fp8, uint8_t code) { return decode_table(fp8)[code]; }
+float decode(Format fp8, uint8_t code) {
+    const float magnitude = decode_magnitude(fp8, code & 0x7F);
+    return code & 0x80 ? -magnitude : magnitude;
+}
 
 uint16_t to_f16(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);
-    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | encode_magnitude<Format::F16>(bits & 0x7FFFFFFFu));
+    return uint16_t((bits >> 16 & 0x8000u) | encode_magnitude<Format::F16>(bits & 0x7FFFFFFFu));
 }
 float from_f16(uint16_t code) {
     const float magnitude = decode_magnitude(Format::F16, code & 0x7FFFu);
@@ -123,63 +104,70 @@ float from_f16(uint16_t code) {
 // BF16 is the upper half of FP32, so rounding is an addition to the lower half.
 uint16_t to_bf16(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u)
-        return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays NaN
-    return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return uint16_t(bits >> 16 | 0x40u);  // NaN stays NaN
+    return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
-uint16_t to_bf16_up(float x) { return static_cast<uint16_t>((bits_as<uint32_t>(x) + 0xFFFFu) >> 16); }
-float from_bf16(uint16_t bits) { return bits_as<float>(static_cast<uint32_t>(bits) << 16); }
+uint16_t to_bf16_up(float x) { return uint16_t((bits_as<uint32_t>(x) + 0xFFFFu) >> 16); }
+float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
 float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
+
+// Element i of an array of any format.
+static float get(Format f, const uint8_t* codes, int64_t i) {
+    switch (f) {
+        case Format::F32: return reinterpret_cast<const float*>(codes)[i];
+        case Format::BF16: return from_bf16(reinterpret_cast<const uint16_t*>(codes)[i]);
+        case Format::F16: return from_f16(reinterpret_cast<const uint16_t*>(codes)[i]);
+        default: return decode(f, codes[i]);
+    }
+}
+static void put(Format f, uint8_t* codes, int64_t i, float x) {
+    switch (f) {
+        case Format::F32: reinterpret_cast<float*>(codes)[i] = x; break;
+        case Format::BF16: reinterpret_cast<uint16_t*>(codes)[i] = to_bf16(x); break;
+        case Format::F16: reinterpret_cast<uint16_t*>(codes)[i] = to_f16(x); break;
+        default: codes[i] = encode(f, x);
+    }
+}
 
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = bits_as<uint32_t>(master);
-    *weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    *remainder = static_cast<int16_t>(bits & 0xFFFFu);
+    *weight = uint16_t((bits + 0x8000u) >> 16);
+    *remainder = int16_t(bits & 0xFFFFu);
 }
 float join_master(uint16_t weight, int16_t remainder) {
-    const auto low = static_cast<uint32_t>(static_cast<int32_t>(remainder));  // with its sign
-    return bits_as<float>((static_cast<uint32_t>(weight) << 16) + low);
+    const auto low = uint32_t(int32_t(remainder));  // with its sign
+    return bits_as<float>((uint32_t(weight) << 16) + low);
 }
 
-// If the lower half of x is r, r of the 65536 random integers carry into the upper half: up with probability
-// r / 65536.
+// If the lower half of x is r, r of the 65536 random integers carry into the upper half: up with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
-    const uint64_t random = rounding_bits(key, static_cast<uint64_t>(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
-    return static_cast<uint16_t>((bits_as<uint32_t>(x) + static_cast<uint32_t>(random)) >> 16);
+    const uint64_t random = rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
+    return uint16_t((bits_as<uint32_t>(x) + uint32_t(random)) >> 16);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 2. Quantizers (paper section 5)
 //
-// A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the
-// format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
-// elements form a block.
+// A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the format's largest
+// value. Then code = encode(x / s) and x = decode(code) s. The granularity says which elements form a block.
 
 float scale_of(const Quant& q, float amax) {
-    if (!std::isfinite(amax))
-        return q.granularity == PER_TENSOR ? 1.0f : std::numeric_limits<float>::quiet_NaN();
+    if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
-    const float s =
-        std::max(amax / info(q.format).max, std::numeric_limits<float>::min());  // 1 / s is finite
+    const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
-namespace {
-
-// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a
-// NaN.
-uint32_t amax_bits(const float* x, int64_t n) {
+// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a NaN.
+static uint32_t amax_bits(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, bits_as<uint32_t>(x[i]) & 0x7FFFFFFFu);
     return largest;
 }
-float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
+static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
-}  // namespace
-
-// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the
-// same as in one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor
-// does it.
+// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the same as in
+// one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
     constexpr int64_t group = 16;
     std::vector<uint32_t> groups(ceil_div(n, group));
@@ -194,117 +182,87 @@ float amax(const float* x, int64_t n) {
 float Quantized::scale(int64_t r, int64_t c) const {
     if (!quant.fp8()) return 1.0f;
     const Granularity g = quant.granularity;
-    const int64_t i = (g.rows ? r / g.rows : 0) * quant.scale_cols(cols) + (g.cols ? c / g.cols : 0);
-    if (quant.scale == Format::BF16) return from_bf16(reinterpret_cast<const uint16_t*>(scales.data())[i]);
-    return reinterpret_cast<const float*>(scales.data())[i];
+    const int64_t block = (g.rows ? r / g.rows : 0) * quant.scale_cols(cols) + (g.cols ? c / g.cols : 0);
+    return get(quant.scale, scales.data(), block);
 }
-
 float Quantized::value(int64_t r, int64_t c) const {
-    const int64_t i = r * cols + c;
-    switch (quant.format) {
-        case Format::F32: return reinterpret_cast<const float*>(codes.data())[i];
-        case Format::BF16: return from_bf16(reinterpret_cast<const uint16_t*>(codes.data())[i]);
-        default: return decode(quant.format, codes[i]) * scale(r, c);
-    }
+    return get(quant.format, codes.data(), r * cols + c) * scale(r, c);
 }
-
-namespace {
 
 // Adds one element to the statistics: x, and what quantization makes of it.
-void add_stats(QuantStats& s, float x, float dequantized) {
-    const double error = static_cast<double>(x) - static_cast<double>(dequantized);
-    s.signal += static_cast<double>(x) * x;
+static void add_stats(QuantStats& s, float x, float dequantized) {
+    const double error = double(x) - double(dequantized);
+    s.signal += double(x) * x;
     s.noise += error * error;
     s.flushed += x != 0 && dequantized == 0;
     s.elements++;
 }
 
 template <Format F>
-void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
+static void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) codes[i] = encode_as<F>(x[i] * inverse);
 }
-
-}  // namespace
 
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats,
                    const float* scale) {
     Quantized q{{}, {}, rows, cols, quant};
     q.codes.resize(quant.code_bytes(rows, cols));
     q.scales.resize(quant.scales(rows, cols) * info(quant.scale).bytes);
-    if (quant.format == Format::F32) std::memcpy(q.codes.data(), x, q.codes.size());
-    if (quant.format == Format::BF16) {
-        uint16_t* out = reinterpret_cast<uint16_t*>(q.codes.data());
+    if (!quant.fp8()) {
 #pragma omp parallel for if (rows * cols > 1 << 16)
-        for (int64_t i = 0; i < rows * cols; i++) out[i] = to_bf16(x[i]);
+        for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
+        return q;
     }
-    if (!quant.fp8()) return q;
-
     const Granularity g = quant.granularity;
-    const bool per_tensor = g == PER_TENSOR;
     const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
     const int64_t down = quant.scale_rows(rows), across = quant.scale_cols(cols);
 #pragma omp parallel for if (down > 1 && rows * cols > 1 << 14)
-    for (int64_t b = 0; b < down * across; b++) {  // scales
-        const int64_t r0 = b / across * height, c0 = b % across * width;
+    for (int64_t b = 0; b < down * across; b++) {
+        const int64_t r0 = b / across * height, r1 = std::min(rows, r0 + height), c0 = b % across * width;
         uint32_t largest = 0;
-        for (int64_t r = r0; !per_tensor && r < std::min(rows, r0 + height); r++)
+        for (int64_t r = r0; !(g == PER_TENSOR) && r < r1; r++)
             largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
-        const float block_amax = per_tensor ? amax(x, rows * cols) : amax_value(largest);
-        const float s = scale ? *scale : scale_of(quant, block_amax);
-        if (quant.scale == Format::BF16)
-            reinterpret_cast<uint16_t*>(q.scales.data())[b] = to_bf16_up(s);  // exact
-        else reinterpret_cast<float*>(q.scales.data())[b] = s;
+        const float block_amax = g == PER_TENSOR ? amax(x, rows * cols) : amax_value(largest);
+        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, block_amax));
     }
     const auto encoder = quant.format == Format::E4M3 ? encode_run<Format::E4M3> : encode_run<Format::E5M2>;
 #pragma omp parallel for if (rows * cols > 1 << 14)
-    for (int64_t r = 0; r < rows; r++)  // codes
-        for (int64_t c = 0; c < cols; c += width) {
-            const int64_t i = r * cols + c;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0, i = r * cols; c < cols; c += width, i += width)
             encoder(x + i, std::min(width, cols - c), 1.0f / q.scale(r, c), q.codes.data() + i);
-        }
-    for (int64_t r = 0; stats && r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) {
-            const float value = x[r * cols + c], s = q.scale(r, c);
-            add_stats(*stats, value, q.value(r, c));
-            // Values up to half a step above FMAX s still round to it. What lies clearly beyond is counted.
-            const float step = std::ldexp(1.0f, -info(quant.format).mantissa);
-            stats->saturated += std::abs(value) > info(quant.format).max * s * (1 + step / 4);
-        }
+    // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
+    const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
+    for (int64_t i = 0; stats && i < rows * cols; i++) {
+        add_stats(*stats, x[i], q.value(i / cols, i % cols));
+        stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
+    }
     return q;
 }
 
-std::vector<float> dequantize(const Quantized& q) {
-    std::vector<float> x(q.rows * q.cols);
+Floats dequantize(const Quantized& q) {
+    Floats x(q.rows * q.cols);
     const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
-    const float* table = decode_table(q.quant.format);
 #pragma omp parallel for if (q.rows * q.cols > 1 << 14)
     for (int64_t r = 0; r < q.rows; r++)
         for (int64_t c0 = 0; c0 < q.cols; c0 += width) {
-            const int64_t end = std::min(q.cols, c0 + width), row = r * q.cols;
             const float s = q.scale(r, c0);
-            if (q.quant.fp8())
-                for (int64_t c = c0; c < end; c++) x[row + c] = table[q.codes[row + c]] * s;
-            else
-                for (int64_t c = c0; c < end; c++) x[row + c] = q.value(r, c);
+            const int64_t first = r * q.cols + c0, last = first + std::min(width, q.cols - c0);
+            for (int64_t i = first; i < last; i++) x[i] = get(q.quant.format, q.codes.data(), i) * s;
         }
     return x;
 }
 
-namespace {
-
-std::vector<float> transposed(const std::vector<float>& x, int64_t rows, int64_t cols) {
-    std::vector<float> y(x.size());
+static Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
+    Floats y(x.size());
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t c = 0; c < cols; c++)
         for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * cols + c];
     return y;
 }
 
-}  // namespace
-
-std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
-                           ReduceOver which, QuantStats* stats, const float* scale) {
+Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
+                           QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
     const Quantized transpose = quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale);
@@ -315,25 +273,22 @@ void DelayedScale::end_step(Format fp8, int margin) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
     amax = 0;
-    const float largest =
-        std::ldexp(reference::amax(history.data(), static_cast<int64_t>(history.size())), margin);
+    const float largest = std::ldexp(reference::amax(history.data(), int64_t(history.size())), margin);
     if (std::isfinite(largest) && largest > 0) scale = scale_of({fp8}, largest);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 3. FP8 optimizer with dynamic range expansion (paper section 4)
 //
-// A format's dynamic range is R = FMAX / FMIN, its largest over its smallest positive value: 448 / 2^-9 =
-// 229,376 for E4M3. A group X of 128 moments has R_X = max|X| / min|X|, often below 1,000, and so would use a
-// part of E4M3's codes only. Section 4.2 stretches the group to the range of the format before quantization,
-// and contracts it afterwards:
+// A format's dynamic range is R = FMAX / FMIN, its largest over its smallest positive value: 448 / 2^-9 = 229,376 for
+// E4M3. A group X of 128 moments has R_X = max|X| / min|X|, often below 1,000, and so would use a part of E4M3's codes
+// only. Section 4.2 stretches the group to the range of the format before quantization, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
 
-// Rounded down to a multiple of 1/16, as in the released code, so that the smallest value does not become
-// zero.
+// Rounded down to a multiple of 1/16, as in the released code, so that the smallest value does not become zero.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
@@ -348,65 +303,56 @@ float expand(Format fp8, float x, float max, float k) {
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// sign(y) max (|y| / FMAX)^(1/k). The root of the power is multiplied twice: in a group with a very large
-// range the power alone underflows in FP32, but not its product with max. A result below FP32 becomes its
-// smallest positive value: a second moment that is not zero never becomes zero.
+// sign(y) max (|y| / FMAX)^(1/k). The root of the power is multiplied twice: in a group with a very large range the
+// power alone underflows in FP32, but not its product with max. A result below FP32 becomes its smallest positive
+// value: a second moment that is not zero never becomes zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
-    return std::copysign(std::max(max * root * root, std::numeric_limits<float>::denorm_min()), y);
+    return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-namespace {
-
-// What n elements share: max, and k if they are expanded.
-void fit(Format f, bool expanded, const float* x, int64_t n, float* max, float* k) {
-    float largest = 0, smallest = std::numeric_limits<float>::infinity();
+// What n elements share: max, and if they are expanded, k.
+static void fit(Format f, const float* x, int64_t n, float* max, float* k) {
+    float largest = 0, smallest = INFINITY;
     for (int64_t i = 0; i < n; i++) {
         const float a = std::abs(x[i]);
         largest = std::max(largest, a);
         if (a > 0) smallest = std::min(smallest, a);
     }
     *max = largest;
-    if (expanded) *k = largest > 0 ? expansion_factor(f, largest, smallest) : 1.0f;
+    if (k) *k = largest > 0 ? expansion_factor(f, largest, smallest) : 1.0f;
 }
 
-// n elements with one (max, k); k is null if they are not expanded.
-void decode_group(Format f, const uint8_t* codes, float max, const float* k, int64_t n, float* x) {
-    const float s = scale_of(Quant{f}, max);
+// n elements with one (max, k); k is null if they are not expanded. FP32 and BF16 have no scale.
+static void decode_group(Format f, const uint8_t* codes, float max, const float* k, int64_t n, float* x) {
+    const float s = !is_scaled(f) ? 1.0f : max == 0 ? 0.0f : scale_of({f}, max);
     for (int64_t i = 0; i < n; i++) {
-        const float y =
-            f == Format::F16 ? from_f16(reinterpret_cast<const uint16_t*>(codes)[i]) : decode(f, codes[i]);
-        x[i] = k ? contract(f, y, max, *k) : max == 0 ? 0.0f : y * s;
+        const float y = get(f, codes, i);
+        x[i] = k ? contract(f, y, max, *k) : s == 0 ? 0.0f : y * s;
     }
 }
 
-void encode_group(Format f, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float max,
-                  const float* k, QuantStats* stats) {
-    const float inverse = 1.0f / scale_of(Quant{f}, max);
+static void encode_group(Format f, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float max,
+                         const float* k, QuantStats* stats) {
+    const float inverse = is_scaled(f) ? 1.0f / scale_of({f}, max) : 1.0f;
     for (int64_t i = 0; i < n; i++) {
-        const float y = k ? expand(f, x[i], max, *k) : x[i] * inverse;
-        uint16_t code = f == Format::F16 ? to_f16(y) : encode(f, y);
-        if (keep_positive && x[i] > 0 && code == 0) code = 1;
-        if (f == Format::F16) reinterpret_cast<uint16_t*>(codes)[i] = code;
-        else codes[i] = static_cast<uint8_t>(code);
+        put(f, codes, i, k ? expand(f, x[i], max, *k) : x[i] * inverse);
+        if (is_scaled(f) && keep_positive && x[i] > 0 && get(f, codes, i) == 0) put(f, codes, i, info(f).min);
     }
-    if (!stats) return;
-    std::vector<float> dequantized(n);
+    if (!stats || !is_scaled(f)) return;
+    Floats dequantized(n);
     decode_group(f, codes, max, k, n, dequantized.data());
     for (int64_t i = 0; i < n; i++) add_stats(*stats, x[i], dequantized[i]);
 }
-
-}  // namespace
 
 void encode_moment(Format f, bool expanded, bool keep_positive, const float* x, int64_t n, uint8_t* codes,
                    float* max, float* k, QuantStats* stats) {
     for (int64_t g = 0, first = 0; first < n; g++, first += MOMENT_GROUP) {
         const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
         float* group_k = expanded ? k + g : nullptr;
-        fit(f, expanded, x + first, size, max + g, group_k);
-        encode_group(f, keep_positive, x + first, size, codes + first * info(f).bytes, max[g], group_k,
-                     stats);
+        fit(f, x + first, size, max + g, group_k);
+        encode_group(f, keep_positive, x + first, size, codes + first * info(f).bytes, max[g], group_k, stats);
     }
 }
 
@@ -423,47 +369,41 @@ void Moment::init(Format f, bool expansion, int64_t n, Granularity g) {
     granularity = g;
     expand = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
-    if (is_scaled(f)) max.assign(Quant{f, g}.scale_cols(n), 0.0f);
-    if (expand) k.assign(max.size(), 1.0f);
+    max.assign(is_scaled(f) ? Quant{f, g}.scale_cols(n) : 0, 0.0f);
+    k.assign(expand ? max.size() : 0, 1.0f);
 }
 
 void Moment::load(int64_t first, int64_t n, float* x) const {
-    const uint8_t* from = codes.data() + first * info(format).bytes;
-    const int64_t g = first / MOMENT_GROUP;
-    if (format == Format::F32) std::memcpy(x, from, n * 4);
-    else if (format == Format::BF16)
-        for (int64_t i = 0; i < n; i++) x[i] = from_bf16(reinterpret_cast<const uint16_t*>(from)[i]);
-    else if (granularity == PER_TENSOR) decode_group(format, from, max[0], expand ? k.data() : nullptr, n, x);
-    else decode_moment(format, expand, from, max.data() + g, k.data() + (expand ? g : 0), n, x);
-}
-
-void Moment::fit_tensor(int64_t n, const float* x) {
-    if (is_scaled(format) && granularity == PER_TENSOR) fit(format, expand, x, n, max.data(), k.data());
+    const uint8_t* from = &codes[first * info(format).bytes];
+    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
+    const int64_t g = groups ? first / MOMENT_GROUP : 0;
+    const float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
+    if (groups) decode_moment(format, expand, from, group_max, group_k, n, x);
+    else decode_group(format, from, max.empty() ? 0 : *group_max, group_k, n, x);
 }
 
 void Moment::store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats) {
-    uint8_t* to = codes.data() + first * info(format).bytes;
-    const int64_t g = first / MOMENT_GROUP;
-    if (format == Format::F32) std::memcpy(to, x, n * 4);
-    else if (format == Format::BF16)
-        for (int64_t i = 0; i < n; i++) reinterpret_cast<uint16_t*>(to)[i] = to_bf16(x[i]);
-    else if (granularity == PER_TENSOR)
-        encode_group(format, keep_positive, x, n, to, max[0], expand ? k.data() : nullptr, stats);
-    else
-        encode_moment(format, expand, keep_positive, x, n, to, max.data() + g, k.data() + (expand ? g : 0),
-                      stats);
+    uint8_t* to = &codes[first * info(format).bytes];
+    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
+    const int64_t g = groups ? first / MOMENT_GROUP : 0;
+    float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
+    if (groups) encode_moment(format, expand, keep_positive, x, n, to, group_max, group_k, stats);
+    else encode_group(format, keep_positive, x, n, to, max.empty() ? 0 : *group_max, group_k, stats);
+}
+
+void Moment::fit_tensor(int64_t n, const float* x) {
+    if (is_scaled(format) && granularity == PER_TENSOR) fit(format, x, n, max.data(), expand ? &k[0] : nullptr);
 }
 
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
-    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
-    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
+    const double bias1 = 1 - std::pow(double(a.beta1), double(a.step));
+    const double bias2 = 1 - std::pow(double(a.beta2), double(a.step));
     const double shrink = a.clip > 0 && grad_norm > a.clip ? a.clip / grad_norm : 1.0;
     return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.eps, decays ? a.weight_decay : 0.0f,
-            static_cast<float>(bias1), static_cast<float>(std::sqrt(bias2)), static_cast<float>(shrink)};
+            float(bias1), float(std::sqrt(bias2)), float(shrink)};
 }
 
-// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w),  ^: without
-// bias
+// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w),  ^: without bias
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.gradient_scale;
@@ -474,19 +414,17 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
     }
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 4. Operators
 //
-// The three GEMMs of a linear layer with x (N, in), w (out, in) and the gradient g (N, out) of its output
-// differ in strides only:  fprop y = x w^T,  dgrad dx = g w,  wgrad dw = g^T x.
-
-namespace {
+// The three GEMMs of a linear layer with x (N, in), w (out, in) and the gradient g (N, out) of its output differ in
+// strides only:  fprop y = x w^T,  dgrad dx = g w,  wgrad dw = g^T x.
 
 constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K
 
 // Copies a matrix (rows, depth) to panels of `width` rows, panel[k][row], with zeros beyond the last row.
 template <class Real>
-std::vector<Real> pack(int64_t width, const Real* x, int64_t row, int64_t col, int64_t rows, int64_t depth) {
+static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col, int64_t rows, int64_t depth) {
     std::vector<Real> panels(round_up(rows, width) * depth);
 #pragma omp parallel for if (rows * depth > 1 << 14)
     for (int64_t r0 = 0; r0 < rows; r0 += width)
@@ -496,10 +434,8 @@ std::vector<Real> pack(int64_t width, const Real* x, int64_t row, int64_t col, i
     return panels;
 }
 
-}  // namespace
-
-// C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
-// the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
+// C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that the loop over
+// k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
 template <class Real>
 void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C, bool accumulate) {
     if (!accumulate) std::fill(C, C + M * N, Real(0));
@@ -525,32 +461,26 @@ void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Rea
     }
 }
 
-namespace {
-
-template <class Real>
-struct RowStatistics {
+template <class Real> struct RowStatistics {
     Real mean, rstd;  // rstd: 1 / sqrt(variance + eps). RMSNorm: mean 0, so that rstd = 1 / rms(x)
 };
 
 template <class Real>
-RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
+static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
     Real mean = 0, square = 0;
     if (!rms) {
 #pragma omp simd reduction(+ : mean)
         for (int64_t c = 0; c < C; c++) mean += x[c];
-        mean /= static_cast<Real>(C);
+        mean /= Real(C);
     }
 #pragma omp simd reduction(+ : square)
     for (int64_t c = 0; c < C; c++) square += (x[c] - mean) * (x[c] - mean);
-    return {mean, 1 / std::sqrt(square / static_cast<Real>(C) + eps)};
+    return {mean, 1 / std::sqrt(square / Real(C) + eps)};
 }
-
-}  // namespace
 
 // y = x^ weight + bias with x^ = (x - mean) rstd
 template <class Real>
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
-                  const Real* bias, Real* y) {
+void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         const auto s = row_statistics(rms, eps, C, x + n * C);
@@ -562,8 +492,8 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 // With d = dy weight:  dx = (d - mean(d) - x^ mean(d x^)) rstd,  dweight = sum(dy x^),  dbias = sum(dy).
 // RMSNorm has no mean(d).
 template <class Real>
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
-                   const Real* dy, Real* dx, Real* dweight, Real* dbias) {
+void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* dy, Real* dx,
+                   Real* dweight, Real* dbias) {
     std::vector<RowStatistics<Real>> rows(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -575,8 +505,8 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
             mean_d += d;
             mean_dx += d * (x[n * C + c] - s.mean) * s.rstd;
         }
-        mean_d = rms ? Real(0) : mean_d / static_cast<Real>(C);
-        mean_dx /= static_cast<Real>(C);
+        mean_d = rms ? Real(0) : mean_d / Real(C);
+        mean_dx /= Real(C);
         for (int64_t c = 0; c < C; c++) {
             const Real normal = (x[n * C + c] - s.mean) * s.rstd;
             dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - normal * mean_dx) * s.rstd;
@@ -592,20 +522,14 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
             }
 }
 
-namespace {
-
-template <class Real>
-Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
+template <class Real> static Real sigmoid(Real x) { return 1 / (1 + std::exp(-x)); }
 
 // gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
 constexpr double GELU_SCALE = 0.79788456080286536, GELU_CUBE = 0.044715;
 
-template <class Real>
-Real tanh_of_gelu(Real x) {
-    return std::tanh(static_cast<Real>(GELU_SCALE) * (x + static_cast<Real>(GELU_CUBE) * x * x * x));
+template <class Real> static Real tanh_of_gelu(Real x) {
+    return std::tanh(Real(GELU_SCALE) * (x + Real(GELU_CUBE) * x * x * x));
 }
-
-}  // namespace
 
 // silu(gate) up with silu(a) = a sigmoid(a); or gelu
 template <class Real>
@@ -614,15 +538,14 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, R
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
             const Real a = gate_up[gated ? n * 2 * F + f : n * F + f];
-            act[n * F + f] =
-                gated ? a * sigmoid(a) * gate_up[n * 2 * F + F + f] : Real(0.5) * a * (1 + tanh_of_gelu(a));
+            const Real silu_up = gated ? a * sigmoid(a) * gate_up[n * 2 * F + F + f] : 0;
+            act[n * F + f] = gated ? silu_up : Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
 
 // dup = dact silu(gate),  dgate = dact up silu'(gate)  with  silu'(a) = s (1 + a (1 - s)),  s = sigmoid(a)
 template <class Real>
-void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
-                         Real* dgate_up) {
+void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact, Real* dgate_up) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
@@ -634,27 +557,23 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
                 const Real a = gate_up[n * F + f], t = tanh_of_gelu(a);
-                const Real square =
-                    std::min(a * a, Real(1000));  // beyond, 1 - t * t is 0, and 0 x infinity is NaN
-                const Real slope =
-                    static_cast<Real>(GELU_SCALE) * (1 + 3 * static_cast<Real>(GELU_CUBE) * square);
+                const Real square = std::min(a * a, Real(1000));  // beyond, 1 - t * t is 0; 0 * inf is NaN
+                const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
         }
 }
 
 // Rotates (x_i, x_(i + HS/2)) at position t by the angle t theta^(-2i / HS).
-template <class Real>
-void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
+template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
     std::vector<Real> cosine(T * half), sine(T * half);
     for (int64_t t = 0; t < T; t++)
         for (int64_t i = 0; i < half; i++) {
-            const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(c.HS());
-            const double angle =
-                static_cast<double>(t) * std::pow(static_cast<double>(c.rope_theta), exponent);
-            cosine[t * half + i] = static_cast<Real>(std::cos(angle));
-            sine[t * half + i] = static_cast<Real>(inverse ? -std::sin(angle) : std::sin(angle));
+            const double exponent = -2.0 * double(i) / double(c.HS());
+            const double angle = double(t) * std::pow(double(c.rope_theta), exponent);
+            cosine[t * half + i] = Real(std::cos(angle));
+            sine[t * half + i] = Real(inverse ? -std::sin(angle) : std::sin(angle));
         }
 #pragma omp parallel for
     for (int64_t n = 0; n < B * T; n++)
@@ -669,29 +588,24 @@ void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
         }
 }
 
-namespace {
-
-template <class Real>
-Real dot(const Real* a, const Real* b, int64_t n) {
+template <class Real> static Real dot(const Real* a, const Real* b, int64_t n) {
     Real sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
     return sum;
 }
 
-template <class Real>
-void add_scaled(int64_t n, Real scale, const Real* x, Real* y) {
+template <class Real> static void add_scaled(int64_t n, Real scale, const Real* x, Real* y) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
 // Where the rows of one query head, and of the key/value head that it reads, begin in qkv or in its gradient.
-template <class Real>
-struct Head {
+template <class Real> struct Head {
     Real *q, *k, *v;
 };
 template <class Real>
-Head<Real> head_of(const ModelConfig& c, int64_t T, Real* qkv, int64_t b, int64_t head) {
+static Head<Real> head_of(const ModelConfig& c, int64_t T, Real* qkv, int64_t b, int64_t head) {
     Real* base = qkv + b * T * c.qkv_cols();
     const int64_t kv = c.q_cols() + head / (c.NH / c.NKV) * c.HS();
     return {base + head * c.HS(), base + kv, base + kv + c.kv_cols()};
@@ -699,7 +613,7 @@ Head<Real> head_of(const ModelConfig& c, int64_t T, Real* qkv, int64_t b, int64_
 
 // (T, HS) rows -> (HS, T), so that the loop over keys is the innermost
 template <class Real>
-std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const Real* rows) {
+static std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const Real* rows) {
     std::vector<Real> out(c.HS() * T);
     for (int64_t t = 0; t < T; t++)
         for (int64_t d = 0; d < c.HS(); d++) out[d * T + t] = rows[t * c.qkv_cols() + d];
@@ -708,19 +622,16 @@ std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const Real* r
 
 // out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
 template <class Real>
-void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
-                  Real* out) {
+static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale, Real* out) {
     std::fill(out, out + n, Real(0));
     for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
 }
-
-}  // namespace
 
 // Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
     const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();
-    const Real scale = 1 / std::sqrt(static_cast<Real>(HS));
+    const Real scale = 1 / std::sqrt(Real(HS));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
@@ -744,10 +655,10 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 //   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q.
 // One thread has all query heads that share a key/value head, so that sums have a fixed order.
 template <class Real>
-void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
-                        const Real* lse, const Real* dout, Real* dqkv) {
+void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out, const Real* lse,
+                        const Real* dout, Real* dqkv) {
     const int64_t HS = c.HS(), NH = c.NH, group = NH / c.NKV, row = c.qkv_cols();
-    const Real scale = 1 / std::sqrt(static_cast<Real>(HS));
+    const Real scale = 1 / std::sqrt(Real(HS));
     std::fill(dqkv, dqkv + B * T * row, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
@@ -776,8 +687,7 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 
 // loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target).
 template <class Real>
-double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
-                     Real scale) {
+double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets, Real scale) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -785,7 +695,7 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
         const Real largest = *std::max_element(row, row + V), target = row[targets[n]];
         Real sum = 0;
         for (int64_t v = 0; v < V; v++) sum += row[v] = std::exp(row[v] - largest);
-        losses[n] = static_cast<double>(std::log(sum) + largest - target);
+        losses[n] = double(std::log(sum) + largest - target);
         for (int64_t v = 0; v < V; v++) row[v] *= scale / sum;
         row[targets[n]] -= scale;
         std::fill(row + V, row + V_stride, Real(0));
@@ -796,32 +706,29 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 }
 
 // The address of a function makes the compiler generate it, for the tests.
-template <class Real>
-auto instantiate() {
+template <class Real> auto instantiate() {
     return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, activation_forward<Real>,
-                           activation_backward<Real>, rope<Real>, attention_forward<Real>,
-                           attention_backward<Real>, cross_entropy<Real>);
+                           activation_backward<Real>, rope<Real>, attention_forward<Real>, attention_backward<Real>,
+                           cross_entropy<Real>);
 }
 template auto instantiate<float>();
 template auto instantiate<double>();
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads
-// its input, computes in FP32 and rounds its output. In the recipe coat:
+// Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads its input,
+// computes in FP32 and rounds its output. In the recipe coat:
 //   GEMM operands       FP8, per-tensor scales: E4M3 for activations and weights, E5M2 for gradients
 //   norm inputs, gate and up       FP8, a scale for each 1x16 group of a token: these are saved for backward
 //   attention, residual stream     BF16
-// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
-// the same quantized values, so that the gradient belongs to the loss.
+// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read the same
+// quantized values, so that the gradient belongs to the loss.
 
 namespace {
 
-template <class Real>
-class Network {
-    static constexpr bool QUANTIZES =
-        std::is_same_v<Real, float>;  // in double nothing is rounded (loss_in_double)
+template <class Real> class Network {
+    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;  // nothing is rounded in double
     using SavedTensor = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
 
 public:
@@ -829,11 +736,8 @@ public:
     const ModelConfig config;
     const Recipe recipe;
     const std::vector<Param> params;
-    // By parameter: values of the compute dtype, and of gradient_format(). A gradient is empty until it is
-    // first added to.
-    std::vector<Tensor> weights, gradients;
-    std::vector<std::array<DelayedScale, OPERANDS>>
-        delayed;                  // by parameter; without a history unless scales are delayed
+    std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
+    std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; no history unless recipe delays
     QuantStats* stats = nullptr;  // one for each Kind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
@@ -858,8 +762,7 @@ public:
         for (auto& operands : delayed)
             for (int o = 0; o < OPERANDS; o++)
                 if (!operands[o].history.empty())
-                    operands[o].end_step(quant_of(recipe, static_cast<LinearOperand>(o)).format,
-                                         recipe.margin);
+                    operands[o].end_step(quant_of(recipe, static_cast<LinearOperand>(o)).format, recipe.margin);
     }
 
     // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
@@ -871,14 +774,13 @@ public:
         return rounded(residual);
     }
 
-    // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum
-    // times scale.
+    // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum times scale.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double scale) {
         const Tensor x = forward(tokens, B, T);
         const Tensor y = rounded(norm("final_norm", x));
         Tensor logits = head_forward(y);
         const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, static_cast<Real>(scale));
+            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(scale));
         finite = finite && std::isfinite(loss);
         if (scale == 0) return loss;
         Tensor dresidual = head_backward(x, y, rounded(logits));
@@ -889,7 +791,7 @@ public:
 
     // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
     Tensor head_forward(const Tensor& y) const {
-        const int64_t rows = static_cast<int64_t>(y.size()) / config.C, V = config.padded_V(), C = config.C;
+        const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
         Tensor logits(rows * V);
         matmul<Real>(rows, V, C, {y.data(), C, 1}, {weights[head()].data(), 1, C}, logits.data());
         return rounded(logits);
@@ -898,8 +800,8 @@ public:
     Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
         Tensor y(x.size());
         const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
-        norm_forward<Real>(config.arch.rms, eps(), static_cast<int64_t>(x.size()) / config.C, config.C,
-                           x.data(), weight(name + ".weight").data(), bias, y.data());
+        norm_forward<Real>(config.arch.rms, eps(), int64_t(x.size()) / config.C, config.C, x.data(),
+                           weight(name + ".weight").data(), bias, y.data());
         return y;
     }
 
@@ -920,8 +822,8 @@ private:
     size_t index(const std::string& name) const { return index_.at(name); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
     size_t head() const { return index(config.tied ? "embedding" : "head"); }
-    Real eps() const { return static_cast<Real>(config.norm_eps); }
-    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
+    Real eps() const { return Real(config.norm_eps); }
+    QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
     void done(const std::string& name) const {  // with the bucket of this parameter
         if (bucket_done) bucket_done(params[index(name)].bucket);
     }
@@ -942,8 +844,8 @@ private:
     }
 
     // An FP8 code would hide a NaN or an infinity, so every tensor is checked before it is quantized.
-    float checked_amax(const std::vector<float>& x) {
-        const float result = amax(x.data(), static_cast<int64_t>(x.size()));
+    float checked_amax(const Floats& x) {
+        const float result = amax(x.data(), int64_t(x.size()));
         finite = finite && std::isfinite(result);
         return result;
     }
@@ -961,23 +863,21 @@ private:
         else return dequantize(saved);
     }
 
-    // --- Linear layers: operands quantized along the reduction, GEMM, output rounded to the compute dtype
-    // -----------
-    Tensor linear_operand(LinearOperand which, size_t linear, const Tensor& x, int64_t cols,
-                          ReduceOver reduce) {
+    // --- Linear layers: operands quantized along the reduction, GEMM, output rounded to the compute dtype -----------
+    Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
-            const int o = static_cast<int>(which);
+            const int o = int(which);
             const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = 0;  // 0: just in time
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed[linear][o];
+                DelayedScale& d = delayed[i][o];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
-            return operand(x, static_cast<int64_t>(x.size()) / cols, cols, q, reduce, stats_of(KINDS[o]),
+            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[o]),
                            scale > 0 ? &scale : nullptr);
         }
     }
@@ -995,14 +895,14 @@ private:
         return rounded(y);
     }
 
-    Tensor linear_backward(const std::string& name, const Tensor& x,
-                           const Tensor& dy) {  // dy (N, out) -> dx (N, in)
+    // dy (N, out) -> dx (N, in); adds to the gradients of the weight and the bias
+    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = index(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Rows);
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Rows);
-        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns), dx(N_ * in),
-               dw(out * in);
+        Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
+        Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
         if (!formats_.g.granularity.symmetric())
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
@@ -1019,8 +919,8 @@ private:
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
         Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(),
-                            dy.data(), dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
+        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(), dy.data(),
+                            dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
         add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
@@ -1032,8 +932,7 @@ private:
         return act;
     }
 
-    // --- Embedding and head: not quantized
-    // --------------------------------------------------------------------------
+    // --- Embedding and head: not quantized --------------------------------------------------------------------------
     Tensor embed(const int32_t* tokens) const {
         const int64_t C = config.C;
         Tensor residual(N_ * C);
@@ -1045,17 +944,14 @@ private:
     }
 
     void embed_backward(const int32_t* tokens, const Tensor& dresidual) {
-        const int64_t C = config.C;
-        Tensor dembedding(weight("embedding").size());
-        for (int64_t n = 0; n < N_; n++)
-            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-        add_gradient(index("embedding"), dembedding);
-        if (!config.arch.rope) {
-            Tensor dpositions(weight("positions").size());
+        auto add_rows = [&](const std::string& name, auto row) {  // dresidual[n] to row(n) of the gradient
+            Tensor sums(weight(name).size());
             for (int64_t n = 0; n < N_; n++)
-                add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
-            add_gradient(index("positions"), dpositions);
-        }
+                add_scaled(config.C, Real(1), &dresidual[n * config.C], &sums[row(n) * config.C]);
+            add_gradient(index(name), sums);
+        };
+        add_rows("embedding", [&](int64_t n) { return tokens[n]; });
+        if (!config.arch.rope) add_rows("positions", [&](int64_t n) { return n % T_; });
         done("embedding");
     }
 
@@ -1070,17 +966,14 @@ private:
         return dx;
     }
 
-    // --- One transformer block: the rows of the table that ./train --plan prints, in its order
-    // ----------------------
+    // --- One transformer block: the rows of the table that ./train --plan prints, in its order ----------------------
 
-    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the
-    // block.
+    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the block.
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in
-        // BF16.
+        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in BF16.
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
@@ -1096,8 +989,8 @@ private:
         s.attention = save(rounded(attention), config.q_cols(), recipe.attention, Kind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
-        const Tensor middle =
-            sum(rounded(residual), linear_forward(layer + "attention_out", load(s.attention)));
+        const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
+        const Tensor middle = sum(rounded(residual), attention_out);
         s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
@@ -1108,8 +1001,7 @@ private:
         return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
     }
 
-    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the
-    // gradient of X.
+    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the gradient of X.
     Tensor block_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_[l];
@@ -1121,11 +1013,11 @@ private:
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config.arch.gated, N_, config.F, gate_up.data(), dact.data(),
-                                  dgate_up.data());
+        const bool gated = config.arch.gated;
+        activation_backward<Real>(gated, N_, config.F, gate_up.data(), dact.data(), dgate_up.data());
         const Tensor norm2_input = load(s.norm2_input);
-        const Tensor dnorm2 =
-            linear_backward(layer + "gate_up", norm(layer + "norm2", norm2_input), dgate_up);
+        const Tensor norm2 = norm(layer + "norm2", norm2_input);
+        const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
         done(layer + "gate_up");
 
@@ -1143,14 +1035,15 @@ private:
         dqkv = rounded(dqkv);
         if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true);
         const Tensor norm1_input = load(s.norm1_input);
-        const Tensor dnorm1 = linear_backward(layer + "qkv", norm(layer + "norm1", norm1_input), dqkv);
+        const Tensor norm1 = norm(layer + "norm1", norm1_input);
+        const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
         done(layer + "qkv");
         return dresidual;
     }
 };
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 
 class Reference : public Model {
@@ -1166,10 +1059,9 @@ public:
             s.v.init(p.moment(o.v), o.expand, p.size(), o.granularity);
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
+                const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
                 int16_t remainder;
-                split_master(initial(p.init_std, p.role.weight, live, setup.seed, i, e), &s.weight[e],
-                             &remainder);
-                if (setup.master) s.remainder[e] = remainder;
+                split_master(x, &s.weight[e], setup.master ? &s.remainder[e] : &remainder);
             }
             refresh(i);
         }
@@ -1178,74 +1070,72 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T;
-        check(tokens, setup_.accumulate * N);
-        check(targets, setup_.accumulate * N);
+        for (const int32_t* t : {tokens, targets}) check(t, setup_.accumulate * N);
         clear_gradients();
         network_.begin();
         double squares = 0;  // sum over the gradients so far
         bool skipped = false;
-        auto update_if_finite = [&](const Range& which, double norm_correction) {
-            const double here = squares_of(which);
+        auto update_if_finite = [&](int64_t bucket, double norm_correction) {
+            double here = 0;
+            for (size_t i : parameters_of(bucket))
+                for (float x : network_.gradients[i]) here += double(x) * x;
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            // The square of a clipped gradient is below 2^124: every format of the second moment can
-            // represent it. A NaN fails this test, too.
+            // The square of a clipped gradient is below 2^124: every format of the second moment can represent it.
+            // A NaN fails this test, too.
             skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
-            if (!skipped) update(which, adamw, norm);
+            if (!skipped) update(bucket, adamw, norm);
         };
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
         if (!setup_.keep_gradients) {
             norms.resize(network_.params.back().bucket + 1);
             network_.bucket_done = [&](int64_t bucket) {
-                update_if_finite(parameters_of(bucket), norm_correction_at(adamw, bucket));
-                release_gradients(parameters_of(bucket));
+                update_if_finite(bucket, norm_correction_at(adamw, bucket));
+                release_gradients(bucket);
                 norms[bucket] = std::sqrt(squares);
             };
         }
-        const double scale = 1.0 / static_cast<double>(N * setup_.accumulate);
+        const double scale = 1.0 / double(N * setup_.accumulate);
         double loss = 0;
         for (int64_t a = 0; a < setup_.accumulate; a++)
             loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, scale);
         network_.bucket_done = nullptr;
-        if (setup_.keep_gradients) update_if_finite({0, states_.size()}, 1);
+        if (setup_.keep_gradients) update_if_finite(ALL, 1);
         if (!skipped) network_.end_delayed_step();
-        return {loss / static_cast<double>(N * setup_.accumulate), std::sqrt(squares), skipped,
+        return {loss / double(N * setup_.accumulate), std::sqrt(squares), skipped,
                 norms.empty() ? norms : norm_corrections_of(norms)};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        check(tokens, N);
-        check(targets, N);
+        for (const int32_t* t : {tokens, targets}) check(t, N);
         network_.begin();
-        const double loss = network_.run(tokens, targets, setup_.B, setup_.T, 0) / static_cast<double>(N);
-        return network_.finite ? loss : std::numeric_limits<double>::quiet_NaN();
+        const double loss = network_.run(tokens, targets, setup_.B, setup_.T, 0) / double(N);
+        return network_.finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         check(tokens, n);
         network_.begin();
         const auto x = network_.forward(tokens, 1, n);
-        const std::vector<float> last(x.end() - setup_.config.C, x.end());
+        const Floats last(x.end() - setup_.config.C, x.end());
         const auto row = network_.head_forward(network_.rounded(network_.norm("final_norm", last)));
         std::copy(row.begin(), row.begin() + setup_.config.V, logits);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        check(tokens, N);
-        check(targets, N);
+        for (const int32_t* t : {tokens, targets}) check(t, N);
         QuantReport report;
         network_.stats = report.kinds;
         network_.begin();
         clear_gradients();
         network_.bucket_done = [&](int64_t bucket) {
-            const Range which = parameters_of(bucket);
-            for (size_t i = which.first; i < which.last; i++) measure_moments(i, report);
-            if (!setup_.keep_gradients) release_gradients(which);
+            for (size_t i : parameters_of(bucket)) measure_moments(i, report);
+            if (!setup_.keep_gradients) release_gradients(bucket);
         };
-        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / static_cast<double>(N));
+        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / double(N));
         network_.stats = nullptr, network_.bucket_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
@@ -1270,10 +1160,8 @@ private:
         std::vector<int16_t> remainder;  // empty without a master
         Moment m, v;
     };
-    struct Range {  // parameters [first, last)
-        size_t first, last;
-    };
     static constexpr int64_t CHUNK = 32 * MOMENT_GROUP;  // elements that one thread updates at a time
+    static constexpr int64_t ALL = -1;                   // in place of a bucket
 
     Setup setup_;
     Network<float> network_;
@@ -1293,29 +1181,19 @@ private:
             network_.weights[i][e] = fp32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
     }
 
-    Range parameters_of(int64_t bucket) const {  // those of one bucket follow one another
-        const auto& params = network_.params;
-        auto less = [](const Param& p, int64_t wanted) { return p.bucket < wanted; };
-        auto first = [&](int64_t b) {
-            return std::lower_bound(params.begin(), params.end(), b, less) - params.begin();
-        };
-        return {static_cast<size_t>(first(bucket)), static_cast<size_t>(first(bucket + 1))};
+    std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
+        std::vector<size_t> indices;
+        for (size_t i = 0; i < states_.size(); i++)
+            if (bucket == ALL || network_.params[i].bucket == bucket) indices.push_back(i);
+        return indices;
     }
 
     void clear_gradients() {
         if (!setup_.keep_gradients) return;  // released after their last use
-        for (size_t i = 0; i < states_.size(); i++)
-            network_.gradients[i].assign(network_.params[i].size(), 0.0f);
+        for (size_t i : parameters_of(ALL)) network_.gradients[i].assign(network_.params[i].size(), 0.0f);
     }
-    void release_gradients(const Range& which) {
-        for (size_t i = which.first; i < which.last; i++) std::vector<float>().swap(network_.gradients[i]);
-    }
-
-    double squares_of(const Range& which) const {
-        double sum = 0;
-        for (size_t i = which.first; i < which.last; i++)
-            for (float x : network_.gradients[i]) sum += static_cast<double>(x) * x;
-        return sum;
+    void release_gradients(int64_t bucket) {
+        for (size_t i : parameters_of(bucket)) Floats().swap(network_.gradients[i]);
     }
 
     // Runs work(first, n) for the chunks of a parameter, in parallel. Chunks end where groups of moments end.
@@ -1325,15 +1203,15 @@ private:
         for (int64_t first = 0; first < size; first += CHUNK) work(first, std::min(CHUNK, size - first));
     }
 
-    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is
-    // complete, because a per-tensor scale needs the maximum of all.
-    void update(const Range& which, const AdamW& a, double norm) {
+    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is complete,
+    // because a per-tensor scale needs the maximum of all.
+    void update(int64_t bucket, const AdamW& a, double norm) {
         const uint64_t key = rounding_key(setup_.seed, a.step);
-        for (size_t i = which.first; i < which.last; i++) {
+        for (size_t i : parameters_of(bucket)) {
             const Param& p = network_.params[i];
             State& s = states_[i];
             const AdamWFactors f = adamw_factors(a, p.role.decay, norm);
-            std::vector<float> m(p.size()), v(p.size());
+            Floats m(p.size()), v(p.size());
             for_chunks(p.size(), [&](int64_t first, int64_t n) {
                 float master[CHUNK];
                 uint16_t* w = &s.weight[first];
@@ -1356,23 +1234,22 @@ private:
         }
     }
 
-    // The quantization error of the moments that a step would store, and the expansion factors of those
-    // stored now.
+    // The quantization error of the moments that a step would store, and the expansion factors of those stored now.
     void measure_moments(size_t i, QuantReport& report) const {
         State s = states_[i];
         const int64_t n = network_.params[i].size();
         report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
         report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-        std::vector<float> unused(n), m(n), v(n);
+        Floats unused(n), m(n), v(n);
         s.m.load(0, n, m.data());
         s.v.load(0, n, v.data());
-        adamw(adamw_factors({1, 0.0f}, false, 0), n, network_.gradients[i].data(), unused.data(), m.data(),
-              v.data());
+        const AdamWFactors f = adamw_factors({1, 0.0f}, false, 0);
+        adamw(f, n, network_.gradients[i].data(), unused.data(), m.data(), v.data());
         s.m.fit_tensor(n, m.data());
         s.v.fit_tensor(n, v.data());
         QuantStats* kinds = report.kinds;
-        s.m.store(0, n, m.data(), false, kinds + static_cast<int>(Kind::Moment1));
-        s.v.store(0, n, v.data(), setup_.optimizer.keep_positive, kinds + static_cast<int>(Kind::Moment2));
+        s.m.store(0, n, m.data(), false, kinds + int(Kind::Moment1));
+        s.v.store(0, n, v.data(), setup_.optimizer.keep_positive, kinds + int(Kind::Moment2));
     }
 
     // The tensors of coat.h's weight_tensors() and optimizer_tensors(), and gradients.
@@ -1401,13 +1278,12 @@ private:
 
 }  // namespace
 
-double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
-                      const std::vector<std::vector<double>>& weights, const int32_t* tokens,
-                      const int32_t* targets, std::vector<std::vector<double>>* gradients) {
+double loss_in_double(const ModelConfig& c, int64_t B, int64_t T, const std::vector<std::vector<double>>& weights,
+                      const int32_t* tokens, const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     Network<double> network({c, recipe, find_row(optimizers(), "fp32", "--optimizer"), B, T});
     network.weights = weights;
-    const double scale = 1.0 / static_cast<double>(B * T);
+    const double scale = 1.0 / double(B * T);
     const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;
     if (gradients) *gradients = network.gradients;
     return loss;
@@ -1416,8 +1292,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
 }  // namespace coat::reference
 
 std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
-    // Every step allocates the same temporary tensors. The allocator must not return their memory to the
-    // system, or a third of the time goes into fresh pages.
+    // Every step allocates the same temporary tensors. The allocator must not return their memory to the system, or a
+    // third of the time goes into fresh pages.
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 2147483647);
     return std::make_unique<reference::Reference>(setup);
