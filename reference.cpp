@@ -1,9 +1,10 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, with the paper beside it.
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, with the paper
+// beside it.
 //
-// COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer moments.
-// This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows nothing of the GPU;
-// every GPU kernel is tested against it. It is also a backend: ./train uses it where there is no GPU.
-// Each section needs only those before it:
+// COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
+// moments. This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows
+// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
+// there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -11,8 +12,8 @@
 //   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
 //
-// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. So the result is the
-// same for any number of threads.
+// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. So the
+// result is the same for any number of threads.
 #include "reference.h"
 
 #include <malloc.h>
@@ -32,7 +33,8 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent bias:
+// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent
+// bias:
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
@@ -54,9 +56,10 @@ static constexpr Fields fields(Format f) {
                                : Fields{10, 15, 0x7BFF, 0x7E00};
 }
 
-// Rounds |x|, given as the bits of FP32, to the nearest code, ties to even. Larger values saturate.
-// Normal: adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the exponent
-// as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a multiple of min.
+// Rounds |x|, given as the bits of FP32, to the nearest code, ties to even. Larger values saturate. Normal:
+// adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
+// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a
+// multiple of min.
 template <Format F>
 static inline uint32_t encode_magnitude(uint32_t bits) {
     constexpr Fields f = fields(F);
@@ -80,7 +83,7 @@ static float decode_magnitude(Format format, uint32_t code) {
     const Fields f = fields(format);
     const uint32_t bits = code << (23 - f.mantissa);  // where FP32 has exponent and mantissa
     if (code >> f.mantissa == 0) return float(code) * info(format).min;  // subnormal
-    if (code > f.max_code) return bits_as<float>(bits | 0x7F800000u);    // infinity, or NaN if the mantissa is not 0
+    if (code > f.max_code) return bits_as<float>(bits | 0x7F800000u);    // infinity or NaN
     return bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
 }
 
@@ -139,7 +142,8 @@ float join_master(uint16_t weight, int16_t remainder) {
     return bits_as<float>((uint32_t(weight) << 16) + low);
 }
 
-// If the lower half of x is r, r of the 65536 random integers carry into the upper half: up with probability r / 65536.
+// If the lower half of x is r, r of the 65536 random integers carry into the upper half: up with probability
+// r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
     return uint16_t((bits_as<uint32_t>(x) + uint32_t(random)) >> 16);
@@ -148,8 +152,9 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // ===========================================================================================================
 // 2. Quantizers (paper section 5)
 //
-// A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the format's largest
-// value. Then code = encode(x / s) and x = decode(code) s. The granularity says which elements form a block.
+// A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the
+// format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
+// elements form a block.
 
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
@@ -158,7 +163,8 @@ float scale_of(const Quant& q, float amax) {
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
-// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a NaN.
+// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a
+// NaN.
 static uint32_t amax_bits(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, bits_as<uint32_t>(x[i]) & 0x7FFFFFFFu);
@@ -166,8 +172,9 @@ static uint32_t amax_bits(const float* x, int64_t n) {
 }
 static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
-// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the same as in
-// one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor does it.
+// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the
+// same as in one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor
+// does it.
 float amax(const float* x, int64_t n) {
     constexpr int64_t group = 16;
     std::vector<uint32_t> groups(ceil_div(n, group));
@@ -280,15 +287,17 @@ void DelayedScale::end_step(Format fp8, int margin) {
 // ===========================================================================================================
 // 3. FP8 optimizer with dynamic range expansion (paper section 4)
 //
-// A format's dynamic range is R = FMAX / FMIN, its largest over its smallest positive value: 448 / 2^-9 = 229,376 for
-// E4M3. A group X of 128 moments has R_X = max|X| / min|X|, often below 1,000, and so would use a part of E4M3's codes
-// only. Section 4.2 stretches the group to the range of the format before quantization, and contracts it afterwards:
+// A format's dynamic range is R = FMAX / FMIN, its largest over its smallest positive value: 448 / 2^-9 =
+// 229,376 for E4M3. A group X of 128 moments has R_X = max|X| / min|X|, often below 1,000, and so would use a
+// part of E4M3's codes only. Section 4.2 stretches the group to the range of the format before quantization,
+// and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
 
-// Rounded down to a multiple of 1/16, as in the released code, so that the smallest value does not become zero.
+// Rounded down to a multiple of 1/16, as in the released code, so that the smallest value does not become
+// zero.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
@@ -303,9 +312,9 @@ float expand(Format fp8, float x, float max, float k) {
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// sign(y) max (|y| / FMAX)^(1/k). The root of the power is multiplied twice: in a group with a very large range the
-// power alone underflows in FP32, but not its product with max. A result below FP32 becomes its smallest positive
-// value: a second moment that is not zero never becomes zero.
+// sign(y) max (|y| / FMAX)^(1/k). The root of the power is multiplied twice: in a group with a very large
+// range the power alone underflows in FP32, but not its product with max. A result below FP32 becomes its
+// smallest positive value: a second moment that is not zero never becomes zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
@@ -352,7 +361,8 @@ void encode_moment(Format f, bool expanded, bool keep_positive, const float* x, 
         const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
         float* group_k = expanded ? k + g : nullptr;
         fit(f, x + first, size, max + g, group_k);
-        encode_group(f, keep_positive, x + first, size, codes + first * info(f).bytes, max[g], group_k, stats);
+        uint8_t* to = codes + first * info(f).bytes;
+        encode_group(f, keep_positive, x + first, size, to, max[g], group_k, stats);
     }
 }
 
@@ -392,7 +402,8 @@ void Moment::store(int64_t first, int64_t n, const float* x, bool keep_positive,
 }
 
 void Moment::fit_tensor(int64_t n, const float* x) {
-    if (is_scaled(format) && granularity == PER_TENSOR) fit(format, x, n, max.data(), expand ? &k[0] : nullptr);
+    if (!is_scaled(format) || !(granularity == PER_TENSOR)) return;
+    fit(format, x, n, &max[0], expand ? &k[0] : nullptr);
 }
 
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
@@ -403,7 +414,8 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
             float(bias1), float(std::sqrt(bias2)), float(shrink)};
 }
 
-// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w),  ^: without bias
+// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
+// with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.gradient_scale;
@@ -417,14 +429,16 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // ===========================================================================================================
 // 4. Operators
 //
-// The three GEMMs of a linear layer with x (N, in), w (out, in) and the gradient g (N, out) of its output differ in
+// The three GEMMs of a linear layer with x (N, in), w (out, in) and the gradient g (N, out) of its output
+// differ in
 // strides only:  fprop y = x w^T,  dgrad dx = g w,  wgrad dw = g^T x.
 
 constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K
 
 // Copies a matrix (rows, depth) to panels of `width` rows, panel[k][row], with zeros beyond the last row.
 template <class Real>
-static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col, int64_t rows, int64_t depth) {
+static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col, int64_t rows,
+                              int64_t depth) {
     std::vector<Real> panels(round_up(rows, width) * depth);
 #pragma omp parallel for if (rows * depth > 1 << 14)
     for (int64_t r0 = 0; r0 < rows; r0 += width)
@@ -434,8 +448,8 @@ static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col
     return panels;
 }
 
-// C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that the loop over
-// k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
+// C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
+// the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
 template <class Real>
 void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C, bool accumulate) {
     if (!accumulate) std::fill(C, C + M * N, Real(0));
@@ -480,7 +494,8 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
 
 // y = x^ weight + bias with x^ = (x - mean) rstd
 template <class Real>
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* bias, Real* y) {
+void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+                  const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         const auto s = row_statistics(rms, eps, C, x + n * C);
@@ -492,8 +507,8 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 // With d = dy weight:  dx = (d - mean(d) - x^ mean(d x^)) rstd,  dweight = sum(dy x^),  dbias = sum(dy).
 // RMSNorm has no mean(d).
 template <class Real>
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight, const Real* dy, Real* dx,
-                   Real* dweight, Real* dbias) {
+void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+                   const Real* dy, Real* dx, Real* dweight, Real* dbias) {
     std::vector<RowStatistics<Real>> rows(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -545,7 +560,8 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, R
 
 // dup = dact silu(gate),  dgate = dact up silu'(gate)  with  silu'(a) = s (1 + a (1 - s)),  s = sigmoid(a)
 template <class Real>
-void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact, Real* dgate_up) {
+void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
+                         Real* dgate_up) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
@@ -622,7 +638,8 @@ static std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const 
 
 // out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
 template <class Real>
-static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale, Real* out) {
+static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
+                         Real* out) {
     std::fill(out, out + n, Real(0));
     for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
 }
@@ -655,8 +672,8 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 //   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q.
 // One thread has all query heads that share a key/value head, so that sums have a fixed order.
 template <class Real>
-void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out, const Real* lse,
-                        const Real* dout, Real* dqkv) {
+void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
+                        const Real* lse, const Real* dout, Real* dqkv) {
     const int64_t HS = c.HS(), NH = c.NH, group = NH / c.NKV, row = c.qkv_cols();
     const Real scale = 1 / std::sqrt(Real(HS));
     std::fill(dqkv, dqkv + B * T * row, Real(0));
@@ -687,7 +704,8 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
 
 // loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target).
 template <class Real>
-double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets, Real scale) {
+double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
+                     Real scale) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -707,9 +725,9 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 
 // The address of a function makes the compiler generate it, for the tests.
 template <class Real> auto instantiate() {
-    return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, activation_forward<Real>,
-                           activation_backward<Real>, rope<Real>, attention_forward<Real>, attention_backward<Real>,
-                           cross_entropy<Real>);
+    return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, rope<Real>,
+                           activation_forward<Real>, activation_backward<Real>, attention_forward<Real>,
+                           attention_backward<Real>, cross_entropy<Real>);
 }
 template auto instantiate<float>();
 template auto instantiate<double>();
@@ -717,13 +735,13 @@ template auto instantiate<double>();
 // ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads its input,
-// computes in FP32 and rounds its output. In the recipe coat:
+// Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads
+// its input, computes in FP32 and rounds its output. In the recipe coat:
 //   GEMM operands       FP8, per-tensor scales: E4M3 for activations and weights, E5M2 for gradients
 //   norm inputs, gate and up       FP8, a scale for each 1x16 group of a token: these are saved for backward
 //   attention, residual stream     BF16
-// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read the same
-// quantized values, so that the gradient belongs to the loss.
+// Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
+// the same quantized values, so that the gradient belongs to the loss.
 
 namespace {
 
@@ -762,7 +780,7 @@ public:
         for (auto& operands : delayed)
             for (int o = 0; o < OPERANDS; o++)
                 if (!operands[o].history.empty())
-                    operands[o].end_step(quant_of(recipe, static_cast<LinearOperand>(o)).format, recipe.margin);
+                    operands[o].end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
     }
 
     // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
@@ -774,7 +792,8 @@ public:
         return rounded(residual);
     }
 
-    // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum times scale.
+    // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum
+    // times scale.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double scale) {
         const Tensor x = forward(tokens, B, T);
         const Tensor y = rounded(norm("final_norm", x));
@@ -863,7 +882,7 @@ private:
         else return dequantize(saved);
     }
 
-    // --- Linear layers: operands quantized along the reduction, GEMM, output rounded to the compute dtype -----------
+    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -919,8 +938,8 @@ private:
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
         Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(), dy.data(),
-                            dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
+        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(),
+                            dy.data(), dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
         add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
@@ -932,7 +951,7 @@ private:
         return act;
     }
 
-    // --- Embedding and head: not quantized --------------------------------------------------------------------------
+    // --- Embedding and head: not quantized ---
     Tensor embed(const int32_t* tokens) const {
         const int64_t C = config.C;
         Tensor residual(N_ * C);
@@ -966,14 +985,16 @@ private:
         return dx;
     }
 
-    // --- One transformer block: the rows of the table that ./train --plan prints, in its order ----------------------
+    // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
 
-    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the block.
+    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the
+    // block.
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in BF16.
+        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in
+        // BF16.
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
@@ -1001,7 +1022,8 @@ private:
         return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
     }
 
-    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the gradient of X.
+    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the
+    // gradient of X.
     Tensor block_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_[l];
@@ -1082,8 +1104,8 @@ public:
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            // The square of a clipped gradient is below 2^124: every format of the second moment can represent it.
-            // A NaN fails this test, too.
+            // The square of a clipped gradient is below 2^124: every format of the second moment can
+            // represent it. A NaN fails this test, too.
             skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
             if (!skipped) update(bucket, adamw, norm);
         };
@@ -1203,8 +1225,8 @@ private:
         for (int64_t first = 0; first < size; first += CHUNK) work(first, std::min(CHUNK, size - first));
     }
 
-    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is complete,
-    // because a per-tensor scale needs the maximum of all.
+    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is
+    // complete, because a per-tensor scale needs the maximum of all.
     void update(int64_t bucket, const AdamW& a, double norm) {
         const uint64_t key = rounding_key(setup_.seed, a.step);
         for (size_t i : parameters_of(bucket)) {
@@ -1234,7 +1256,8 @@ private:
         }
     }
 
-    // The quantization error of the moments that a step would store, and the expansion factors of those stored now.
+    // The quantization error of the moments that a step would store, and the expansion factors of those
+    // stored now.
     void measure_moments(size_t i, QuantReport& report) const {
         State s = states_[i];
         const int64_t n = network_.params[i].size();
@@ -1278,8 +1301,9 @@ private:
 
 }  // namespace
 
-double loss_in_double(const ModelConfig& c, int64_t B, int64_t T, const std::vector<std::vector<double>>& weights,
-                      const int32_t* tokens, const int32_t* targets, std::vector<std::vector<double>>* gradients) {
+double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
+                      const std::vector<std::vector<double>>& weights, const int32_t* tokens,
+                      const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     Network<double> network({c, recipe, find_row(optimizers(), "fp32", "--optimizer"), B, T});
     network.weights = weights;
@@ -1292,8 +1316,8 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T, const std::vec
 }  // namespace coat::reference
 
 std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
-    // Every step allocates the same temporary tensors. The allocator must not return their memory to the system, or a
-    // third of the time goes into fresh pages.
+    // Every step allocates the same temporary tensors. The allocator must not return their memory to the
+    // system, or a third of the time goes into fresh pages.
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
     mallopt(M_TRIM_THRESHOLD, 2147483647);
     return std::make_unique<reference::Reference>(setup);
