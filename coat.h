@@ -123,8 +123,7 @@ struct QuantizedView {
 // Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table, never a branch
 // in the code. A combination that a GPU does not support is an error (plan.cpp, validate).
 //
-// Each GEMM of a linear layer (x: input, w: weight, g: gradient of the output) reduces over another
-// dimension:
+// Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
@@ -144,8 +143,7 @@ struct Recipe {
     bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Delayed scaling: how many steps the history of amaxes has, and how many powers of two the scale leaves
-    // above them.
+    // Delayed scaling: steps in the history of amaxes, and powers of two that the scale leaves above them.
     int history = 1024, margin = 0;
 };
 
@@ -447,9 +445,7 @@ inline Format gradient_format(const Setup& s) {
 // tensors, so that a run may stop on one and resume on the other.
 
 struct StateTensor {
-    // "layers.0.qkv" is the weight; suffixes are .remainder .m .v .m.max .m.k .v.max .v.k .x.history .x.scale
-    // ...
-    std::string name;
+    std::string name;   // "layers.0.qkv" (weight), or with a suffix: .remainder .m .v .m.max .m.k .x.scale ...
     const char* dtype;  // safetensors' name
     int bytes;          // of one element
     std::vector<int64_t> shape;

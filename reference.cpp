@@ -1,5 +1,4 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, with the paper
-// beside it.
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
 // moments. This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows
@@ -79,6 +78,7 @@ static inline uint8_t encode_as(float x) {
     return uint8_t((bits >> 24 & 0x80u) | encode_magnitude<F>(bits & 0x7FFFFFFFu));
 }
 
+// FP32 has the same fields at other places and with another bias.
 static float decode_magnitude(Format format, uint32_t code) {
     const Fields f = fields(format);
     const uint32_t bits = code << (23 - f.mantissa);  // where FP32 has exponent and mantissa
@@ -114,7 +114,7 @@ uint16_t to_bf16_up(float x) { return uint16_t((bits_as<uint32_t>(x) + 0xFFFFu) 
 float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
 float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
 
-// Element i of an array of any format.
+// Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
     switch (f) {
         case Format::F32: return reinterpret_cast<const float*>(codes)[i];
@@ -142,8 +142,7 @@ float join_master(uint16_t weight, int16_t remainder) {
     return bits_as<float>((uint32_t(weight) << 16) + low);
 }
 
-// If the lower half of x is r, r of the 65536 random integers carry into the upper half: up with probability
-// r / 65536.
+// With r in the lower half of x, r of the 65536 random integers carry: rounds up with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4)) & 0xFFFF;
     return uint16_t((bits_as<uint32_t>(x) + uint32_t(random)) >> 16);
@@ -296,8 +295,7 @@ void DelayedScale::end_step(Format fp8, int margin) {
 //   contract:  x = f^-1(decode(code) s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
 
-// Rounded down to a multiple of 1/16, as in the released code, so that the smallest value does not become
-// zero.
+// Rounded down to sixteenths, as in the released code, so that the smallest value does not become zero.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
@@ -737,9 +735,9 @@ template auto instantiate<double>();
 //
 // Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads
 // its input, computes in FP32 and rounds its output. In the recipe coat:
-//   GEMM operands       FP8, per-tensor scales: E4M3 for activations and weights, E5M2 for gradients
-//   norm inputs, gate and up       FP8, a scale for each 1x16 group of a token: these are saved for backward
-//   attention, residual stream     BF16
+//   GEMM operands                FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
+//   norm inputs, gate and up     E4M3 with a scale for each 1x16 group of a token; saved for backward
+//   attention, residual stream   BF16
 // Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
 // the same quantized values, so that the gradient belongs to the loss.
 

@@ -158,7 +158,7 @@ void write_json(const std::string& path, const ordered_json& value) {
     file.finish();
 }
 
-using coat::shown;
+using coat::escaped;
 std::string escaped(const json& value) { return escaped(value.dump()); }
 
 // The fields of one JSON file, checked. A field that is null counts as absent, as in Hugging Face's configurations.
