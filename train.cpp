@@ -134,7 +134,7 @@ double checked(const Flag& flag, const std::string& text) {
     char* end = nullptr;
     const double x = digits ? std::strtod(text.c_str(), &end) : NAN;
     if (!digits || *end || !(x >= flag.least && x <= flag.most))
-        throw Error("--" + std::string(flag.name) + " " + shown(text) + " is not " + limits(flag) + "; choose such a one.");
+        throw Error("--" + std::string(flag.name) + " " + escaped(text) + " is not " + limits(flag) + "; choose such a one.");
     return x;
 }
 
@@ -146,12 +146,12 @@ public:
             std::string argument = argv[i];
             if (argument == "-h") argument = "--help";
             if (argument.compare(0, 2, "--") != 0)
-                throw Error("\"" + shown(argument) + "\" is not a flag: write --flag value; ./train --help lists the flags.");
+                throw Error("\"" + escaped(argument) + "\" is not a flag: write --flag value; ./train --help lists the flags.");
             const size_t equals = argument.find('=');
             const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
             const Flag* flag = find_flag(name);
             if (!flag)
-                throw Error("--" + shown(name) + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
+                throw Error("--" + escaped(name) + " is not a flag: write --" + nearest_flag(name) + " if you meant that; ./train --help lists all.");
             if (flag->value == Value::None && equals != std::string::npos)
                 throw Error("--" + name + " takes no value; write it alone.");
             const bool separate = flag->value != Value::None && equals == std::string::npos;
@@ -160,7 +160,7 @@ public:
             values_[name] = separate ? argv[++i] : equals == std::string::npos ? "" : argument.substr(equals + 1);
             if (flag->value == Value::Count || flag->value == Value::Real) checked(*flag, values_[name]);
             if (flag->resume != Resume::Free && !is_utf8(values_[name]))  // a checkpoint remembers it, in JSON
-                throw Error("--" + name + " " + shown(values_[name]) + " is not UTF-8 text; give another value, or another name to the file.");
+                throw Error("--" + name + " " + escaped(values_[name]) + " is not UTF-8 text; give another value, or another name to the file.");
         }
     }
 
@@ -170,7 +170,7 @@ public:
             if (flag.resume == Resume::Free || !saved.contains(flag.name)) continue;
             const std::string was = saved[flag.name].get<std::string>();
             if (flag.resume == Resume::Same && given(flag.name) && !same(flag, was))
-                throw Error("--" + std::string(flag.name) + " " + shown(text(flag.name)) + " differs from the checkpoint's " + shown(was) +
+                throw Error("--" + std::string(flag.name) + " " + escaped(text(flag.name)) + " differs from the checkpoint's " + escaped(was) +
                             ": leave it out to go on with that run, or leave --resume out to begin another.");
             values_.emplace(flag.name, was);
         }
@@ -220,7 +220,7 @@ void print_help() {
     std::printf("./train trains a Llama or GPT-2 in FP8 with COAT (arXiv 2410.19313). Without a flag it trains a small model on text of\n"
                 "this machine and shows how it learns. Flags, with their defaults (on a CPU | on a GPU where that differs):\n\n");
     for (const Flag& flag : FLAGS) {
-        const std::string cpu = shown(flag.cpu), gpu = shown(flag.gpu), defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
+        const std::string cpu = escaped(flag.cpu), gpu = escaped(flag.gpu), defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
         const char* kind = flag.value == Value::None ? "" : flag.value == Value::Text ? "TEXT" : flag.value == Value::Count ? "N" : "X";
         const std::string name = std::string("--") + flag.name + " " + kind;
         const bool limited = flag.value == Value::Count || flag.value == Value::Real;
@@ -331,7 +331,7 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
     if (corpus) line("text", printable(corpus->description));
     for (const Flag& flag : FLAGS)
         if (flag.value != Value::None && std::strcmp(flag.name, "device") && !flags.text(flag.name).empty())
-            line(flag.name, shown(flags.text(flag.name)));
+            line(flag.name, escaped(flags.text(flag.name)));
 }
 
 // Bytes of a run on a CPU: beyond the plan the reference has FP32 copies of the weights, gradients in FP32, and the largest of both once more.
@@ -491,7 +491,7 @@ public:
     }
     void write(const Json& line) {
         if (!file_ || (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)) return;
-        std::fprintf(stderr, "train: --log %s cannot be written any more (%s); the run goes on without it.\n", shown(path_).c_str(),
+        std::fprintf(stderr, "train: --log %s cannot be written any more (%s); the run goes on without it.\n", escaped(path_).c_str(),
                      std::strerror(errno));
         file_.reset();
     }
@@ -987,7 +987,7 @@ int main(int argc, char** argv) {
     } catch (const Error& error) {
         print_error(error.what());
     } catch (const fs::filesystem_error& error) {
-        std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", shown(error.path1().string()).c_str(),
+        std::fprintf(stderr, "train: %s cannot be used (%s); check its path and that you may read it.\n", escaped(error.path1().string()).c_str(),
                      error.code().message().c_str());
     } catch (const std::bad_alloc&) {
         std::fprintf(stderr, "train: The memory ran out while the data was read; give --data less text.\n");
