@@ -22,7 +22,8 @@ namespace coat::test::hugging_face_folders {
 
 using namespace coat::test::model_files;
 using Json = nlohmann::ordered_json;
-using Place = std::function<std::tuple<std::string, int64_t, int64_t>(int64_t row, int64_t col)>;  // in the file
+using Place =
+    std::function<std::tuple<std::string, int64_t, int64_t>(int64_t row, int64_t col)>;  // in the file
 
 // A Hugging Face folder whose every value says where it is: tensor number, then row and column in the file.
 struct Foreign {
@@ -34,12 +35,17 @@ struct Foreign {
     std::vector<Entry> entries;
     Json config;
 
-    // 1 + 7 bits of tensor, 6 of row, 7 of column after the leading one: more than BF16 has, so that a remainder is needed.
+    // 1 + 7 bits of tensor, 6 of row, 7 of column after the leading one: more than BF16 has, so that a
+    // remainder is needed.
     static float value(size_t tensor, int64_t row, int64_t col) {
-        return 1.0f + (static_cast<float>(tensor) * 8192.0f + static_cast<float>(row) * 128.0f + static_cast<float>(col)) * 0x1p-20f;
+        return 1.0f + (static_cast<float>(tensor) * 8192.0f + static_cast<float>(row) * 128.0f +
+                       static_cast<float>(col)) *
+                          0x1p-20f;
     }
     size_t index(const std::string& name) const {
-        return static_cast<size_t>(std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.name == name; }) - entries.begin());
+        return static_cast<size_t>(
+            std::find_if(entries.begin(), entries.end(), [&](const Entry& e) { return e.name == name; }) -
+            entries.begin());
     }
     std::string bytes(size_t i) const {
         const Entry& e = entries[i];
@@ -51,7 +57,8 @@ struct Foreign {
                 uint32_t bits;
                 std::memcpy(&bits, &x, 4);
                 // Between 1 and 2 an F16 is 10 bits of the mantissa over the exponent 15.
-                const uint16_t half = static_cast<uint16_t>(15u << 10 | (bits >> 13 & 0x3FF)), bf16 = static_cast<uint16_t>(bits >> 16);
+                const uint16_t half = static_cast<uint16_t>(15u << 10 | (bits >> 13 & 0x3FF)),
+                               bf16 = static_cast<uint16_t>(bits >> 16);
                 if (e.dtype == "F32") out.append(reinterpret_cast<const char*>(&bits), 4);
                 else out.append(reinterpret_cast<const char*>(e.dtype == "F16" ? &half : &bf16), 2);
             }
@@ -87,15 +94,24 @@ inline Foreign foreign_llama() {
     Foreign f;
     f.entries = {{"model.embed_tokens.weight", {50, 32}}};
     const std::string l = "model.layers.0.";
-    for (const auto& [name, rows, cols] : {std::tuple{"self_attn.q_proj", 32, 32}, {"self_attn.k_proj", 16, 32}, {"self_attn.v_proj", 16, 32},
-                                           {"self_attn.o_proj", 32, 32}, {"mlp.gate_proj", 48, 32}, {"mlp.up_proj", 48, 32}, {"mlp.down_proj", 32, 48}})
+    for (const auto& [name, rows, cols] : {std::tuple{"self_attn.q_proj", 32, 32},
+                                           {"self_attn.k_proj", 16, 32},
+                                           {"self_attn.v_proj", 16, 32},
+                                           {"self_attn.o_proj", 32, 32},
+                                           {"mlp.gate_proj", 48, 32},
+                                           {"mlp.up_proj", 48, 32},
+                                           {"mlp.down_proj", 32, 48}})
         f.entries.push_back({l + name + ".weight", {rows, cols}});
-    for (const char* name : {"model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"})
+    for (const char* name : {"model.layers.0.input_layernorm.weight",
+                             "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"})
         f.entries.push_back({name, {32}});
     f.entries.push_back({"lm_head.weight", {50, 32}});
-    f.config = {{"model_type", "llama"}, {"hidden_size", 32}, {"num_hidden_layers", 1}, {"num_attention_heads", 4}, {"num_key_value_heads", 2},
-                {"intermediate_size", 48}, {"vocab_size", 50}, {"max_position_embeddings", 16}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6},
-                {"rope_theta", 12345.0}, {"tie_word_embeddings", false}};
+    f.config = {{"model_type", "llama"},    {"hidden_size", 32},
+                {"num_hidden_layers", 1},   {"num_attention_heads", 4},
+                {"num_key_value_heads", 2}, {"intermediate_size", 48},
+                {"vocab_size", 50},         {"max_position_embeddings", 16},
+                {"hidden_act", "silu"},     {"rms_norm_eps", 1e-6},
+                {"rope_theta", 12345.0},    {"tie_word_embeddings", false}};
     return f;
 }
 
@@ -103,14 +119,19 @@ inline Foreign foreign_gpt2(const std::string& prefix) {
     Foreign f;
     f.entries = {{prefix + "wte.weight", {50, 32}}, {prefix + "wpe.weight", {16, 32}}};
     const std::string h = prefix + "h.0.";
-    for (const auto& [name, in, out] : {std::tuple{"attn.c_attn", 32, 96}, {"attn.c_proj", 32, 32}, {"mlp.c_fc", 32, 128}, {"mlp.c_proj", 128, 32}}) {
+    for (const auto& [name, in, out] : {std::tuple{"attn.c_attn", 32, 96},
+                                        {"attn.c_proj", 32, 32},
+                                        {"mlp.c_fc", 32, 128},
+                                        {"mlp.c_proj", 128, 32}}) {
         f.entries.push_back({h + name + ".weight", {in, out}});
         f.entries.push_back({h + name + ".bias", {out}});
     }
     for (const std::string& name : {h + "ln_1", h + "ln_2", prefix + "ln_f"})
         for (const char* end : {".weight", ".bias"}) f.entries.push_back({name + end, {32}});
-    f.config = {{"model_type", "gpt2"}, {"n_embd", 32}, {"n_layer", 1}, {"n_head", 4}, {"n_inner", nullptr}, {"vocab_size", 50}, {"n_positions", 16},
-                {"activation_function", "gelu_new"}, {"resid_pdrop", 0.1}};
+    f.config = {
+        {"model_type", "gpt2"}, {"n_embd", 32},     {"n_layer", 1},      {"n_head", 4},
+        {"n_inner", nullptr},   {"vocab_size", 50}, {"n_positions", 16}, {"activation_function", "gelu_new"},
+        {"resid_pdrop", 0.1}};
     return f;
 }
 
@@ -120,7 +141,8 @@ inline MemoryModel model_of(const std::string& folder) {
     return MemoryModel(setup, 9);
 }
 
-inline void check_param(const MemoryModel& model, const Foreign& f, const std::string& name, const Place& place) {
+inline void check_param(const MemoryModel& model, const Foreign& f, const std::string& name,
+                        const Place& place) {
     const std::vector<Param> table = parameters(model.setup().config);
     const Param& p = param(table, name);
     const int64_t live = live_elements(model.setup().config, p) / p.cols;
@@ -156,11 +178,13 @@ inline void check_llama(const MemoryModel& model, const Foreign& f) {
     check_param(model, f, "layers.0.attention_out", same(l + "self_attn.o_proj.weight"));
     check_param(model, f, "layers.0.down", same(l + "mlp.down_proj.weight"));
     check_param(model, f, "layers.0.qkv", [&](int64_t r, int64_t c) {
-        return r < 32 ? std::tuple{l + "self_attn.q_proj.weight", r, c}
-               : r < 48 ? std::tuple{l + "self_attn.k_proj.weight", r - 32, c} : std::tuple{l + "self_attn.v_proj.weight", r - 48, c};
+        return r < 32   ? std::tuple{l + "self_attn.q_proj.weight", r, c}
+               : r < 48 ? std::tuple{l + "self_attn.k_proj.weight", r - 32, c}
+                        : std::tuple{l + "self_attn.v_proj.weight", r - 48, c};
     });
     check_param(model, f, "layers.0.gate_up", [&](int64_t r, int64_t c) {
-        return r < 48 ? std::tuple{l + "mlp.gate_proj.weight", r, c} : std::tuple{l + "mlp.up_proj.weight", r - 48, c};
+        return r < 48 ? std::tuple{l + "mlp.gate_proj.weight", r, c}
+                      : std::tuple{l + "mlp.up_proj.weight", r - 48, c};
     });
 }
 

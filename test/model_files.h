@@ -1,4 +1,5 @@
-// model_files.h - temporary folders, a model that only holds its tensors, and small setups, for tests of files.
+// model_files.h - temporary folders, a model that only holds its tensors, and small setups, for tests of
+// files.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -38,8 +39,10 @@ inline std::string read_bytes(const std::string& path) {
 }
 
 inline void write_bytes(const std::string& path, const std::string& bytes) {
-    fs::remove(path);  // ext4 waits for the disk where a file is cut to nothing and written again, 20,000 times in one test below
-    std::ofstream(path, std::ios::binary | std::ios::trunc).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    fs::remove(path);  // ext4 waits for the disk where a file is cut to nothing and written again, 20,000
+                       // times in one test below
+    std::ofstream(path, std::ios::binary | std::ios::trunc)
+        .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
 // The error's text; "" if there was none.
@@ -52,7 +55,9 @@ inline std::string error_of(const std::function<void()>& f) {
     return "";
 }
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
 
 // One line that names `who` and whatever else is expected in it.
 inline void check_refused(const std::string& error, const std::string& who, const std::string& what = "") {
@@ -66,11 +71,12 @@ inline void check_refused(const std::string& error, const std::string& who, cons
 // A safetensors file from a header's text and so many bytes of data.
 inline std::string raw_file(const std::string& header, size_t data_bytes) {
     const uint64_t length = header.size();
-    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header + std::string(data_bytes, '\1');
+    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header +
+           std::string(data_bytes, '\1');
 }
 
-// Random bytes as a run may leave them in its optimizer's state: finite, and only first moments with signs. In every format the top byte's second bit
-// is the exponent's first.
+// Random bytes as a run may leave them in its optimizer's state: finite, and only first moments with signs.
+// In every format the top byte's second bit is the exponent's first.
 inline void make_sound(const StateTensor& t, Random& random, std::string& bytes) {
     if (t.dtype == std::string("I16")) return;
     for (size_t i = static_cast<size_t>(t.bytes) - 1; i < bytes.size(); i += static_cast<size_t>(t.bytes))
@@ -97,13 +103,18 @@ public:
             std::string& bytes = tensors_[p.name];
             for (size_t i = 1; i < bytes.size(); i += 2) bytes[i] &= '\xBF';  // weights are finite
             const size_t live = static_cast<size_t>(live_elements(setup.config, p)) * 2;
-            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(), '\0');  // padding rows are always zero
+            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(),
+                      '\0');  // padding rows are always zero
         }
     }
-    StepResult step(const int32_t*, const int32_t*, const AdamW&) override { throw std::logic_error("no steps here"); }
+    StepResult step(const int32_t*, const int32_t*, const AdamW&) override {
+        throw std::logic_error("no steps here");
+    }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses here"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits here"); }
-    QuantReport quantization(const int32_t*, const int32_t*) override { throw std::logic_error("no quantization here"); }
+    QuantReport quantization(const int32_t*, const int32_t*) override {
+        throw std::logic_error("no quantization here");
+    }
     void read(const std::string& name, void* out) override {
         const std::string& bytes = tensors_.at(name);
         std::memcpy(out, bytes.data(), bytes.size());
@@ -138,22 +149,26 @@ private:
 };
 
 inline ModelConfig small_config(const Architecture& arch, bool tied) {
-    ModelConfig c{"small", arch, 2, 32, 4, arch.rope ? 2 : 4, 48, 50, 16, tied};  // 50 of 64 rows of the vocabulary are live
+    ModelConfig c{"small",           arch, 2,  32, 4,
+                  arch.rope ? 2 : 4, 48,   50, 16, tied};  // 50 of 64 rows of the vocabulary are live
     if (arch.rope) c.rope_theta = 500000.0f;
     c.norm_eps = 1e-6f;
     return c;
 }
 
 inline Setup small_setup(const Architecture& arch, bool tied = true, const char* optimizer = "coat") {
-    return {small_config(arch, tied), find_row(recipes(), "coat", "recipe"), find_row(optimizers(), optimizer, "optimizer"), 1, 16};
+    return {small_config(arch, tied), find_row(recipes(), "coat", "recipe"),
+            find_row(optimizers(), optimizer, "optimizer"), 1, 16};
 }
 
 inline const Param& param(const std::vector<Param>& table, const std::string& name) {
     return *std::find_if(table.begin(), table.end(), [&](const Param& p) { return p.name == name; });
 }
 
-inline LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef", double validation = std::numeric_limits<double>::quiet_NaN()) {
-    return {step, step - 1, {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}", run, validation};
+inline LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef",
+                            double validation = std::numeric_limits<double>::quiet_NaN()) {
+    return {step, step - 1,  {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}",
+            run,  validation};
 }
 
 }  // namespace coat::test::model_files

@@ -1,7 +1,8 @@
-// oracle.h - number formats from their definition, in double: what the encoders of both tellings are held against.
+// oracle.h - number formats from their definition, in double: what the encoders of both tellings are held
+// against.
 //
-// A value is written down from sign, exponent and mantissa; a code is found by searching for the nearest value. Nothing is
-// shared with the encoders under test, which work on bits.
+// A value is written down from sign, exponent and mantissa; a code is found by searching for the nearest
+// value. Nothing is shared with the encoders under test, which work on bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,7 +25,8 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-// OCP 8-bit floating point, section 5: (-1)^s 2^(e - bias) (1 + m / 2^M), and (-1)^s 2^(1 - bias) m / 2^M where e = 0.
+// OCP 8-bit floating point, section 5: (-1)^s 2^(e - bias) (1 + m / 2^M), and (-1)^s 2^(1 - bias) m / 2^M
+// where e = 0.
 inline double fp8_value(Format f, int code) {
     const bool e4m3 = f == Format::E4M3;
     const int M = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, top = e4m3 ? 15 : 31;
@@ -47,7 +49,8 @@ inline double fp16_value(int code) {
 class NearestCode {
 public:
     explicit NearestCode(Format f) {
-        for (int code = 0; code < 128 && std::isfinite(fp8_value(f, code)); code++) values_.push_back(fp8_value(f, code));
+        for (int code = 0; code < 128 && std::isfinite(fp8_value(f, code)); code++)
+            values_.push_back(fp8_value(f, code));
     }
     int of(float x) const {
         if (std::isnan(x)) return NOT_A_NUMBER;
@@ -62,7 +65,8 @@ private:
     size_t nearest(double magnitude, size_t above) const {
         if (above == values_.size()) return above - 1;
         if (above == 0 || values_[above] == magnitude) return above;
-        const double down = magnitude - values_[above - 1], up = values_[above] - magnitude;  // exact in double
+        const double down = magnitude - values_[above - 1],
+                     up = values_[above] - magnitude;  // exact in double
         return down < up || (down == up && above % 2 == 1) ? above - 1 : above;
     }
     std::vector<double> values_;

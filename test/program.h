@@ -21,7 +21,9 @@ inline std::string read_file(const fs::path& path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-inline void write_file(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+inline void write_file(const fs::path& path, const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+}
 
 // An empty folder with a text in it that is large enough for the tiny runs here; it goes when the test ends.
 struct Folder {
@@ -31,7 +33,9 @@ struct Folder {
         REQUIRE(mkdtemp(name.data()) != nullptr);
         path = name;
         std::string text;
-        for (int i = 0; i < 1500; i++) text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
+        for (int i = 0; i < 1500; i++)
+            text +=
+                "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
         write_file(path / "text", text);
     }
     ~Folder() { fs::remove_all(path); }
@@ -40,7 +44,8 @@ struct Folder {
     std::map<std::string, std::string> files() const {  // every file's bytes
         std::map<std::string, std::string> all;
         for (const auto& entry : fs::recursive_directory_iterator(path))
-            if (entry.is_regular_file()) all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
+            if (entry.is_regular_file())
+                all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
         return all;
     }
 };
@@ -55,16 +60,19 @@ inline std::string program() {
     return fs::absolute(named ? named : "./train").string();
 }
 
-// A shell command in the folder; what it prints is kept outside it. One thread: these runs are too small to share.
+// A shell command in the folder; what it prints is kept outside it. One thread: these runs are too small to
+// share.
 inline Ended shell(const Folder& folder, const std::string& command) {
     const std::string kept = folder.path.string() + "-printed";
-    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && { " + command + "\n} >'" + kept + ".out' 2>'" + kept + ".err'";
+    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && { " +
+                              command + "\n} >'" + kept + ".out' 2>'" + kept + ".err'";
     using Handler = void (*)(int);  // the child has the usual signals, also where the tests run under nohup
     const Handler hangup = std::signal(SIGHUP, SIG_DFL), pipe = std::signal(SIGPIPE, SIG_DFL);
     const int status = std::system(whole.c_str());
     std::signal(SIGHUP, hangup);
     std::signal(SIGPIPE, pipe);
-    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(kept + ".out"), read_file(kept + ".err")};
+    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(kept + ".out"),
+                read_file(kept + ".err")};
     fs::remove(kept + ".out");
     fs::remove(kept + ".err");
     return ended;
@@ -72,7 +80,9 @@ inline Ended shell(const Folder& folder, const std::string& command) {
 
 // A run that takes a fraction of a second; flags may be given again by the test only if they are not these.
 inline constexpr const char* TINY = " --device cpu --data text --batch 2 --seq 16 --sample-every 0 ";
-inline Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "'" + program() + "' " + flags); }
+inline Ended train(const Folder& folder, const std::string& flags) {
+    return shell(folder, "'" + program() + "' " + flags);
+}
 inline Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
 
 inline void require_success(const Ended& ended) {
@@ -114,10 +124,12 @@ inline std::string weights_and_state(const fs::path& checkpoint) {
     for (const char* file : {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"})
         REQUIRE(fs::exists(checkpoint / file));
     std::string trainer = read_file(checkpoint / "trainer.json");
-    const size_t run = trainer.find("\"run\": \"");  // a random name, the only thing that two equal runs differ in
+    const size_t run =
+        trainer.find("\"run\": \"");  // a random name, the only thing that two equal runs differ in
     REQUIRE(run != std::string::npos);
     trainer.erase(run, trainer.find(',', run) - run);
-    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors") + trainer;
+    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors") +
+           trainer;
 }
 
 }  // namespace coat::test

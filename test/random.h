@@ -1,7 +1,8 @@
 // random.h - fresh random inputs for the tests of numerics.
 //
-// Every run of the tests draws new numbers, so that a property is tried on more than one set of them. A failure prints the
-// seed; COAT_SEED=<seed> repeats it. COAT_QUICK=1 asks for smaller counts, for runs under sanitizers.
+// Every run of the tests draws new numbers, so that a property is tried on more than one set of them. A
+// failure prints the seed; COAT_SEED=<seed> repeats it. COAT_QUICK=1 asks for smaller counts, for runs under
+// sanitizers.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -58,7 +59,8 @@ private:
     coat::test::Random rng(coat::test::run_seed()); \
     INFO("repeat with COAT_SEED=", coat::test::run_seed())
 
-// A scale that is rounded up to BF16 grows by up to 2^-7, and so may the largest value: beyond this it would pass FP32's range.
+// A scale that is rounded up to BF16 grows by up to 2^-7, and so may the largest value: beyond this it would
+// pass FP32's range.
 inline constexpr double HUGE_MAGNITUDE = 0x1p128 * (1 - 0x1p-7);
 
 // Kinds of data: one row each, so that a property is checked on all of them.
@@ -104,7 +106,8 @@ double norm(const std::vector<Real>& x) {
 template <class A, class B>
 double relative_error(const std::vector<A>& a, const std::vector<B>& b) {
     double difference = 0;
-    for (size_t i = 0; i < b.size(); i++) difference += (double(a[i]) - double(b[i])) * (double(a[i]) - double(b[i]));
+    for (size_t i = 0; i < b.size(); i++)
+        difference += (double(a[i]) - double(b[i])) * (double(a[i]) - double(b[i]));
     const double size = norm(b);
     return std::sqrt(difference) / (size > 0 ? size : 1);
 }

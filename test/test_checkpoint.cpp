@@ -1,5 +1,5 @@
-// test_checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit, and one that does not fit the
-// run is an error.
+// test_checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit, and one that does not fit
+// the run is an error.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -58,14 +58,17 @@ TEST_CASE("checkpoint: is read back bit for bit") {
 
                 const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
                 CHECK(std::string(config.arch.name) == arch.name);
-                CHECK(std::vector<int64_t>{config.L, config.C, config.NH, config.NKV, config.F, config.V, config.max_T, config.HS(), config.tied} ==
+                CHECK(std::vector<int64_t>{config.L, config.C, config.NH, config.NKV, config.F, config.V,
+                                           config.max_T, config.HS(), config.tied} ==
                       std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.HS(), c.tied});
                 CHECK(config.norm_eps == c.norm_eps);
                 CHECK(config.rope_theta == (arch.rope ? c.rope_theta : config.rope_theta));
             }
 }
 
-TEST_CASE("checkpoint: is read back bit for bit in every memory mode, without remainders where there is no master") {
+TEST_CASE(
+    "checkpoint: is read back bit for bit in every memory mode, without remainders where there is no "
+    "master") {
     for (const MemoryMode& mode : memory_modes()) {
         CAPTURE(mode.flag);
         Folder folder;
@@ -75,7 +78,8 @@ TEST_CASE("checkpoint: is read back bit for bit in every memory mode, without re
         const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
         load_checkpoint(checkpoint, loaded);
         CHECK(saved.tensors() == loaded.tensors());
-        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") != nullptr) == setup.master);
+        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") !=
+               nullptr) == setup.master);
     }
 }
 
@@ -83,10 +87,18 @@ TEST_CASE("checkpoint: values that no run can write are rejected before the mode
     const struct {
         const char *optimizer, *tensor;
         std::vector<uint8_t> bits;
-    } rows[] = {{"fp32", "layers.0.qkv.m", {0, 0, 0xC0, 0x7F}},       {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0x7F}},  {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0xBF}},
-                {"bf16", "layers.0.qkv.m", {0x80, 0xFF}},             {"coat", "layers.0.qkv.m", {0xFF}},              {"coat", "layers.0.qkv.v", {0x7F}},
-                {"coat", "layers.0.qkv.v", {0x81}},                   {"coat", "layers.0.qkv.m.max", {0, 0, 0xC0, 0x7F}}, {"coat", "layers.0.qkv.v.max", {0, 0, 0x80, 0xBF}},
-                {"coat", "layers.0.qkv.m.k", {0, 0, 0, 0}},           {"coat", "layers.0.qkv.v.k", {0, 0, 0x82, 0x42}},   {"fp8lm", "layers.0.qkv.v", {0, 0x7C}}};
+    } rows[] = {{"fp32", "layers.0.qkv.m", {0, 0, 0xC0, 0x7F}},
+                {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0x7F}},
+                {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0xBF}},
+                {"bf16", "layers.0.qkv.m", {0x80, 0xFF}},
+                {"coat", "layers.0.qkv.m", {0xFF}},
+                {"coat", "layers.0.qkv.v", {0x7F}},
+                {"coat", "layers.0.qkv.v", {0x81}},
+                {"coat", "layers.0.qkv.m.max", {0, 0, 0xC0, 0x7F}},
+                {"coat", "layers.0.qkv.v.max", {0, 0, 0x80, 0xBF}},
+                {"coat", "layers.0.qkv.m.k", {0, 0, 0, 0}},
+                {"coat", "layers.0.qkv.v.k", {0, 0, 0x82, 0x42}},
+                {"fp8lm", "layers.0.qkv.v", {0, 0x7C}}};
     for (const auto& row : rows) {
         Folder folder;
         Setup setup = small_setup(LLAMA);
@@ -110,7 +122,8 @@ TEST_CASE("checkpoint: one without memory modes has the default modes and no nor
         REQUIRE(first != std::string::npos);
         return text.erase(first, text.find(end, first) + end.size() - first);
     };
-    const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
+    const std::string trainer = checkpoint + "/trainer.json",
+                      optimizer = checkpoint + "/optimizer.safetensors";
     write_bytes(trainer, without(read_bytes(trainer), "\"norm_correction\"", "],"));
     CHECK(read_loop_state(checkpoint).norm_correction.empty());
     write_bytes(trainer, without(read_bytes(trainer), ",\n  \"hashes\"", "}"));
@@ -152,35 +165,75 @@ TEST_CASE("checkpoint: tensors have the names and shapes of Hugging Face, withou
     };
     // As transformers' LlamaForCausalLM and GPT2LMHeadModel print them; Conv1D of GPT-2 is (in, out).
     CHECK(shapes(l) == std::map<std::string, std::vector<int64_t>>{
-        {"model.embed_tokens.weight", {50, 32}}, {"model.norm.weight", {32}}, {"lm_head.weight", {50, 32}},
-        {"model.layers.0.input_layernorm.weight", {32}}, {"model.layers.0.post_attention_layernorm.weight", {32}},
-        {"model.layers.0.self_attn.q_proj.weight", {32, 32}}, {"model.layers.0.self_attn.k_proj.weight", {16, 32}},
-        {"model.layers.0.self_attn.v_proj.weight", {16, 32}}, {"model.layers.0.self_attn.o_proj.weight", {32, 32}},
-        {"model.layers.0.mlp.gate_proj.weight", {48, 32}}, {"model.layers.0.mlp.up_proj.weight", {48, 32}},
-        {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
-    CHECK(shapes(g) == std::map<std::string, std::vector<int64_t>>{
-        {"transformer.wte.weight", {50, 32}}, {"transformer.wpe.weight", {16, 32}}, {"transformer.ln_f.weight", {32}}, {"transformer.ln_f.bias", {32}},
-        {"transformer.h.0.ln_1.weight", {32}}, {"transformer.h.0.ln_1.bias", {32}}, {"transformer.h.0.ln_2.weight", {32}}, {"transformer.h.0.ln_2.bias", {32}},
-        {"transformer.h.0.attn.c_attn.weight", {32, 96}}, {"transformer.h.0.attn.c_attn.bias", {96}},
-        {"transformer.h.0.attn.c_proj.weight", {32, 32}}, {"transformer.h.0.attn.c_proj.bias", {32}},
-        {"transformer.h.0.mlp.c_fc.weight", {32, 48}}, {"transformer.h.0.mlp.c_fc.bias", {48}},
-        {"transformer.h.0.mlp.c_proj.weight", {48, 32}}, {"transformer.h.0.mlp.c_proj.bias", {32}}});
+                           {"model.embed_tokens.weight", {50, 32}},
+                           {"model.norm.weight", {32}},
+                           {"lm_head.weight", {50, 32}},
+                           {"model.layers.0.input_layernorm.weight", {32}},
+                           {"model.layers.0.post_attention_layernorm.weight", {32}},
+                           {"model.layers.0.self_attn.q_proj.weight", {32, 32}},
+                           {"model.layers.0.self_attn.k_proj.weight", {16, 32}},
+                           {"model.layers.0.self_attn.v_proj.weight", {16, 32}},
+                           {"model.layers.0.self_attn.o_proj.weight", {32, 32}},
+                           {"model.layers.0.mlp.gate_proj.weight", {48, 32}},
+                           {"model.layers.0.mlp.up_proj.weight", {48, 32}},
+                           {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
+    CHECK(shapes(g) ==
+          std::map<std::string, std::vector<int64_t>>{{"transformer.wte.weight", {50, 32}},
+                                                      {"transformer.wpe.weight", {16, 32}},
+                                                      {"transformer.ln_f.weight", {32}},
+                                                      {"transformer.ln_f.bias", {32}},
+                                                      {"transformer.h.0.ln_1.weight", {32}},
+                                                      {"transformer.h.0.ln_1.bias", {32}},
+                                                      {"transformer.h.0.ln_2.weight", {32}},
+                                                      {"transformer.h.0.ln_2.bias", {32}},
+                                                      {"transformer.h.0.attn.c_attn.weight", {32, 96}},
+                                                      {"transformer.h.0.attn.c_attn.bias", {96}},
+                                                      {"transformer.h.0.attn.c_proj.weight", {32, 32}},
+                                                      {"transformer.h.0.attn.c_proj.bias", {32}},
+                                                      {"transformer.h.0.mlp.c_fc.weight", {32, 48}},
+                                                      {"transformer.h.0.mlp.c_fc.bias", {48}},
+                                                      {"transformer.h.0.mlp.c_proj.weight", {48, 32}},
+                                                      {"transformer.h.0.mlp.c_proj.bias", {32}}});
     CHECK(l.metadata().at("format") == "pt");  // transformers insists
 }
 
 TEST_CASE("checkpoint: config.json describes the model for transformers") {
     Folder folder;
     MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
-    const Json l = Json::parse(read_bytes(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
-    const Json g = Json::parse(read_bytes(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
+    const Json l =
+        Json::parse(read_bytes(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
+    const Json g =
+        Json::parse(read_bytes(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
     // By the documented fields of LlamaConfig and GPT2Config.
-    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}}, {"model_type", "llama"}, {"hidden_size", 32}, {"intermediate_size", 48},
-                                 {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"num_key_value_heads", 2}, {"head_dim", 8}, {"vocab_size", 50},
-                                 {"max_position_embeddings", 16}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 500000.0},
-                                 {"attention_bias", false}, {"mlp_bias", false}, {"tie_word_embeddings", false}, {"torch_dtype", "bfloat16"}};
-    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"n_embd", 32}, {"n_inner", 48}, {"n_layer", 2},
-                                {"n_head", 4}, {"n_positions", 16}, {"vocab_size", 50}, {"activation_function", "gelu_new"},
-                                {"layer_norm_epsilon", 1e-6}, {"tie_word_embeddings", true}, {"torch_dtype", "bfloat16"}};
+    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}},
+                                 {"model_type", "llama"},
+                                 {"hidden_size", 32},
+                                 {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2},
+                                 {"num_attention_heads", 4},
+                                 {"num_key_value_heads", 2},
+                                 {"head_dim", 8},
+                                 {"vocab_size", 50},
+                                 {"max_position_embeddings", 16},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 500000.0},
+                                 {"attention_bias", false},
+                                 {"mlp_bias", false},
+                                 {"tie_word_embeddings", false},
+                                 {"torch_dtype", "bfloat16"}};
+    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}},
+                                {"model_type", "gpt2"},
+                                {"n_embd", 32},
+                                {"n_inner", 48},
+                                {"n_layer", 2},
+                                {"n_head", 4},
+                                {"n_positions", 16},
+                                {"vocab_size", 50},
+                                {"activation_function", "gelu_new"},
+                                {"layer_norm_epsilon", 1e-6},
+                                {"tie_word_embeddings", true},
+                                {"torch_dtype", "bfloat16"}};
     for (const auto& [found, expected] : {std::pair{l, expected_llama}, {g, expected_gpt2}})
         for (const auto& [field, value] : expected.items()) {
             CAPTURE(field);
@@ -227,9 +280,16 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
     refused(other, "RoPE theta");
 
     const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
-    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
-                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"norm_correction\": [", "\"norm_correction\": [-1,"},
-                                   {"\"norm_correction\": [", "\"norm_correction\": [true,"}, {"\"norm_correction\": ", "\"norm_correction\": true, \"_\": "}, {"\"updates\": ", "\"updates\": 99"}}) {
+    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"},
+                                   {"\"step\"", "\"steppe\""},
+                                   {"\"window\": 7", "\"window\": -7"},
+                                   {"\"settings\"", "\"setting\""},
+                                   {"coat checkpoint", "a checkpoint"},
+                                   {"{", "["},
+                                   {"\"norm_correction\": [", "\"norm_correction\": [-1,"},
+                                   {"\"norm_correction\": [", "\"norm_correction\": [true,"},
+                                   {"\"norm_correction\": ", "\"norm_correction\": true, \"_\": "},
+                                   {"\"updates\": ", "\"updates\": 99"}}) {
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
         write_bytes(path, bad);
@@ -243,7 +303,8 @@ TEST_CASE("checkpoint: all older ones but `keep` are removed; later ones and oth
     const std::string out = folder / "out";
     auto names = [&] {
         std::vector<std::string> found;
-        for (const auto& entry : fs::directory_iterator(out)) found.push_back(entry.path().filename().string());
+        for (const auto& entry : fs::directory_iterator(out))
+            found.push_back(entry.path().filename().string());
         std::sort(found.begin(), found.end());
         return found;
     };

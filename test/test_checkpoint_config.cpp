@@ -16,10 +16,13 @@ using namespace coat;
 using namespace coat::test::hugging_face_folders;
 using namespace coat::test::model_files;
 
-TEST_CASE("read_model_config: fields with a default may be missing, and rope_theta may be in rope_parameters") {
+TEST_CASE(
+    "read_model_config: fields with a default may be missing, and rope_theta may be in rope_parameters") {
     Folder folder;
     Foreign f = foreign_llama();
-    for (const char* field : {"num_key_value_heads", "rms_norm_eps", "rope_theta", "hidden_act", "tie_word_embeddings", "max_position_embeddings"}) f.config.erase(field);
+    for (const char* field : {"num_key_value_heads", "rms_norm_eps", "rope_theta", "hidden_act",
+                              "tie_word_embeddings", "max_position_embeddings"})
+        f.config.erase(field);
     write_bytes(folder / "config.json", f.config.dump());
     ModelConfig c = read_model_config(folder.path.string());
     CHECK(c.NKV == 4);
@@ -42,12 +45,19 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
         Json value;
     };
     const std::vector<Case> llama = {
-        {"model_type", "mistral"}, {"model_type", 3}, {"hidden_act", "gelu"}, {"attention_bias", true}, {"mlp_bias", true},
-        {"quantization_config", {{"bits", 4}}}, {"partial_rotary_factor", 0.5}, {"hidden_size", -32}, {"hidden_size", "32"}, {"hidden_size", 1.5},
-        {"hidden_size", nullptr}, {"vocab_size", 1e30}, {"rms_norm_eps", "small"}, {"rms_norm_eps", -1}, {"rope_theta", 0}, {"tie_word_embeddings", "yes"},
-        {"rope_parameters", 5}};
-    const std::vector<Case> gpt2 = {{"activation_function", "gelu"}, {"activation_function", "relu"}, {"scale_attn_weights", false},
-                                    {"scale_attn_by_inverse_layer_idx", true}, {"add_cross_attention", true}, {"n_embd", 1 << 25}, {"n_layer", nullptr}};
+        {"model_type", "mistral"},      {"model_type", 3},        {"hidden_act", "gelu"},
+        {"attention_bias", true},       {"mlp_bias", true},       {"quantization_config", {{"bits", 4}}},
+        {"partial_rotary_factor", 0.5}, {"hidden_size", -32},     {"hidden_size", "32"},
+        {"hidden_size", 1.5},           {"hidden_size", nullptr}, {"vocab_size", 1e30},
+        {"rms_norm_eps", "small"},      {"rms_norm_eps", -1},     {"rope_theta", 0},
+        {"tie_word_embeddings", "yes"}, {"rope_parameters", 5}};
+    const std::vector<Case> gpt2 = {{"activation_function", "gelu"},
+                                    {"activation_function", "relu"},
+                                    {"scale_attn_weights", false},
+                                    {"scale_attn_by_inverse_layer_idx", true},
+                                    {"add_cross_attention", true},
+                                    {"n_embd", 1 << 25},
+                                    {"n_layer", nullptr}};
     Folder folder;
     const std::string path = folder / "config.json";
     auto check = [&](const Foreign& whole, const Case& c) {

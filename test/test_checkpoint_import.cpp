@@ -1,4 +1,5 @@
-// test_checkpoint_import.cpp - data/checkpoint.cpp: model folders in Hugging Face's layout that other programs wrote.
+// test_checkpoint_import.cpp - data/checkpoint.cpp: model folders in Hugging Face's layout that other
+// programs wrote.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -51,13 +52,20 @@ TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without pref
         check_param(model, f, "embedding", same(prefix + "wte.weight"));
         check_param(model, f, "positions", same(prefix + "wpe.weight"));
         check_param(model, f, "final_norm.bias", same(prefix + "ln_f.bias"));
-        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"}, {"up", "mlp.c_fc"}, {"down", "mlp.c_proj"}}) {
-            check_param(model, f, std::string("layers.0.") + ours, transposed(prefix + "h.0." + theirs + ".weight"));
-            check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
+        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"},
+                                           {"attention_out", "attn.c_proj"},
+                                           {"up", "mlp.c_fc"},
+                                           {"down", "mlp.c_proj"}}) {
+            check_param(model, f, std::string("layers.0.") + ours,
+                        transposed(prefix + "h.0." + theirs + ".weight"));
+            check_param(model, f, std::string("layers.0.") + ours + ".bias",
+                        same(prefix + "h.0." + theirs + ".bias"));
         }
         for (const auto& [ours, theirs] : {std::pair{"norm1", "ln_1"}, {"norm2", "ln_2"}}) {
-            check_param(model, f, std::string("layers.0.") + ours + ".weight", same(prefix + "h.0." + theirs + ".weight"));
-            check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
+            check_param(model, f, std::string("layers.0.") + ours + ".weight",
+                        same(prefix + "h.0." + theirs + ".weight"));
+            check_param(model, f, std::string("layers.0.") + ours + ".bias",
+                        same(prefix + "h.0." + theirs + ".bias"));
         }
     }
 }
@@ -100,12 +108,17 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     f.entries[0] = {"model.embed_tokens.weight", {2048, 32}, "F16"};
     f.entries[f.index("lm_head.weight")] = {"lm_head.weight", {2048, 32}, "F32"};
     f.write(folder.path.string());
-    // Overwrite both tensors' bytes in place with every finite F16 code, and with FP32 bit patterns of every kind.
+    // Overwrite both tensors' bytes in place with every finite F16 code, and with FP32 bit patterns of every
+    // kind.
     const std::string path = folder / "model.safetensors";
     std::string bytes = read_bytes(path);
     const Safetensors file(path);
-    const size_t start = bytes.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes - file.tensors().front().data);
-    auto at = [&](const char* name) { return bytes.data() + start + (file.find(name)->data - file.tensors().front().data); };
+    const size_t start =
+        bytes.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes -
+                                           file.tensors().front().data);
+    auto at = [&](const char* name) {
+        return bytes.data() + start + (file.find(name)->data - file.tensors().front().data);
+    };
     std::vector<uint32_t> patterns(65536);
     Random random(coat::test::run_seed());
     for (uint32_t i = 0; i < 65536; i++) {
@@ -123,10 +136,13 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     const std::vector<Param> table = parameters(model.setup().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
-        const float head = model.master(param(table, "head"), i / 32, i % 32), half = model.master(param(table, "embedding"), i / 32, i % 32);
+        const float head = model.master(param(table, "head"), i / 32, i % 32),
+                    half = model.master(param(table, "embedding"), i / 32, i % 32);
         wrong += std::memcmp(&head, &patterns[i], 4) != 0;
         const int exponent = i >> 10 & 31, mantissa = i & 1023;
-        const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24) : std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25);
+        const float magnitude = exponent == 0
+                                    ? std::ldexp(static_cast<float>(mantissa), -24)
+                                    : std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25);
         if (!is_finite_f16(i)) continue;
         wrong += half != (i & 0x8000 ? -magnitude : magnitude);
         wrong += std::signbit(half) != ((i & 0x8000) != 0);
@@ -145,7 +161,8 @@ TEST_CASE("load_weights: with --master none F32 weights are rounded to the neare
     MemoryModel without(setup, 2);
     load_weights(folder.path.string(), with);
     load_weights(folder.path.string(), without);
-    for (const StateTensor& t : weight_tensors(setup.config)) CHECK(with.tensors().at(t.name) == without.tensors().at(t.name));
+    for (const StateTensor& t : weight_tensors(setup.config))
+        CHECK(with.tensors().at(t.name) == without.tensors().at(t.name));
 }
 
 TEST_CASE("load_weights: NaN and infinity are rejected, also where rounding to BF16 would hide them") {
@@ -155,15 +172,18 @@ TEST_CASE("load_weights: NaN and infinity are rejected, also where rounding to B
     const std::string path = folder / "model.safetensors", good = read_bytes(path);
     const Safetensors file(path);
     const Tensor& norm = *file.find("model.norm.weight");
-    const size_t at = good.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes - norm.data);
-    // NaN and infinities; NaNs whose upper half would round to zeros; a finite number that BF16 would round to infinity
+    const size_t at = good.size() - static_cast<size_t>(file.tensors().back().data +
+                                                        file.tensors().back().bytes - norm.data);
+    // NaN and infinities; NaNs whose upper half would round to zeros; a finite number that BF16 would round
+    // to infinity
     for (uint32_t bits : {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F7FFFFFu}) {
         CAPTURE(bits);
         std::string bad = good;
         std::memcpy(bad.data() + at + 8, &bits, sizeof bits);
         write_bytes(path, bad);
         MemoryModel model = model_of(folder.path.string());
-        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), path, "model.norm.weight");
+        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), path,
+                      "model.norm.weight");
     }
 }
 
@@ -176,11 +196,26 @@ TEST_CASE("load_weights: weights of the wrong shape are rejected before the mode
     const std::vector<Case> cases = {
         {"missing tensor", "mlp.up_proj", [](Foreign& f) { f.entries.erase(f.entries.begin() + 6); }},
         {"missing head", "lm_head.weight", [](Foreign& f) { f.entries.pop_back(); }},
-        {"wrong shape", "q_proj", [](Foreign& f) { f.entries[1].shape = {16, 32}; }},
-        {"transposed shape", "down_proj", [](Foreign& f) { f.entries[7].shape = {48, 32}; }},
-        {"wrong rank", "model.norm", [](Foreign& f) { f.entries[f.index("model.norm.weight")].shape = {1, 32}; }},
-        {"a bias", "q_proj.bias", [](Foreign& f) { f.entries.push_back({"model.layers.0.self_attn.q_proj.bias", {32}}); }},
-        {"a layer too many", "layers.1", [](Foreign& f) { f.entries.push_back({"model.layers.1.input_layernorm.weight", {32}}); }},
+        {"wrong shape", "q_proj",
+         [](Foreign& f) {
+             f.entries[1].shape = {16, 32};
+         }},
+        {"transposed shape", "down_proj",
+         [](Foreign& f) {
+             f.entries[7].shape = {48, 32};
+         }},
+        {"wrong rank", "model.norm",
+         [](Foreign& f) {
+             f.entries[f.index("model.norm.weight")].shape = {1, 32};
+         }},
+        {"a bias", "q_proj.bias",
+         [](Foreign& f) {
+             f.entries.push_back({"model.layers.0.self_attn.q_proj.bias", {32}});
+         }},
+        {"a layer too many", "layers.1",
+         [](Foreign& f) {
+             f.entries.push_back({"model.layers.1.input_layernorm.weight", {32}});
+         }},
         {"unknown dtype", "I16", [](Foreign& f) { f.entries[2].dtype = "I16"; }},
     };
     for (const Case& c : cases) {
@@ -191,7 +226,8 @@ TEST_CASE("load_weights: weights of the wrong shape are rejected before the mode
             Folder folder;
             f.write(folder.path.string(), shards);
             MemoryModel model = model_of(folder.path.string());
-            check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), c.named);
+            check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(),
+                          c.named);
             CHECK(model.writes() == 0);
         }
     }
@@ -205,7 +241,8 @@ TEST_CASE("load_weights: a wrong index of shards is rejected") {
     const std::string path = folder / "model.safetensors.index.json", good = read_bytes(path);
     auto refused = [&](const std::string& index, const std::string& what) {
         write_bytes(path, index);
-        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), what);
+        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(),
+                      what);
     };
     auto with = [&](const std::string& name, const Json& file) {
         Json index = Json::parse(good);
@@ -224,5 +261,6 @@ TEST_CASE("load_weights: a wrong index of shards is rejected") {
     fs::remove(path);
     refused("", path);
     fs::remove(path);
-    check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), "safetensors");
+    check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(),
+                  "safetensors");
 }

@@ -10,19 +10,27 @@ using namespace coat::reference;
 
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
-        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
-                           " | " + r.attention.text() + " | " + (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
+        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +
+                           r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
+                           (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         return text + "| " + r.optimizer;
     };
     const std::vector<std::pair<std::string, std::string>> wanted = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
         {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
-        {"coat", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact | coat"},
-        {"te", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
-        {"colossal", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
-        {"rowwise", "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
-        {"deepseek", "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+        {"coat",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat"},
+        {"te",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
+        {"colossal",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
+        {"rowwise",
+         "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
+        {"deepseek",
+         "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
+         "fp32"},
     };
     REQUIRE(recipes().size() == wanted.size());
     for (size_t i = 0; i < wanted.size(); i++) {

@@ -1,4 +1,5 @@
-// test_plan.cpp - plan.cpp: the precision plan, the memory plan, the learning rate, and which recipes a GPU supports.
+// test_plan.cpp - plan.cpp: the precision plan, the memory plan, the learning rate, and which recipes a GPU
+// supports.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,10 +26,13 @@ TEST_CASE("learning_rate: warms up, decays to a tenth, and stays within its boun
             CHECK(learning_rate(s, peak, 20, 300, step) >= static_cast<float>(end * (1 - 1e-6)));
         }
         CHECK(learning_rate(s, peak, 0, 1, 0) == static_cast<float>(peak));
-        CHECK(learning_rate(s, peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // a warm-up that does not end
+        CHECK(learning_rate(s, peak, 500, 300, 299) ==
+              static_cast<float>(peak * 300 / 500));  // a warm-up that does not end
     }
-    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
-    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) ==
+          doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) ==
+          doctest::Approx(peak * 0.55));
 }
 
 TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to groups") {
@@ -45,8 +49,10 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
                 int64_t state = 0, weights = 0;  // remainders and delayed scales are the weights' part
                 for (const StateTensor& t : optimizer_tensors(s))
                     if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
-                for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) state -= t.total_bytes(), weights += t.total_bytes();
-                for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders
+                for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
+                    state -= t.total_bytes(), weights += t.total_bytes();
+                for (const StateTensor& t : weight_tensors(s.config))
+                    weights += t.size() * 4;  // FP32, or BF16 and two remainders
                 const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
                 CHECK(total_bytes(plan, Category::Optimizer) >= state);
                 CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
@@ -58,11 +64,14 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
             }
 }
 
-TEST_CASE("plan: moment formats without a GPU kernel are rejected with a remedy, and the others are accepted") {
+TEST_CASE(
+    "plan: moment formats without a GPU kernel are rejected with a remedy, and the others are accepted") {
     for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_unsupported(optimizer).empty());
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
-    CHECK(why_unsupported(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
+    CHECK(why_unsupported(mixed) ==
+          "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or "
+          "--device cpu.");
     OptimizerFormat whole = find_row(optimizers(), "fp8lm", "");
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
         whole.m = whole.v = f;
@@ -79,18 +88,22 @@ TEST_CASE("plan: scaling that a GPU's GEMMs do not support is rejected with a re
     for (const Recipe& r : recipes()) {
         const std::string name = r.name;
         CHECK(why_unsupported(r).empty());
-        for (int capability : {89, 100, 120}) CHECK(why_unsupported(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
+        for (int capability : {89, 100, 120})
+            CHECK(why_unsupported(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
         CHECK(why_unsupported(recipe_on_gpu(r, false), 80).empty());
     }
     Recipe squares = find_row(recipes(), "coat", "");
     squares.nonlinear = {Format::E4M3, {4, 4}};
-    CHECK(why_unsupported(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
-                                    "--device cpu.");
+    CHECK(why_unsupported(squares, 90) ==
+          "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep "
+          "e4m3 1x16 beside bf16, or use "
+          "--device cpu.");
     Recipe groups = find_row(recipes(), "fp32", "");
     groups.nonlinear = Q_GROUP;
     CHECK(why_unsupported(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
     CHECK(why_unsupported(find_row(recipes(), "rowwise", ""), 89) ==
-          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
+          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one "
+          "has 8.9; use --recipe colossal, or --device cpu.");
 }
 
 TEST_CASE("plan: heads x head size is bounded, and not only each of them") {
@@ -125,9 +138,12 @@ TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
     for (int product = 0; product < 3; product++)
         change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[product] = true; });
-    change("rowwise", "delayed scaling knows one scale a tensor", [](Recipe& r) { r.scaling = Scaling::Delayed; });
+    change("rowwise", "delayed scaling knows one scale a tensor",
+           [](Recipe& r) { r.scaling = Scaling::Delayed; });
     change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
-    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) { r.w = {Format::E4M3, PER_GROUP}; });
+    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) {
+        r.w = {Format::E4M3, PER_GROUP};
+    });
     change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
     change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
     change("te", "give it 1 step or more", [](Recipe& r) { r.history = 0; });
@@ -145,11 +161,14 @@ TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one
 }
 
 TEST_CASE("plan: the state of delayed scaling, and no saving of activations with FP8 only in linear layers") {
-    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""), find_row(optimizers(), "fp32", ""), 8, 2048};
+    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""),
+             find_row(optimizers(), "fp32", ""), 8, 2048};
     int64_t bytes = 0;
     for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
     CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
-    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) == bytes);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) -
+              total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) ==
+          bytes);
     for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
         te.recipe = find_row(recipes(), recipe, "");
         CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
@@ -175,12 +194,15 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
             }
             if (c.tied) largest += buckets.at(0);  // that of the embedding is added to from the head on
             const Quant wide = s.recipe.attention, x = linear_formats(s).x;
-            const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
+            const int64_t attention =
+                (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
+                3 * c.L;
             const std::map<std::string, std::pair<Category, int64_t>> freed = {
                 {"attention", {Category::Activations, attention}},
                 {"master", {Category::Weights, 2 * elements}},
                 {"gradients", {Category::Gradients, 2 * (elements - largest)}},
-                {"recompute", {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
+                {"recompute",
+                 {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
             for (const MemoryMode& mode : memory_modes()) {
                 CAPTURE(mode.flag);
                 Setup other = s;
@@ -190,7 +212,8 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 const auto& [category, bytes] = freed.at(mode.flag);
                 CHECK(total_bytes(usual, category) - total_bytes(plan, category) == bytes);
                 CHECK(total_bytes(usual) - total_bytes(plan) == bytes);
-                CHECK(total_bytes(memory_plan(bf16_baseline(other))) == total_bytes(memory_plan(bf16_baseline(s))));  // what it is printed beside stays
+                CHECK(total_bytes(memory_plan(bf16_baseline(other))) ==
+                      total_bytes(memory_plan(bf16_baseline(s))));  // what it is printed beside stays
                 mode.choose(other, true);
                 CHECK(mode.is_first(other));
                 CHECK(total_bytes(memory_plan(other)) == total_bytes(usual));
@@ -208,23 +231,29 @@ TEST_CASE("plan: says why a GPU cannot be used, and what to do, from CUDA's stat
     };
     const std::pair<std::string, const char*> cases[] = {
         {said([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
-        {said([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }), "knows CUDA 12.4 and this program needs 13.0: update the driver"},
-        {said([](GpuFound& f) { f.error = "unknown error"; }), "CUDA does not start (unknown error): check nvidia-smi"},
+        {said([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }),
+         "knows CUDA 12.4 and this program needs 13.0: update the driver"},
+        {said([](GpuFound& f) { f.error = "unknown error"; }),
+         "CUDA does not start (unknown error): check nvidia-smi"},
         {said([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
-        {said([](GpuFound& f) { f.capability = 75; }), "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
-        {said([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }), "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
+        {said([](GpuFound& f) { f.capability = 75; }),
+         "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
+        {said([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }),
+         "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
         {said([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
     };
     for (const auto& [sentence, wanted] : cases) {
         INFO(sentence);
         CHECK(sentence.find(wanted) != std::string::npos);
     }
-    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
+    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") !=
+          std::string::npos);  // what an old driver really says
 }
 
 TEST_CASE("precision plan: says what each memory mode changes") {
     auto told = [](const std::string& flag, const std::string& part) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 64};
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, 64};
         int rows = 0;
         for (const MemoryMode& mode : memory_modes())
             if (flag == mode.flag) mode.choose(s, false);
@@ -232,8 +261,10 @@ TEST_CASE("precision plan: says what each memory mode changes") {
             rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
         return rows;
     };
-    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1}, {"attention", "rotary positions|bf16|e4m3 1x16", 1},
-                                           {"master", "bf16 stochastically", 1}, {"recompute", "; e4m3 tensor output", 3}}) {
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1},
+                                           {"attention", "rotary positions|bf16|e4m3 1x16", 1},
+                                           {"master", "bf16 stochastically", 1},
+                                           {"recompute", "; e4m3 tensor output", 3}}) {
         CAPTURE(part);
         CHECK(told("", part) == 0);
         CHECK(told(flag, part) == rows);
@@ -246,7 +277,8 @@ TEST_CASE("precision plan: says what each memory mode changes") {
 
 TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
     auto falls_back = [](int64_t T) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, T};
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, T};
         int rows = 0;
         for (const PrecisionRow& row : precision_plan(s)) {
             const bool said = row.name.find("falls back") != std::string::npos;

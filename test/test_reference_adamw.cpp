@@ -1,4 +1,5 @@
-// test_reference_adamw.cpp - adamw and stochastic rounding in reference.cpp, against Adam in double over a thousand steps.
+// test_reference_adamw.cpp - adamw and stochastic rounding in reference.cpp, against Adam in double over a
+// thousand steps.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -23,7 +24,8 @@ struct AdamInDouble {
             const double g = gradient[i];
             m[i] = b1 * m[i] + (1 - b1) * g;
             v[i] = b2 * v[i] + (1 - b2) * g * g;
-            const double mean = m[i] / (1 - std::pow(b1, double(a.step))), variance = v[i] / (1 - std::pow(b2, double(a.step)));
+            const double mean = m[i] / (1 - std::pow(b1, double(a.step))),
+                         variance = v[i] / (1 - std::pow(b2, double(a.step)));
             w[i] -= double(a.lr) * (decays ? double(a.weight_decay) * w[i] : 0.0);
             w[i] -= double(a.lr) * mean / (std::sqrt(variance) + double(a.eps));
         }
@@ -37,7 +39,8 @@ struct State {
     Moment m, v;
     bool keep_positive;
 
-    State(const OptimizerFormat& o, const std::vector<float>& start) : weight(start.size()), remainder(start.size()), keep_positive(o.keep_positive) {
+    State(const OptimizerFormat& o, const std::vector<float>& start)
+        : weight(start.size()), remainder(start.size()), keep_positive(o.keep_positive) {
         m.init(o.m, o.expand, int64_t(start.size()), o.granularity);
         v.init(o.v, o.expand, int64_t(start.size()), o.granularity);
         put(start);
@@ -57,7 +60,8 @@ struct State {
     }
     void step(const AdamW& a, bool decays, const std::vector<float>& gradient, double grad_norm) {
         std::vector<float> w = master(), m32 = moment(m), v32 = moment(v);
-        adamw(adamw_factors(a, decays, grad_norm), int64_t(w.size()), gradient.data(), w.data(), m32.data(), v32.data());
+        adamw(adamw_factors(a, decays, grad_norm), int64_t(w.size()), gradient.data(), w.data(), m32.data(),
+              v32.data());
         m.fit_tensor(int64_t(w.size()), m32.data());
         v.fit_tensor(int64_t(w.size()), v32.data());
         m.store(0, int64_t(w.size()), m32.data(), false);
@@ -84,8 +88,8 @@ const std::vector<OptimizerFormat>& optimizer_rows() {  // the table's, and E5M2
     return rows;
 }
 
-// Root mean square of the relative rounding error of a format: uniform within half a step, and a step is at most 2^-mantissa
-// of the value. Expansion divides it by k.
+// Root mean square of the relative rounding error of a format: uniform within half a step, and a step is at
+// most 2^-mantissa of the value. Expansion divides it by k.
 double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
 
 double mean_k(const Moment& moment) {
@@ -120,7 +124,8 @@ TEST_CASE("adamw: the first step has length lr after bias correction, with eps o
     for (float g : {3.0f, -0.02f, 1e-4f, 1e-8f, -1e-9f, 0.0f}) {
         float w = 0, m = 0, v = 0;
         adamw(adamw_factors(plain(1), false, 0), 1, &g, &w, &m, &v);
-        // m / (1 - b1) = g and sqrt(v / (1 - b2)) = |g|, so the step is lr g / (|g| + eps): half of lr where |g| = eps.
+        // m / (1 - b1) = g and sqrt(v / (1 - b2)) = |g|, so the step is lr g / (|g| + eps): half of lr where
+        // |g| = eps.
         const double wanted = -1e-2 * double(g) / (std::fabs(double(g)) + 1e-8);
         INFO("gradient ", g);
         CHECK(std::fabs(w - wanted) <= std::fabs(wanted) * 1e-6);
@@ -152,9 +157,9 @@ TEST_CASE("adamw: clipping equals a gradient that was scaled before") {
 
 namespace {
 
-// The error that a moment in few bits has gathered, as a vector: each step stores it with a relative error of rms / k, and the
-// next keeps beta of what is there. Independent errors add in squares. FP32's arithmetic makes 3 roundings of 2^-24 a step,
-// which may all point one way: they stay for 1 / (1 - beta) steps.
+// The error that a moment in few bits has gathered, as a vector: each step stores it with a relative error of
+// rms / k, and the next keeps beta of what is there. Independent errors add in squares. FP32's arithmetic
+// makes 3 roundings of 2^-24 a step, which may all point one way: they stay for 1 / (1 - beta) steps.
 struct ExpectedError {
     double beta, square = 0;
     double step(const Moment& moment, const std::vector<double>& exact) {
@@ -167,10 +172,11 @@ struct ExpectedError {
 }  // namespace
 
 TEST_CASE("adamw: 1000 steps in every state format stay as close to Adam in double as the format allows") {
-    // Gradients do not depend on the weights, so errors do not feed back. An update m / sqrt(v) is wrong by the root of m's square and
-    // that of half of v's, relative; by the triangle inequality |w - exact| is at most the sum of these errors times |update|.
-    // FP32 weights round by 2^-24 |w| a step. Twice the moments' derived errors is allowed: elements near zero lie in the
-    // subnormal codes, where a step is a larger part of them, and rounding errors of slowly moving values are not quite independent.
+    // Gradients do not depend on the weights, so errors do not feed back. An update m / sqrt(v) is wrong by
+    // the root of m's square and that of half of v's, relative; by the triangle inequality |w - exact| is at
+    // most the sum of these errors times |update|. FP32 weights round by 2^-24 |w| a step. Twice the moments'
+    // derived errors is allowed: elements near zero lie in the subnormal codes, where a step is a larger part
+    // of them, and rounding errors of slowly moving values are not quite independent.
     FRESH_RANDOM(rng);
     const int64_t n = 8 * MOMENT_GROUP + 50, steps = count(1000, 30);
     const std::vector<float> start = rng.normals<float>(n, 0.5), mean = rng.normals<float>(n, 0.5);
@@ -178,7 +184,8 @@ TEST_CASE("adamw: 1000 steps in every state format stay as close to Adam in doub
     for (float& s : spread) s = float(std::exp(0.3 * rng.normal()));  // so that no element dominates a norm
     for (const OptimizerFormat& o : optimizer_rows()) {
         State state(o, start);
-        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)), std::vector<double>(size_t(n))};
+        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)),
+                           std::vector<double>(size_t(n))};
         ExpectedError expected_m{double(0.9f)}, expected_v{double(0.95f)};
         double bound_w = 0, worst_m = 0, worst_v = 0;  // the worst are relative to what is expected
         for (int64_t t = 1; t <= steps; t++) {
@@ -192,10 +199,12 @@ TEST_CASE("adamw: 1000 steps in every state format stay as close to Adam in doub
             const double m = expected_m.step(state.m, exact.m), v = expected_v.step(state.v, exact.v);
             worst_m = std::max(worst_m, relative_error(state.moment(state.m), exact.m) / m);
             worst_v = std::max(worst_v, relative_error(state.moment(state.v), exact.v) / v);
-            bound_w += 2 * std::hypot(m, v / 2) * relative_error(before, exact.w) * norm(exact.w) + 0x1p-24 * norm(exact.w);
+            bound_w += 2 * std::hypot(m, v / 2) * relative_error(before, exact.w) * norm(exact.w) +
+                       0x1p-24 * norm(exact.w);
         }
         const double error_w = relative_error(state.master(), exact.w) * norm(exact.w);
-        INFO(std::string(o.name), ": errors over expected ones: m ", worst_m, ", v ", worst_v, "; error of w ", error_w, ", bound ", bound_w);
+        INFO(std::string(o.name), ": errors over expected ones: m ", worst_m, ", v ", worst_v,
+             "; error of w ", error_w, ", bound ", bound_w);
         CHECK(worst_m <= 2);
         CHECK(worst_v <= 2);
         CHECK(error_w <= bound_w);
@@ -204,8 +213,8 @@ TEST_CASE("adamw: 1000 steps in every state format stay as close to Adam in doub
 }
 
 TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in double ends") {
-    // The loss 1/2 sum c w^2 with gradient noise of 1 settles at a level that noise and lr set, not the format: moments
-    // wrong by a few per cent move it by a few per cent.
+    // The loss 1/2 sum c w^2 with gradient noise of 1 settles at a level that noise and lr set, not the
+    // format: moments wrong by a few per cent move it by a few per cent.
     FRESH_RANDOM(rng);
     const int64_t n = 4 * MOMENT_GROUP, steps = count(1000, 60), window = steps / 5;
     const std::vector<float> start = rng.normals<float>(n);
@@ -218,7 +227,8 @@ TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in dou
     };
     for (const OptimizerFormat& o : optimizer_rows()) {
         State state(o, start);
-        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)), std::vector<double>(size_t(n))};
+        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)),
+                           std::vector<double>(size_t(n))};
         double ours = 0, wanted = 0;
         for (int64_t t = 1; t <= steps; t++) {
             const std::vector<float> w = state.master();
@@ -230,7 +240,8 @@ TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in dou
             }
             state.step(plain(t), false, g, 0);
             exact.step(plain(t), false, h);
-            if (t > steps - window) ours += loss(state.master()) / double(window), wanted += loss(exact.w) / double(window);
+            if (t > steps - window)
+                ours += loss(state.master()) / double(window), wanted += loss(exact.w) / double(window);
         }
         INFO(std::string(o.name), ": loss ", ours, " against ", wanted, " from ", loss(start));
         CHECK(std::fabs(ours - wanted) < 0.05 * wanted);
@@ -253,8 +264,8 @@ TEST_CASE("round_stochastically: rounds to a neighbour by the rule of coat.h, an
 }
 
 TEST_CASE("round_stochastically: the mean over elements, steps and seeds is the value") {
-    // n draws of a step h that is taken with probability p: their mean has the deviation h sqrt(p (1 - p) / n), at most h / 2 sqrt(n). Five of
-    // them are passed once in two million: there are 3 x 6 checks.
+    // n draws of a step h that is taken with probability p: their mean has the deviation h sqrt(p (1 - p) /
+    // n), at most h / 2 sqrt(n). Five of them are passed once in two million: there are 3 x 6 checks.
     const int64_t n = count(1 << 20, 1 << 14);
     const float step = 0x1p-7f;
     for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
@@ -267,23 +278,27 @@ TEST_CASE("round_stochastically: the mean over elements, steps and seeds is the 
         }
         INFO("part of a step ", part);
         const double bound = part == 0 ? 0 : 5 * double(step) / 2 / std::sqrt(double(n));
-        for (double sum : {by_element, by_step, by_seed}) CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
+        for (double sum : {by_element, by_step, by_seed})
+            CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
     }
 }
 
 TEST_CASE("round_stochastically: tiny updates move a weight that rounding to nearest would not move") {
-    // 1000 updates of step / 50 each: 20 steps in all. The sum of n independent roundings has a deviation of at most step sqrt(n) / 2 = 16 steps,
-    // and over many weights the mean is right: 16 / sqrt(2048) = 0.35 steps; five of them are allowed.
+    // 1000 updates of step / 50 each: 20 steps in all. The sum of n independent roundings has a deviation of
+    // at most step sqrt(n) / 2 = 16 steps, and over many weights the mean is right: 16 / sqrt(2048) = 0.35
+    // steps; five of them are allowed.
     const int64_t n = 2048, updates = 1000;
     const float step = 0x1p-7f, move = step / 50;
     double sum = 0;
     uint16_t held = to_bf16(1.25f);
     for (int64_t i = 0; i < n; i++) {
         uint16_t w = to_bf16(1.25f);
-        for (int64_t t = 1; t <= updates; t++) w = round_stochastically(from_bf16(w) + move, rounding_key(3, t), i);
+        for (int64_t t = 1; t <= updates; t++)
+            w = round_stochastically(from_bf16(w) + move, rounding_key(3, t), i);
         sum += double(from_bf16(w)) - 1.25;
     }
     for (int64_t t = 1; t <= updates; t++) held = to_bf16(from_bf16(held) + move);
     CHECK(from_bf16(held) == 1.25f);
-    CHECK(std::fabs(sum / double(n) - double(move) * double(updates)) <= 5 * double(step) * std::sqrt(double(updates)) / 2 / std::sqrt(double(n)));
+    CHECK(std::fabs(sum / double(n) - double(move) * double(updates)) <=
+          5 * double(step) * std::sqrt(double(updates)) / 2 / std::sqrt(double(n)));
 }

@@ -1,4 +1,5 @@
-// test_reference_delayed_scaling.cpp - delayed scaling in reference.cpp: how a scale follows the amaxes of the steps before.
+// test_reference_delayed_scaling.cpp - delayed scaling in reference.cpp: how a scale follows the amaxes of
+// the steps before.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -43,7 +44,9 @@ int64_t saturated(Training& t, Kind kind) {
 
 }  // namespace
 
-TEST_CASE("end_step: the delayed scale is the largest amax of the history / FMAX, and stays where that is 0 or not finite") {
+TEST_CASE(
+    "end_step: the delayed scale is the largest amax of the history / FMAX, and stays where that is 0 or not "
+    "finite") {
     FRESH_RANDOM(rng);
     const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
     for (Format f : {Format::E4M3, Format::E5M2})
@@ -55,7 +58,10 @@ TEST_CASE("end_step: the delayed scale is the largest amax of the history / FMAX
                 float wanted = 0;
                 for (int step = 0; step < 60; step++) {
                     const int64_t draw = rng.below(12);
-                    d.amax = draw == 0 ? inf : draw == 1 ? nan : draw < 5 ? 0.0f : float(std::exp(5 * rng.normal()));
+                    d.amax = draw == 0   ? inf
+                             : draw == 1 ? nan
+                             : draw < 5  ? 0.0f
+                                         : float(std::exp(5 * rng.normal()));
                     seen.insert(seen.begin(), d.amax);
                     float top = 0;
                     bool finite = true;
@@ -67,13 +73,17 @@ TEST_CASE("end_step: the delayed scale is the largest amax of the history / FMAX
                     d.end_step(f, margin);
                     REQUIRE(d.scale == wanted);
                     REQUIRE(d.amax == 0);
-                    for (size_t i = 0; i < std::min(length, seen.size()); i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));
+                    for (size_t i = 0; i < std::min(length, seen.size()); i++)
+                        REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));
                 }
             }
 }
 
-TEST_CASE("delayed scaling: the amax of a step is the largest of its micro-batches, and the first step has no delayed scale") {
-    Training both = delayed_run(4, 0, 2), first = delayed_run(4), second = delayed_run(4), before = delayed_run(4);
+TEST_CASE(
+    "delayed scaling: the amax of a step is the largest of its micro-batches, and the first step has no "
+    "delayed scale") {
+    Training both = delayed_run(4, 0, 2), first = delayed_run(4), second = delayed_run(4),
+             before = delayed_run(4);
     for (const StateTensor& t : scaling_tensors(both.model->setup().config, both.model->setup().recipe))
         if (t.size() == 1) CHECK(one(*both.model, t.name) == 0.0f);
     before.step();
@@ -86,13 +96,15 @@ TEST_CASE("delayed scaling: the amax of a step is the largest of its micro-batch
     for (const Param& p : parameters(both.model->setup().config))
         for (const char* operand : OPERAND_NAMES) {
             if (!p.role.linear) continue;
-            // With two micro-batches gradients are half as large; that of the last layer's output, which comes from the head, exactly.
+            // With two micro-batches gradients are half as large; that of the last layer's output, which
+            // comes from the head, exactly.
             if (operand == std::string(".g") && p.name != "layers.1.down") continue;
             const float factor = operand == std::string(".g") ? 0.5f : 1.0f;
             const std::string name = p.name + operand + ".history";
             INFO(name);
             const auto history = read_as<float>(*both.model, name, 4);
-            CHECK(history[0] == factor * std::max(read_as<float>(*first.model, name, 4)[0], read_as<float>(*second.model, name, 4)[0]));
+            CHECK(history[0] == factor * std::max(read_as<float>(*first.model, name, 4)[0],
+                                                  read_as<float>(*second.model, name, 4)[0]));
             CHECK(history[0] > 0);
             CHECK(history[1] == read_as<float>(*before.model, name, 4)[0]);
             CHECK((history[2] == 0 && history[3] == 0));
@@ -103,11 +115,15 @@ TEST_CASE("delayed scaling: the amax of a step is the largest of its micro-batch
     CHECK(compared == 2 * 4 * 2 + 1);
 }
 
-TEST_CASE("delayed scaling: an operand without a history is scaled just in time: first step, evaluate, next_logits") {
+TEST_CASE(
+    "delayed scaling: an operand without a history is scaled just in time: first step, evaluate, "
+    "next_logits") {
     for (const Architecture& arch : {LLAMA, GPT2}) check_first_scales(make_reference, arch);
 }
 
-TEST_CASE("delayed scaling: a tensor that doubles saturates for one step; one that shrinks keeps its scale until the history ends") {
+TEST_CASE(
+    "delayed scaling: a tensor that doubles saturates for one step; one that shrinks keeps its scale until "
+    "the history ends") {
     for (int margin : {0, 1}) {
         Training training = delayed_run(3, margin);
         training.step();

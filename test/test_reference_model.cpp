@@ -1,5 +1,5 @@
-// test_reference_model.cpp - gradients of the whole model in reference.cpp: in double against finite differences, and
-// those of the recipes against each other.
+// test_reference_model.cpp - gradients of the whole model in reference.cpp: in double against finite
+// differences, and those of the recipes against each other.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -23,7 +23,8 @@ struct Case {
 
 std::vector<Case> model_cases() {
     return {{"Llama, untied, grouped queries", {"test", LLAMA, 2, 32, 4, 2, 48, 11, 16, false}},
-            {"Llama, tied, one key head, its own head size", {"test", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16}},
+            {"Llama, tied, one key head, its own head size",
+             {"test", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16}},
             {"GPT-2", {"test", GPT2, 2, 16, 2, 2, 32, 11, 16, true}}};
 }
 
@@ -54,7 +55,8 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
         const ModelConfig& c = test.config;
         validate(c);
         std::vector<Vector> weights = random_weights(c, rng), gradients;
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
+                                   targets = random_tokens(c, rng, B * T);
         loss_in_double(c, B, T, weights, tokens.data(), targets.data(), &gradients);
         const std::vector<Param> params = parameters(c);
         REQUIRE(gradients.size() == params.size());
@@ -73,14 +75,16 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
                 Vector bucket(weights[p].size());
                 const size_t i = size_t(rng.below(live));
                 bucket[i] = 1;
-                CHECK(std::fabs(slope(loss, weights[p], bucket) - gradients[p][i]) <= TOLERANCE * std::max(1.0, norm(gradients[p])));
+                CHECK(std::fabs(slope(loss, weights[p], bucket) - gradients[p][i]) <=
+                      TOLERANCE * std::max(1.0, norm(gradients[p])));
             }
             for (int direction = 0; direction < 2; direction++) {  // all entries at once
                 Vector d = rng.normals<double>(params[p].size());
                 std::fill(d.begin() + live, d.end(), 0.0);
                 const double length = norm(d);
                 for (double& v : d) v /= length;
-                CHECK(std::fabs(slope(loss, weights[p], d) - dot(gradients[p], d)) <= TOLERANCE * std::max(1.0, norm(gradients[p])));
+                CHECK(std::fabs(slope(loss, weights[p], d) - dot(gradients[p], d)) <=
+                      TOLERANCE * std::max(1.0, norm(gradients[p])));
             }
         }
     }
@@ -93,7 +97,8 @@ TEST_CASE("loss_in_double: the loss of a model with zero weights is log V") {
     std::fill(weights.back().begin(), weights.back().end(), 0.0);  // the head, the last of the table
     REQUIRE(parameters(c).back().name == "head");
     const std::vector<int32_t> tokens = random_tokens(c, rng, 10);
-    CHECK(std::fabs(loss_in_double(c, 2, 5, weights, tokens.data(), tokens.data(), nullptr) - std::log(11.0)) < 1e-12);
+    CHECK(std::fabs(loss_in_double(c, 2, 5, weights, tokens.data(), tokens.data(), nullptr) -
+                    std::log(11.0)) < 1e-12);
 }
 
 namespace {
@@ -104,8 +109,8 @@ struct GradientRun {
     double loss, norm;
 };
 
-GradientRun gradients_of(const Setup& setup, const std::vector<std::vector<float>>& weights, const std::vector<int32_t>& tokens,
-                         const std::vector<int32_t>& targets) {
+GradientRun gradients_of(const Setup& setup, const std::vector<std::vector<float>>& weights,
+                         const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets) {
     const std::unique_ptr<Model> model = make_reference(setup);
     const std::vector<Param> params = parameters(setup.config);
     for (size_t p = 0; p < params.size(); p++) {
@@ -119,7 +124,8 @@ GradientRun gradients_of(const Setup& setup, const std::vector<std::vector<float
     if (setup.recipe.scaling == Scaling::Delayed) model->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
     const StepResult result = model->step(tokens.data(), targets.data(), AdamW{1, 1e-3f});
     GradientRun run{{}, result.loss, result.grad_norm};
-    for (const Param& p : params) run.gradients.push_back(read_as<float>(*model, p.name + ".gradient", p.size()));
+    for (const Param& p : params)
+        run.gradients.push_back(read_as<float>(*model, p.name + ".gradient", p.size()));
     return run;
 }
 
@@ -144,20 +150,22 @@ std::vector<std::vector<float>> starting_weights(const ModelConfig& c, Random& r
     return rounded(weights, Format::BF16);
 }
 
-// Root mean square of a format's relative rounding error: uniform within half a step, which is at most 2^-(mantissa+1).
+// Root mean square of a format's relative rounding error: uniform within half a step, which is at most
+// 2^-(mantissa+1).
 double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
 
 }  // namespace
 
 TEST_CASE("gradients: fp32 matches double up to FP32 rounding") {
-    // A gradient is at the end of L layers forward and backward, about 10 sums each, of K = F or N terms; a sum's independent
-    // roundings gather to sqrt(K) 2^-24 of its size.
+    // A gradient is at the end of L layers forward and backward, about 10 sums each, of K = F or N terms; a
+    // sum's independent roundings gather to sqrt(K) 2^-24 of its size.
     FRESH_RANDOM(rng);
     const int64_t B = 2, T = 8;
     for (const Case& test : model_cases()) {
         const ModelConfig& c = test.config;
         const std::vector<std::vector<float>> weights = rounded(random_weights(c, rng), Format::F32);
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
+                                   targets = random_tokens(c, rng, B * T);
         std::vector<Vector> in_double, gradients;
         for (const auto& w : weights) in_double.emplace_back(w.begin(), w.end());
         const double loss = loss_in_double(c, B, T, in_double, tokens.data(), targets.data(), &gradients);
@@ -176,18 +184,21 @@ TEST_CASE("gradients: fp32 matches double up to FP32 rounding") {
 }
 
 TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their formats") {
-    // Every rounding on the way to a gradient adds an independent relative error of its format's rms; in a product of matrices
-    // with such errors the result has the root of the sum of their squares. A layer has, on the longest way:
-    //  coat     11 E4M3 roundings forward (two norm inputs, up, four linear inputs, four weights) and 4 E5M2 backward, and bf16's
-    //  bf16     forward: 4 weights' and 12 activations', backward: 8
-    //  groups   in bf16 with attention in FP8 groups: four more of E4M3 (q, k, v, the output)
-    // The way of one gradient does not lead through all of them, and residual connections dilute them, so this is a bound.
+    // Every rounding on the way to a gradient adds an independent relative error of its format's rms; in a
+    // product of matrices with such errors the result has the root of the sum of their squares. A layer has,
+    // on the longest way:
+    //  coat     11 E4M3 roundings forward (two norm inputs, up, four linear inputs, four weights) and 4 E5M2
+    //  backward, and bf16's bf16     forward: 4 weights' and 12 activations', backward: 8 groups   in bf16
+    //  with attention in FP8 groups: four more of E4M3 (q, k, v, the output)
+    // The way of one gradient does not lead through all of them, and residual connections dilute them, so
+    // this is a bound.
     FRESH_RANDOM(rng);
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
         const int64_t B = 4, T = 32;
         const std::vector<std::vector<float>> start = starting_weights(c, rng);  // the same for all recipes
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
+                                   targets = random_tokens(c, rng, B * T);
         const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
         const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
         const GradientRun coat = gradients_of(tiny_setup(c, "coat", "fp32", B, T), start, tokens, targets);
@@ -197,7 +208,8 @@ TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their fo
         in_groups.recipe = find_row(recipes(), "coat", "");
         in_groups.recipe.attention = Q_GROUP;
         const GradientRun coat_groups = gradients_of(in_groups, start, tokens, targets);
-        const double e_bf16 = rms_error(Format::BF16), e4m3 = rms_error(Format::E4M3), e5m2 = rms_error(Format::E5M2), L = double(c.L);
+        const double e_bf16 = rms_error(Format::BF16), e4m3 = rms_error(Format::E4M3),
+                     e5m2 = rms_error(Format::E5M2), L = double(c.L);
         const double bound_bf16 = std::sqrt(24 * L) * e_bf16;
         const double bound_coat = std::sqrt(L * (11 * e4m3 * e4m3 + 4 * e5m2 * e5m2)) + bound_bf16;
         const double four = std::sqrt(4 * L) * e4m3, bound_groups = four + bound_bf16;
@@ -207,8 +219,10 @@ TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their fo
         CHECK(std::fabs(coat.loss - exact.loss) <= bound_coat * exact.loss);
         const std::vector<Param> params = parameters(c);
         for (size_t p = 0; p < params.size(); p++) {
-            const double of_bf16 = relative_error(bf16.gradients[p], exact.gradients[p]), of_coat = relative_error(coat.gradients[p], exact.gradients[p]);
-            INFO(std::string(arch.name), " ", params[p].name, ": bf16 ", of_bf16, " (", bound_bf16, "), coat ", of_coat, " (", bound_coat, ")");
+            const double of_bf16 = relative_error(bf16.gradients[p], exact.gradients[p]),
+                         of_coat = relative_error(coat.gradients[p], exact.gradients[p]);
+            INFO(std::string(arch.name), " ", params[p].name, ": bf16 ", of_bf16, " (", bound_bf16,
+                 "), coat ", of_coat, " (", bound_coat, ")");
             CHECK(of_bf16 <= bound_bf16);
             CHECK(of_coat <= bound_coat);
             CHECK(of_bf16 > 0);
@@ -216,25 +230,30 @@ TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their fo
             if (params[p].role.linear) CHECK(of_coat > e4m3 / 2);  // FP8 is really in use
             const double of_groups = relative_error(groups.gradients[p], exact.gradients[p]);
             const double of_both = relative_error(coat_groups.gradients[p], exact.gradients[p]);
-            INFO("bf16 with attention in groups ", of_groups, " (", bound_groups, "), coat ", of_both, " (", bound_coat_groups, ")");
+            INFO("bf16 with attention in groups ", of_groups, " (", bound_groups, "), coat ", of_both, " (",
+                 bound_coat_groups, ")");
             CHECK(of_groups <= bound_groups);
             CHECK(of_both <= bound_coat_groups);
             CHECK(coat_groups.gradients[p] != coat.gradients[p]);
-            const bool reads_groups = params[p].role.linear && params[p].name.find("attention_out") != std::string::npos;
+            const bool reads_groups =
+                params[p].role.linear && params[p].name.find("attention_out") != std::string::npos;
             if (reads_groups) CHECK(of_groups > e4m3 / 2);
         }
     }
 }
 
-TEST_CASE("gradients: recipes with FP8 only in linear layers differ from fp32 by the rounding of their operands") {
-    // As above: on the longest way through a layer lie four linear layers. Each rounds x and w forward, and g and w (or x) backward: what is one
-    // rounding of w where the scale is of the whole tensor or of a square is another in each product where it is of a row or a group.
+TEST_CASE(
+    "gradients: recipes with FP8 only in linear layers differ from fp32 by the rounding of their operands") {
+    // As above: on the longest way through a layer lie four linear layers. Each rounds x and w forward, and g
+    // and w (or x) backward: what is one rounding of w where the scale is of the whole tensor or of a square
+    // is another in each product where it is of a row or a group.
     FRESH_RANDOM(rng);
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const ModelConfig c = tiny_config(arch, true);
         const int64_t B = 5, T = 32;  // 160 tokens: groups of 128 with a tail
         const std::vector<std::vector<float>> start = starting_weights(c, rng);
-        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T), targets = random_tokens(c, rng, B * T);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
+                                   targets = random_tokens(c, rng, B * T);
         const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
         const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
         const double L = double(c.L), bound_bf16 = std::sqrt(24 * L) * rms_error(Format::BF16);
@@ -248,15 +267,18 @@ TEST_CASE("gradients: recipes with FP8 only in linear layers differ from fp32 by
             const std::vector<Param> params = parameters(c);
             for (size_t p = 0; p < params.size(); p++) {
                 const double error = relative_error(runs.back().gradients[p], exact.gradients[p]);
-                INFO(std::string(arch.name), " ", std::string(name), " ", params[p].name, ": ", error, " (", bound, ")");
+                INFO(std::string(arch.name), " ", std::string(name), " ", params[p].name, ": ", error, " (",
+                     bound, ")");
                 CHECK(error <= bound);
                 CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
-                if (params[p].role.linear) CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is really in use
+                if (params[p].role.linear)
+                    CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is really in use
             }
         }
         for (size_t a = 0; a < runs.size(); a++)
             for (size_t b = 0; b < a; b++) {
-                const bool alike = b == 0 && a == 1;  // the same step again: te's scales from its history are colossal's just-in-time ones
+                const bool alike = b == 0 && a == 1;  // the same step again: te's scales from its history are
+                                                      // colossal's just-in-time ones
                 CHECK((runs[a].gradients == runs[b].gradients) == alike);
             }
     }

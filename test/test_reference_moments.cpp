@@ -1,5 +1,5 @@
-// test_reference_moments.cpp - storage of the optimizer's moments in reference.cpp: every format, with a scale per group
-// or per tensor.
+// test_reference_moments.cpp - storage of the optimizer's moments in reference.cpp: every format, with a
+// scale per group or per tensor.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -59,7 +59,9 @@ std::vector<float> loaded(const Moment& moment, size_t n) {
 
 }  // namespace
 
-TEST_CASE("Moment: with per-tensor scaling every value is within the format's bound, and flushed values are counted") {
+TEST_CASE(
+    "Moment: with per-tensor scaling every value is within the format's bound, and flushed values are "
+    "counted") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::F16, Format::E4M3, Format::E5M2})
         for (int64_t n : LENGTHS)
@@ -75,17 +77,22 @@ TEST_CASE("Moment: with per-tensor scaling every value is within the format's bo
                 int64_t flushed = 0;
                 for (size_t i = 0; i < x.size(); i++) {
                     const double a = std::fabs(double(x[i]));
-                    const double bound = std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 + 0x1p-149;
+                    const double bound =
+                        std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) +
+                        a * 0x1p-21 + 0x1p-149;
                     REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= bound);
                     if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
                     flushed += x[i] != 0 && values[i] == 0;
                 }
-                if (s * info(f).min > 0x1p-126) REQUIRE(stats.flushed == flushed);  // else a code's value may lie below FP32
+                if (s * info(f).min > 0x1p-126)
+                    REQUIRE(stats.flushed == flushed);  // else a code's value may lie below FP32
                 REQUIRE(stats.elements == n);
             }
 }
 
-TEST_CASE("Moment: with per-tensor scaling ranges load and store like the whole, and fit_tensor leaves groups alone") {
+TEST_CASE(
+    "Moment: with per-tensor scaling ranges load and store like the whole, and fit_tensor leaves groups "
+    "alone") {
     FRESH_RANDOM(rng);
     const int64_t n = 5 * MOMENT_GROUP + 19;
     std::vector<float> x = magnitudes(rng.normals<float>(n));
@@ -99,13 +106,15 @@ TEST_CASE("Moment: with per-tensor scaling ranges load and store like the whole,
             CHECK(norm(loaded(parts, x.size())) == 0);
             parts.fit_tensor(n, x.data());
             for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
-                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, positive);
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first,
+                            positive);
             CHECK((whole.codes == parts.codes && whole.max == parts.max));
             std::vector<float> values(x.size());
             for (int64_t first = 0; first < n; first += MOMENT_GROUP)
                 parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), values.data() + first);
             CHECK(values == loaded(whole, x.size()));
-            if (is_scaled(f)) CHECK((values[3] > 0) == positive);  // 1e-11 of 300 is below what either format reaches
+            if (is_scaled(f))
+                CHECK((values[3] > 0) == positive);  // 1e-11 of 300 is below what either format reaches
         }
     Moment groups;
     groups.init(Format::E4M3, true, n);
@@ -143,11 +152,14 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
     const std::string n = std::to_string(64 * 64), groups = std::to_string(64 * 64 / MOMENT_GROUP);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.m") == "F8_E4M3 " + n);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);
-    for (const char* scale : {".m.max", ".v.max"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
-    for (const char* none : {".m.k", ".v.k"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
+    for (const char* scale : {".m.max", ".v.max"})
+        CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
+    for (const char* none : {".m.k", ".v.k"})
+        CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v") == "F32 64");  // norm weights and biases stay in FP32
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v.max") == "none");
-    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};  // --optimizer coat --v-format fp16
+    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true,
+                                ""};  // --optimizer coat --v-format fp16
     CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.k") == "none");

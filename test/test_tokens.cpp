@@ -1,5 +1,5 @@
-// test_tokens.cpp - data/tokens.cpp: corpora, the split into training and validation, token files, vocabularies, and
-// the order of the batches.
+// test_tokens.cpp - data/tokens.cpp: corpora, the split into training and validation, token files,
+// vocabularies, and the order of the batches.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -26,7 +26,8 @@ std::string text_of(const TokenStream& stream) {
 template <class Token>
 TokenStream stream_of(const std::vector<Token>& tokens) {
     const auto memory = std::make_shared<const std::vector<Token>>(tokens);
-    return TokenStream(std::shared_ptr<const void>(memory, memory->data()), sizeof(Token), static_cast<int64_t>(tokens.size()));
+    return TokenStream(std::shared_ptr<const void>(memory, memory->data()), sizeof(Token),
+                       static_cast<int64_t>(tokens.size()));
 }
 
 TokenStream counting(int64_t n) {
@@ -35,7 +36,8 @@ TokenStream counting(int64_t n) {
     return stream_of(tokens);
 }
 
-std::vector<int32_t> windows_of_epoch(Loader& loader) {  // with B = T = 1, of counting(): the windows in their order
+std::vector<int32_t> windows_of_epoch(
+    Loader& loader) {  // with B = T = 1, of counting(): the windows in their order
     std::vector<int32_t> order;
     for (int64_t i = 0; i < loader.windows(); i++) {
         int32_t token, target;
@@ -66,13 +68,17 @@ TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens
             std::vector<uint32_t> words(static_cast<size_t>(rng.below(9)));
             for (auto& x : bytes) x = static_cast<uint8_t>(rng.bits()), expected.push_back(x);
             for (auto& x : shorts) x = static_cast<uint16_t>(rng.bits()), expected.push_back(x);
-            for (auto& x : words) x = static_cast<uint32_t>(rng.below(INT32_MAX)), expected.push_back(static_cast<int32_t>(x));
-            for (const TokenStream& s : {stream_of(bytes), stream_of(shorts), stream_of(words)}) stream.append(s);
+            for (auto& x : words)
+                x = static_cast<uint32_t>(rng.below(INT32_MAX)), expected.push_back(static_cast<int32_t>(x));
+            for (const TokenStream& s : {stream_of(bytes), stream_of(shorts), stream_of(words)})
+                stream.append(s);
         }
         REQUIRE(tokens_of(stream) == expected);
-        CHECK(stream.largest() == (expected.empty() ? -1 : *std::max_element(expected.begin(), expected.end())));
+        CHECK(stream.largest() ==
+              (expected.empty() ? -1 : *std::max_element(expected.begin(), expected.end())));
         const int64_t first = rng.below(stream.size() + 1), n = rng.below(stream.size() - first + 1);
-        CHECK(tokens_of(stream.part(first, n)) == std::vector<int32_t>(expected.begin() + first, expected.begin() + first + n));
+        CHECK(tokens_of(stream.part(first, n)) ==
+              std::vector<int32_t>(expected.begin() + first, expected.begin() + first + n));
         CHECK(tokens_of(stream.part(first, n).part(0, n / 2)) == tokens_of(stream.part(first, n / 2)));
     }
 }
@@ -81,7 +87,8 @@ TEST_CASE("load_corpus: without --data it is the compiler's headers, the same ea
     const Corpus corpus = load_corpus("");
     CHECK(corpus.train.size() > 1000000);
     CHECK(corpus.train.size() + corpus.validation.size() <= 32 << 20);
-    CHECK(corpus.validation.size() > corpus.train.size() / 100);  // every 20th file, and files are of very different sizes
+    CHECK(corpus.validation.size() >
+          corpus.train.size() / 100);  // every 20th file, and files are of very different sizes
     CHECK(corpus.validation.size() < corpus.train.size() / 5);
     CHECK(corpus.tokens_in_use == 256);
     CHECK(corpus.vocabulary.size() == 256);
@@ -95,7 +102,8 @@ TEST_CASE("load_corpus: without --data it is the compiler's headers, the same ea
 TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
     Folder folder;
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n";
-    for (const std::string& data : {folder.write("a.txt", a), folder.write("a.txt", a) + "," + folder.write("b", b)}) {
+    for (const std::string& data :
+         {folder.write("a.txt", a), folder.write("a.txt", a) + "," + folder.write("b", b)}) {
         const Corpus corpus = load_corpus(data);
         const std::string all = data.find(',') == std::string::npos ? a : a + b;
         CHECK(text_of(corpus.train) + text_of(corpus.validation) == all);
@@ -104,9 +112,12 @@ TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
     }
 }
 
-TEST_CASE("load_corpus: of a folder's text files, sorted by bytes, every 20th is for validation and none is read twice") {
+TEST_CASE(
+    "load_corpus: of a folder's text files, sorted by bytes, every 20th is for validation and none is read "
+    "twice") {
     Folder folder;
-    std::map<std::string, std::string> files;  // by name: std::map is in the order of bytes, as the corpus must be in any locale
+    std::map<std::string, std::string>
+        files;  // by name: std::map is in the order of bytes, as the corpus must be in any locale
     for (int i = 0; i < 61; i++) {
         const std::string name = std::string(i % 3 ? "sub/" : "") + (i % 2 ? "Z" : "a") + std::to_string(i);
         files[name] = "This is text number " + std::to_string(i) + ".\n";
@@ -155,7 +166,8 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
         CHECK(corpus.tokens_in_use == 128256);
         CHECK(corpus.vocabulary.empty());
     }
-    const std::string train = folder.write("x_train.bin", token_file(narrow)), val = folder.write("x_val.bin", token_file(wide));
+    const std::string train = folder.write("x_train.bin", token_file(narrow)),
+                      val = folder.write("x_val.bin", token_file(wide));
     const std::string more = folder.write("other.bin", token_file(std::vector<uint16_t>{1, 2, 3}));
     for (const std::string& data : {train + "," + val, val + "," + train}) {
         const Corpus corpus = load_corpus(data);
@@ -184,10 +196,12 @@ TEST_CASE("vocabulary: the table has the bytes of every piece") {
     CHECK(v.size() == 9);
     CHECK(v.decode({1, 3, 5, 9}) == "ab<3>\xC3\xA9<9>");
     CHECK(v.decode({4, 6}) == std::string("\0\xFF\"\\", 4));
-    CHECK(v.encode("ababcb\xC3\xA9") == std::vector<int32_t>{1, 7, 8, 5});  // the longest piece; of equal ones the last
+    CHECK(v.encode("ababcb\xC3\xA9") ==
+          std::vector<int32_t>{1, 7, 8, 5});  // the longest piece; of equal ones the last
     check_refused([&] { v.encode("ax"); }, "--prompt");
 
-    const std::string path = folder.write("x.bin", token_file(std::vector<uint16_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 0}));
+    const std::string path =
+        folder.write("x.bin", token_file(std::vector<uint16_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 0}));
     CHECK(load_corpus(path).vocabulary.size() == 9);
     CHECK(load_corpus(path).tokens_in_use == 9);
     folder.write("vocabulary.json", table(R"(["a", "b"])", "2"));
@@ -203,8 +217,10 @@ TEST_CASE("Loader: each epoch gives every window once, in another order for each
         const uint64_t seed = rng.bits();
         Loader loader(counting(n + 1), 1, 1, seed, true), other(counting(n + 1), 1, 1, seed + 1, true);
         REQUIRE(loader.windows() == n);
-        const std::vector<int32_t> first = windows_of_epoch(loader), second = windows_of_epoch(loader), third = windows_of_epoch(other);
-        CHECK((is_permutation_of_all(first) && is_permutation_of_all(second) && is_permutation_of_all(third)));
+        const std::vector<int32_t> first = windows_of_epoch(loader), second = windows_of_epoch(loader),
+                                   third = windows_of_epoch(other);
+        CHECK(
+            (is_permutation_of_all(first) && is_permutation_of_all(second) && is_permutation_of_all(third)));
         CHECK((loader.position().epoch == 2 && loader.position().window == 0));
         if (n < 20) continue;  // of 20! orders no two are likely the same
         CHECK((first != second && first != third && !std::is_sorted(first.begin(), first.end())));
@@ -224,7 +240,8 @@ TEST_CASE("Loader: every window is equally likely at every position") {
         for (size_t place = 0; place < N; place++) seen[place][order[place]]++;
     }
     for (const auto& place : seen)
-        for (int64_t times : place) CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // beyond 6 sigma in one of 10^7 runs
+        for (int64_t times : place)
+            CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // beyond 6 sigma in one of 10^7 runs
 }
 
 TEST_CASE("Loader: batches span epochs, windows overlap by one token, and a position resumes exactly") {
@@ -266,10 +283,12 @@ TEST_CASE("Loader: batches span epochs, windows overlap by one token, and a posi
 
 TEST_CASE("Loader: fewer tokens than one batch, and a position beyond the data, are rejected") {
     CHECK_NOTHROW(Loader(counting(4 * 8 + 1), 4, 8, 1, true));
-    for (int64_t n : {0, 1, 2, 8, 9, 32}) check_refused([&] { Loader(counting(n), 4, 8, 1, true); }, "--batch");
+    for (int64_t n : {0, 1, 2, 8, 9, 32})
+        check_refused([&] { Loader(counting(n), 4, 8, 1, true); }, "--batch");
     check_refused([] { Loader(TokenStream(), 1, 1, 1, true); }, "--batch");
     Loader loader(counting(101), 1, 10, 1, true);
     loader.seek({5, 9});
-    for (const Loader::Position& p : {Loader::Position{0, 10}, Loader::Position{0, -1}, Loader::Position{-1, 0}})
+    for (const Loader::Position& p :
+         {Loader::Position{0, 10}, Loader::Position{0, -1}, Loader::Position{-1, 0}})
         check_refused([&] { loader.seek(p); }, "--data");
 }

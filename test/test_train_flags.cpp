@@ -25,16 +25,21 @@ TEST_CASE("train: --help lists every flag, its default and the tables") {
         const Ended ended = train(folder, flag);
         CHECK(ended.code == 0);
         CHECK(ended.error.empty());
-        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "attention", "master", "gradients", "recompute",
-                                 "data", "batch", "seq", "accumulate", "steps",
-                                 "lr", "warmup", "schedule", "weight-decay", "clip", "seed", "out", "save-every", "resume", "eval-every",
-                                 "sample-every", "prompt", "log", "plan", "help"})
+        for (const char* name :
+             {"device",       "model",        "recipe",    "optimizer", "m-format",   "v-format",
+              "attention",    "master",       "gradients", "recompute", "data",       "batch",
+              "seq",          "accumulate",   "steps",     "lr",        "warmup",     "schedule",
+              "weight-decay", "clip",         "seed",      "out",       "save-every", "resume",
+              "eval-every",   "sample-every", "prompt",    "log",       "plan",       "help"})
             CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
         for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
-        for (const Recipe& r : recipes()) CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
-        for (const OptimizerFormat& o : optimizers()) CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
+        for (const Recipe& r : recipes())
+            CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
+        for (const OptimizerFormat& o : optimizers())
+            CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
         for (const MemoryMode& mode : memory_modes())
-            for (const Choice& choice : mode.choices) CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
+            for (const Choice& choice : mode.choices)
+                CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
     }
 }
 
@@ -85,7 +90,8 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
         {"--model nowhere/model", "--model"},
     };
     for (const auto& [flags, names] : cases) check_refused(folder, flags, names);
-    const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;  // and why
+    const bool no_gpu =
+        train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;  // and why
     if (no_gpu) check_refused(folder, "--device gpu --data text", "--device gpu");
 }
 
@@ -100,7 +106,9 @@ TEST_CASE("train: impossible shapes and sizes are rejected before anything is al
     check_refused(folder, "--plan --recipe fp32 --master none", "--master none");
     check_refused(folder, "--plan --gradients none --accumulate 2", "--accumulate 1");
     check_refused(folder, "--device cpu --data text --model llama-30b --batch 4000 --seq 2048", "memory");
-    check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'", "--prompt");
+    check_refused(folder,
+                  "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'",
+                  "--prompt");
     check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
 }
 
@@ -126,24 +134,31 @@ TEST_CASE("train: the learning rate and weight decay follow their flags") {
         std::vector<double> result;
         std::istringstream log(read_file(folder.path / "log"));
         for (std::string line; std::getline(log, line);)
-            if (const auto told = nlohmann::json::parse(line); told.at("kind") == "step") result.push_back(told.at("lr"));
+            if (const auto told = nlohmann::json::parse(line); told.at("kind") == "step")
+                result.push_back(told.at("lr"));
         return result;
     };
     for (const Schedule& schedule : schedules()) {
         const std::vector<double> told = rates(std::string("--schedule ") + schedule.name);
         REQUIRE(told.size() == 4);
-        for (int64_t step = 0; step < 4; step++) CHECK(told[size_t(step)] == double(learning_rate(schedule, 1e-2, 1, 4, step)));
+        for (int64_t step = 0; step < 4; step++)
+            CHECK(told[size_t(step)] == double(learning_rate(schedule, 1e-2, 1, 4, step)));
     }
     CHECK(rates("--schedule constant").back() > 2 * rates("--schedule linear").back());
-    for (const char* decay : {"0", "1"}) require_success(tiny(folder, std::string("--steps 2 --warmup 0 --weight-decay ") + decay + " --out decay" + decay));
-    CHECK(weights_and_state(folder.path / "decay0/step-000002") != weights_and_state(folder.path / "decay1/step-000002"));
+    for (const char* decay : {"0", "1"})
+        require_success(tiny(
+            folder, std::string("--steps 2 --warmup 0 --weight-decay ") + decay + " --out decay" + decay));
+    CHECK(weights_and_state(folder.path / "decay0/step-000002") !=
+          weights_and_state(folder.path / "decay1/step-000002"));
 }
 
 TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without allocating it") {
     Folder folder;
-    // 7B weights alone are 13 GB: an address space of one is not enough for any of the run. Sanitizers need more than all.
+    // 7B weights alone are 13 GB: an address space of one is not enough for any of the run. Sanitizers need
+    // more than all.
     const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
-    const Ended ended = shell(folder, limit + "'" + program() + "' --plan --model llama-2-7b --batch 8 --seq 2048");
+    const Ended ended =
+        shell(folder, limit + "'" + program() + "' --plan --model llama-2-7b --batch 8 --seq 2048");
     CHECK(ended.code == 0);
     CHECK(number_after(ended.out, "saved activations: ") <= 16.5);
     CHECK(number_after(ended.out, "saved activations: ") >= 16.0);
@@ -152,7 +167,10 @@ TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without alloca
     CHECK(ended.out.find("C bytes per token and layer") != std::string::npos);
     CHECK(ended.out.find("bytes per parameter") != std::string::npos);
     for (const ModelConfig& c : models())
-        for (const Recipe& r : recipes()) CHECK(train(folder, "--plan --batch 1 --seq 128 --model " + c.name + " --recipe " + r.name).code == 0);
+        for (const Recipe& r : recipes())
+            CHECK(
+                train(folder, "--plan --batch 1 --seq 128 --model " + c.name + " --recipe " + r.name).code ==
+                0);
     CHECK(folder.files().size() == 1);  // only the text
 }
 
@@ -160,6 +178,7 @@ TEST_CASE("train: --steps 0 evaluates and writes nothing") {
     Folder folder;
     const Ended ended = tiny(folder, "--steps 0");
     CHECK(ended.code == 0);
-    CHECK(number_after(ended.out, "validation | step 0 | loss ") == doctest::Approx(std::log(256.0)).epsilon(0.05));  // knows nothing yet
+    CHECK(number_after(ended.out, "validation | step 0 | loss ") ==
+          doctest::Approx(std::log(256.0)).epsilon(0.05));  // knows nothing yet
     CHECK(folder.files().size() == 1);
 }

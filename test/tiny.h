@@ -1,4 +1,5 @@
-// tiny.h - models small enough to train many times in a test, text for them to learn, and what is asked of a model wherever it runs.
+// tiny.h - models small enough to train many times in a test, text for them to learn, and what is asked of a
+// model wherever it runs.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -20,11 +21,15 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
     return {std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
 }
 
-inline Setup tiny_setup(const ModelConfig& config, const std::string& recipe, const std::string& optimizer, int64_t B = 8, int64_t T = 32) {
-    return {config, find_row(recipes(), recipe, "recipe"), find_row(optimizers(), optimizer, "optimizer"), B, T};
+inline Setup tiny_setup(const ModelConfig& config, const std::string& recipe, const std::string& optimizer,
+                        int64_t B = 8, int64_t T = 32) {
+    return {config, find_row(recipes(), recipe, "recipe"), find_row(optimizers(), optimizer, "optimizer"), B,
+            T};
 }
 
-inline const char* optimizer_of(const std::string& recipe) { return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32"; }
+inline const char* optimizer_of(const std::string& recipe) {
+    return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32";
+}
 
 // The second choice of --flag (plan.h); "lean": of all that change the numbers.
 inline Setup with_mode(Setup s, const std::string& flag) {
@@ -33,8 +38,8 @@ inline Setup with_mode(Setup s, const std::string& flag) {
     return s;
 }
 
-// Endless text with something to learn: each token draws the next from four that follow it, the first of them half of the time.
-// Its entropy is 1.75 bits = 1.21 nats a token.
+// Endless text with something to learn: each token draws the next from four that follow it, the first of them
+// half of the time. Its entropy is 1.75 bits = 1.21 nats a token.
 class Text {
 public:
     Text(uint64_t seed, int64_t V) : rng_(seed), V_(V) {
@@ -71,7 +76,8 @@ struct Training {
     std::vector<int32_t> tokens, targets;
     AdamW adamw{0, 3e-3f};
 
-    explicit Training(const Setup& setup, uint64_t seed = 1) : model(make_reference(setup)), text(seed, setup.config.V) {}
+    explicit Training(const Setup& setup, uint64_t seed = 1)
+        : model(make_reference(setup)), text(seed, setup.config.V) {}
     StepResult step() {
         const Setup& s = model->setup();
         text.next(s.accumulate * s.B, s.T, &tokens, &targets);
@@ -128,7 +134,8 @@ inline double mean(const std::vector<double>& x, size_t first, size_t last) {
 // evaluate() is the forward pass of a step and changes nothing.
 inline void check_evaluate(Training& training) {
     losses(training, 2);
-    training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens, &training.targets);
+    training.text.next(training.model->setup().B, training.model->setup().T, &training.tokens,
+                       &training.targets);
     const Snapshot before = snapshot(*training.model);
     const double loss = training.model->evaluate(training.tokens.data(), training.targets.data());
     CHECK((snapshot(*training.model) == before));
@@ -137,9 +144,10 @@ inline void check_evaluate(Training& training) {
     CHECK(training.model->step(training.tokens.data(), training.targets.data(), training.adamw).loss == loss);
 }
 
-// Gradients of 64 micro-batches that are added up, against the sum in double of each one's: equal terms, and terms that differ. They are off by one
-// rounding of each sum to the format that gradients are kept in. One micro-batch's is measured with a step of eight copies of it. All factors are
-// powers of two, which change no bit of a term.
+// Gradients of 64 micro-batches that are added up, against the sum in double of each one's: equal terms, and
+// terms that differ. They are off by one rounding of each sum to the format that gradients are kept in. One
+// micro-batch's is measured with a step of eight copies of it. All factors are powers of two, which change no
+// bit of a term.
 inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup) {
     constexpr int64_t MANY = 64, COPIES = 8;
     setup.B = 1, setup.T = 16, setup.accumulate = MANY;
@@ -160,7 +168,8 @@ inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup
             for (size_t i = 0; equal && i < x->size(); i++) (*x)[i] = (*x)[i % size_t(setup.T)];
         REQUIRE(!sum.model->step(sum.tokens.data(), sum.targets.data(), AdamW{1, 0.0f}).skipped);
         std::vector<std::vector<double>> wanted, sizes;
-        for (const Param& p : params) wanted.emplace_back(size_t(p.size())), sizes.emplace_back(size_t(p.size()));
+        for (const Param& p : params)
+            wanted.emplace_back(size_t(p.size())), sizes.emplace_back(size_t(p.size()));
         for (int64_t a = 0; a < (equal ? 1 : MANY); a++) {
             std::vector<int32_t> tokens, targets;
             for (int64_t i = 0; i < COPIES * setup.T; i++) {
@@ -182,20 +191,24 @@ inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup
             double most = 0;
             for (size_t i = 0; i < got[p].size(); i++) {
                 // FP32: each of up to 2 (64 + 8) additions rounds a partial sum.
-                const double bound = half_unit * std::fabs(wanted[p][i]) + 2 * (MANY + COPIES) * 0x1p-24 * sizes[p][i] + 1e-37;
+                const double bound =
+                    half_unit * std::fabs(wanted[p][i]) + 2 * (MANY + COPIES) * 0x1p-24 * sizes[p][i] + 1e-37;
                 bad += !(std::fabs(got[p][i] - wanted[p][i]) <= bound);
                 most = std::max(most, std::fabs(double(got[p][i])));
             }
-            INFO(std::string(setup.recipe.name), " ", setup.config.name, " ", params[p].name, equal ? ", equal terms" : "");
+            INFO(std::string(setup.recipe.name), " ", setup.config.name, " ", params[p].name,
+                 equal ? ", equal terms" : "");
             CHECK(bad == 0);
             CHECK(most > 0);
         }
     }
 }
 
-// Where no gradients are kept, one weight's gradient alone is not finite, which flows nowhere: its bucket and all later ones of the step stay as they
-// are, and earlier ones are updated. Llama's layer 1: the rows of `up` are 0, so that the feed-forward half adds 0 and hands nothing back. Their own
-// gradient is that of what `down` (times 2^66) reads, times the norm's output (a norm weight of 2^90, which the rows of `gate` make good).
+// Where no gradients are kept, one weight's gradient alone is not finite, which flows nowhere: its bucket and
+// all later ones of the step stay as they are, and earlier ones are updated. Llama's layer 1: the rows of
+// `up` are 0, so that the feed-forward half adds 0 and hands nothing back. Their own gradient is that of what
+// `down` (times 2^66) reads, times the norm's output (a norm weight of 2^90, which the rows of `gate` make
+// good).
 inline void check_hidden_gradient(Training& training) {
     const Setup& setup = training.model->setup();
     const ModelConfig& c = setup.config;
@@ -208,7 +221,8 @@ inline void check_hidden_gradient(Training& training) {
             bits = reference::to_bf16(reference::from_bf16(bits) * factor);
             std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
         }
-        if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
+        if (state.count(name + ".remainder"))
+            std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
     };
     scale("layers.1.norm2.weight", 0, c.C, 0x1p90f);
     scale("layers.1.gate_up", 0, c.F * c.C, 0x1p-90f);
@@ -227,12 +241,13 @@ inline void check_hidden_gradient(Training& training) {
         const Param& p = params[t.param];
         INFO(std::string(setup.recipe.name), " ", t.name);
         if (p.bucket <= turn) CHECK((after.at(t.name) == state.at(t.name)));
-        else if (t.name == p.name + ".m" && p.name != "layers.1.down") CHECK((after.at(t.name) != state.at(t.name)));
+        else if (t.name == p.name + ".m" && p.name != "layers.1.down")
+            CHECK((after.at(t.name) != state.at(t.name)));
     }
 }
 
-// With no history yet, delayed scales are just-in-time ones: evaluation, the next token and the first step have the bits of the recipe that always
-// scales just in time.
+// With no history yet, delayed scales are just-in-time ones: evaluation, the next token and the first step
+// have the bits of the recipe that always scales just in time.
 inline void check_first_scales(std::unique_ptr<Model> (*make)(const Setup&), const Architecture& arch) {
     const Setup te = tiny_setup(tiny_config(arch, true), "te", "fp32", 4, 16);
     Setup just_in_time = te;
@@ -266,15 +281,17 @@ inline void check_first_scales(std::unique_ptr<Model> (*make)(const Setup&), con
     for (float scale : scales()) CHECK(scale > 0);
 }
 
-// The logits of a prompt are those that the loss is made of, whatever its length. Sixteen copies of the prompt are a batch; with another target of
-// the last token the loss moves by the difference of two logits.
-inline void check_prompt(std::unique_ptr<Model> (*make)(const Setup&), const std::string& recipe, const Architecture& arch, double tolerance) {
+// The logits of a prompt are those that the loss is made of, whatever its length. Sixteen copies of the
+// prompt are a batch; with another target of the last token the loss moves by the difference of two logits.
+inline void check_prompt(std::unique_ptr<Model> (*make)(const Setup&), const std::string& recipe,
+                         const Architecture& arch, double tolerance) {
     constexpr int64_t B = 16, T = 5;
     Training training(tiny_setup(tiny_config(arch, true), recipe, optimizer_of(recipe), B, T));
     training.model = make(training.model->setup());
     losses(training, 3);
     const int64_t V = training.model->setup().config.V;
-    std::vector<int32_t> tokens(training.tokens.begin(), training.tokens.begin() + T), targets(training.targets.begin(), training.targets.begin() + T);
+    std::vector<int32_t> tokens(training.tokens.begin(), training.tokens.begin() + T),
+        targets(training.targets.begin(), training.targets.begin() + T);
     std::vector<int32_t> many;
     for (int64_t b = 0; b < B; b++) many.insert(many.end(), tokens.begin(), tokens.end());
     auto loss = [&](int32_t last) {
@@ -295,7 +312,8 @@ inline void check_prompt(std::unique_ptr<Model> (*make)(const Setup&), const std
     CHECK(worst <= tolerance);
 }
 
-// Where a micro-batch's tokens are no multiple of 16, linear layers run in BF16 for the whole run, whatever a prompt's length.
+// Where a micro-batch's tokens are no multiple of 16, linear layers run in BF16 for the whole run, whatever a
+// prompt's length.
 inline void check_fallback(std::unique_ptr<Model> (*make)(const Setup&), const std::string& recipe) {
     std::vector<std::vector<float>> logits;
     for (const std::string& r : {recipe, std::string("bf16")}) {
@@ -310,7 +328,8 @@ inline void check_fallback(std::unique_ptr<Model> (*make)(const Setup&), const s
     CHECK(logits[0] == logits[1]);
 }
 
-// Evaluation sees what an FP8 code hides: an infinite weight, or an infinite operand behind an infinite norm weight.
+// Evaluation sees what an FP8 code hides: an infinite weight, or an infinite operand behind an infinite norm
+// weight.
 inline void check_infinite_evaluation(Training& training) {
     losses(training, 2);
     const Snapshot good = snapshot(*training.model);
@@ -326,13 +345,16 @@ inline void check_infinite_evaluation(Training& training) {
     }
 }
 
-// A step with a weight that is not finite changes nothing, and training goes on once the weight is good again.
+// A step with a weight that is not finite changes nothing, and training goes on once the weight is good
+// again.
 inline void check_poisoned_weight(Training& training, const std::string& name, float poison) {
     losses(training, 1);
     const Snapshot good = snapshot(*training.model);
     Snapshot bad = good;
     const uint16_t bits = reference::to_bf16(poison);
-    for (size_t i = 0; i < 50; i++) std::memcpy(bad[name].data() + 2 * i, &bits, 2);  // of the embedding: of every row of the first tokens
+    for (size_t i = 0; i < 50; i++)
+        std::memcpy(bad[name].data() + 2 * i, &bits,
+                    2);  // of the embedding: of every row of the first tokens
     restore(*training.model, bad);
     CHECK(training.step().skipped);
     CHECK((snapshot(*training.model) == bad));
@@ -342,9 +364,10 @@ inline void check_poisoned_weight(Training& training, const std::string& name, f
     CHECK((snapshot(*training.model) != good));
 }
 
-// Layer 1's gates are 0, so its feed-forward half adds 0 whatever W_up and W_down are. Backward, the gradient of a gate is a product of both:
-// about 2^80, which every format of a gradient can represent, but whose square is beyond FP32. Not clipped, the step changes nothing; clipped, it
-// is taken, and the optimizer's state stays finite.
+// Layer 1's gates are 0, so its feed-forward half adds 0 whatever W_up and W_down are. Backward, the gradient
+// of a gate is a product of both: about 2^80, which every format of a gradient can represent, but whose
+// square is beyond FP32. Not clipped, the step changes nothing; clipped, it is taken, and the optimizer's
+// state stays finite.
 inline void check_huge_gradients(Training& training) {
     const ModelConfig& c = training.model->setup().config;
     losses(training, 1);
@@ -352,12 +375,14 @@ inline void check_huge_gradients(Training& training) {
     auto fill = [&](const std::string& name, int64_t first, int64_t n, float value) {
         const uint16_t bits = reference::to_bf16(value);
         for (int64_t i = first; i < first + n; i++) std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
-        if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
+        if (state.count(name + ".remainder"))
+            std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
     };
     fill("layers.1.gate_up", 0, c.F * c.C, 0.0f);
     fill("layers.1.gate_up", c.F * c.C, c.F * c.C, 0x1p50f);
     fill("layers.1.down", 0, c.C * c.F, 0x1p40f);
-    fill("layers.1.down", 0, c.C * c.F / 2, -0x1p39f);  // else the sum over a row of the gradient might cancel
+    fill("layers.1.down", 0, c.C * c.F / 2,
+         -0x1p39f);  // else the sum over a row of the gradient might cancel
     restore(*training.model, state);
     training.adamw.clip = 0;
     const StepResult huge = training.step();

@@ -40,13 +40,15 @@ inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
 
 template <class Token>
 std::string token_file(const std::vector<Token>& tokens, int32_t version = 1) {
-    int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, version, static_cast<int32_t>(tokens.size())};
+    int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, version,
+                           static_cast<int32_t>(tokens.size())};
     std::string file(reinterpret_cast<const char*>(header), sizeof header);
     return file.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token));
 }
 
 inline std::string table(const std::string& pieces, const std::string& size) {
-    return R"({"format": "coat vocabulary", "version": 1, "size": )" + size + R"(, "pieces": )" + pieces + "}";
+    return R"({"format": "coat vocabulary", "version": 1, "size": )" + size + R"(, "pieces": )" + pieces +
+           "}";
 }
 
 // The action is refused with one sentence that names the culprit and ends as a sentence does.
@@ -58,7 +60,8 @@ void check_refused(const Action& action, const std::string& names) {
     } catch (const Error& error) {
         said = error.what();
     }
-    CHECK_MESSAGE(said.find(names) != std::string::npos, "said \"" << said << "\", which does not name " << names);
+    CHECK_MESSAGE(said.find(names) != std::string::npos,
+                  "said \"" << said << "\", which does not name " << names);
     CHECK_MESSAGE((!said.empty() && said.back() == '.' && said.find('\n') == std::string::npos), said);
 }
 

@@ -1,5 +1,5 @@
-// test_bad_files.cpp - files that are damaged, hostile or very large: each is read, or rejected in one sentence, soon
-// and without a crash.
+// test_bad_files.cpp - files that are damaged, hostile or very large: each is read, or rejected in one
+// sentence, soon and without a crash.
 #include <doctest/doctest.h>
 
 #include <dirent.h>
@@ -129,7 +129,9 @@ TEST_CASE("load_corpus: a binary file of a terabyte in a folder is ignored") {
     CHECK(corpus.train.size() + corpus.validation.size() == 21);
 }
 
-TEST_CASE("read_model_config: a config.json that does not match the weights is rejected before memory is allocated") {
+TEST_CASE(
+    "read_model_config: a config.json that does not match the weights is rejected before memory is "
+    "allocated") {
     Folder folder;
     folder.write("text", text_of_lines());
     const std::string checkpoint = saved_checkpoint(folder / "out"), path = checkpoint + "/config.json";

@@ -1,5 +1,5 @@
-// test_bad_runs.cpp - folders, paths, tokenizers and output streams that a run of ./train cannot use: each gives one
-// sentence, and no crash.
+// test_bad_runs.cpp - folders, paths, tokenizers and output streams that a run of ./train cannot use: each
+// gives one sentence, and no crash.
 #include <doctest/doctest.h>
 
 #include <dirent.h>
@@ -26,7 +26,8 @@ using namespace coat::test::bad_files;
 
 namespace {
 
-// The test's own fsync and readdir take the place of the C library's: one remembers what is synced, one can fail.
+// The test's own fsync and readdir take the place of the C library's: one remembers what is synced, one can
+// fail.
 std::set<std::string> synced;
 int readable_entries = INT_MAX;  // of folders, before the first failure
 

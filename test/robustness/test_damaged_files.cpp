@@ -1,5 +1,5 @@
-// test_damaged_files.cpp - safetensors files and checkpoints with random bytes changed or cut: each is read or is
-// an error that names the file.
+// test_damaged_files.cpp - safetensors files and checkpoints with random bytes changed or cut: each is read
+// or is an error that names the file.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -42,8 +42,10 @@ std::string damaged(std::string bytes, size_t end, Random& random) {
 TEST_CASE("Safetensors: a file with random changes or cuts is read or rejected") {
     Folder folder;
     const std::string path = folder / "fuzz.safetensors";
-    const std::string good = raw_file(R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
-                                      R"("b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]},"c":{"dtype":"U8","shape":[],"data_offsets":[34,35]}})", 35);
+    const std::string good = raw_file(
+        R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
+        R"("b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]},"c":{"dtype":"U8","shape":[],"data_offsets":[34,35]}})",
+        35);
     Random random(coat::test::run_seed());
     int64_t refused = 0, touched = 0;
     const int64_t tries = count(20000, 4000);

@@ -1,5 +1,5 @@
-// test_damaged_tokens.cpp - token files and vocabulary tables that are missing, damaged, or changed at random: each is
-// read or is an error.
+// test_damaged_tokens.cpp - token files and vocabulary tables that are missing, damaged, or changed at
+// random: each is read or is an error.
 #include <doctest/doctest.h>
 
 #include "../../coat.h"
@@ -13,7 +13,9 @@ using namespace coat::test::token_files;
 
 namespace {
 
-void put(std::string* file, size_t index, int32_t value) { file->replace(index * 4, 4, reinterpret_cast<const char*>(&value), 4); }
+void put(std::string* file, size_t index, int32_t value) {
+    file->replace(index * 4, 4, reinterpret_cast<const char*>(&value), 4);
+}
 
 }  // namespace
 
@@ -30,7 +32,8 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
     folder.write("hollow/binary", std::string(10, '\0'));
     check_data_refused((folder.path / "hollow").string(), "hollow");
     check_data_refused(folder.write("text", "text") + "," + folder.write("good.bin", good), "good.bin");
-    for (size_t size = 1; size < good.size(); size += 13) check_data_refused(folder.write("cut.bin", good.substr(0, size)), "cut.bin");
+    for (size_t size = 1; size < good.size(); size += 13)
+        check_data_refused(folder.write("cut.bin", good.substr(0, size)), "cut.bin");
     check_data_refused(folder.write("long.bin", good + "x"), "long.bin");
     struct Lie {
         size_t place;
@@ -45,7 +48,8 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
         put(&file, lie.place, lie.value);
         check_data_refused(folder.write("lie.bin", file), "lie.bin");
     }
-    check_data_refused(folder.write("negative.bin", token_file(std::vector<uint32_t>{1, 0x80000000u, 2})), "negative.bin");
+    check_data_refused(folder.write("negative.bin", token_file(std::vector<uint32_t>{1, 0x80000000u, 2})),
+                       "negative.bin");
 }
 
 TEST_CASE("load_corpus: a token file and vocabulary with random changes or cuts are read or rejected") {
@@ -57,7 +61,8 @@ TEST_CASE("load_corpus: a token file and vocabulary with random changes or cuts 
     for (int64_t round = count(3000, 600); round > 0; round--) {
         std::string changed[] = {tokens, pieces};
         std::string& file = changed[rng.below(2)];
-        const auto reach = rng.below(2) ? 12 : static_cast<int64_t>(file.size());  // half of the time where the meaning is
+        const auto reach =
+            rng.below(2) ? 12 : static_cast<int64_t>(file.size());  // half of the time where the meaning is
         for (int64_t changes = rng.below(3); changes >= 0; changes--)
             file[static_cast<size_t>(rng.below(reach))] ^= static_cast<char>(1 << rng.below(8));
         if (rng.below(4) == 0) file.resize(static_cast<size_t>(rng.below(static_cast<int64_t>(file.size()))));

@@ -1,5 +1,5 @@
-// test_interrupted_save.cpp - saving a checkpoint where the disk is full or the process is killed: a good checkpoint
-// remains at every moment.
+// test_interrupted_save.cpp - saving a checkpoint where the disk is full or the process is killed: a good
+// checkpoint remains at every moment.
 #include <doctest/doctest.h>
 
 #include <csignal>
@@ -25,7 +25,8 @@ TEST_CASE("checkpoint: a folder that cannot be written is an error, and nothing 
     Folder folder;
     MemoryModel model(small_setup(LLAMA), 1);
     write_bytes(folder / "file", "x");
-    check_refused(error_of([&] { save_checkpoint(folder / "file", model, some_state(1)); }), folder / "file", "--out");
+    check_refused(error_of([&] { save_checkpoint(folder / "file", model, some_state(1)); }), folder / "file",
+                  "--out");
     CHECK(read_bytes(folder / "file") == "x");
     check_refused(error_of([&] { find_checkpoint(folder / "none"); }), folder / "none");
     check_refused(error_of([&] { find_checkpoint(folder.path.string()); }), folder.path.string());
@@ -80,7 +81,8 @@ TEST_CASE("checkpoint: a kill at any moment of a save leaves the last good check
         const pid_t child = fork();
         REQUIRE(child >= 0);
         if (!child) save_from(last + 1, out, setup);
-        usleep(static_cast<useconds_t>(1000 + random.bits() % static_cast<uint64_t>(30000 + 2000 * i)));  // a busy machine is slow
+        usleep(static_cast<useconds_t>(
+            1000 + random.bits() % static_cast<uint64_t>(30000 + 2000 * i)));  // a busy machine is slow
         kill(child, SIGKILL);
         int status = 0;
         waitpid(child, &status, 0);
@@ -101,8 +103,8 @@ TEST_CASE("checkpoint: a kill at any moment of a save leaves the last good check
     CHECK(std::distance(begin(left), end(left)) == 1);
 }
 
-// The moment between two renames is too short for kills to meet it often; a saver that is only stopped can be looked at
-// thousands of times, and what is on the disk then is what a kill would leave.
+// The moment between two renames is too short for kills to meet it often; a saver that is only stopped can be
+// looked at thousands of times, and what is on the disk then is what a kill would leave.
 TEST_CASE("checkpoint: while the only one is replaced, a good one exists at every moment") {
     Folder folder;
     const std::string out = folder / "out";
