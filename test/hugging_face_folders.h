@@ -1,32 +1,21 @@
-// hugging_face_folders.h - writes model folders as Hugging Face has them, and checks what was read from them.
+// hugging_face_folders.h - writes model folders in the layout of Hugging Face, and checks what load_weights
+// read from them.
 //
-// Every value in a file says where it is: the number of its tensor, its row and its column.
+// Every value in a file encodes its place: number of the tensor, row and column.
 #pragma once
-#include <doctest/doctest.h>
-
-#include <algorithm>
-#include <cstring>
-#include <filesystem>
-#include <functional>
 #include <nlohmann/json.hpp>
 
-#include "../coat.h"
-#include "../data/checkpoint.h"
-#include "../data/file.h"
-#include "../data/safetensors.h"
-#include "../plan.h"
 #include "model_files.h"
-#include "random.h"
 
 namespace coat::test::hugging_face_folders {
 
 using namespace coat::test::model_files;
 using Json = nlohmann::ordered_json;
-using Place =
-    std::function<std::tuple<std::string, int64_t, int64_t>(int64_t row, int64_t col)>;  // in the file
+// (row, col) of the model -> tensor, row and col in the file
+using Place = std::function<std::tuple<std::string, int64_t, int64_t>(int64_t row, int64_t col)>;
 
-// A Hugging Face folder whose every value says where it is: tensor number, then row and column in the file.
-struct Foreign {
+// A model folder before it is written: its tensors and its config.json.
+struct HuggingFaceFolder {
     struct Entry {
         std::string name;
         std::vector<int64_t> shape;
@@ -35,8 +24,8 @@ struct Foreign {
     std::vector<Entry> entries;
     Json config;
 
-    // 1 + 7 bits of tensor, 6 of row, 7 of column after the leading one: more than BF16 has, so that a
-    // remainder is needed.
+    // The mantissa has 7 bits of tensor number, 6 of row and 7 of column. These are more bits than BF16 has,
+    // so a master needs its remainder.
     static float value(size_t tensor, int64_t row, int64_t col) {
         return 1.0f + (static_cast<float>(tensor) * 8192.0f + static_cast<float>(row) * 128.0f +
                        static_cast<float>(col)) *
@@ -56,7 +45,7 @@ struct Foreign {
                 const float x = value(i, r, c);
                 uint32_t bits;
                 std::memcpy(&bits, &x, 4);
-                // Between 1 and 2 an F16 is 10 bits of the mantissa over the exponent 15.
+                // Between 1 and 2 an F16 has the exponent 15 and the top 10 bits of the mantissa.
                 const uint16_t half = static_cast<uint16_t>(15u << 10 | (bits >> 13 & 0x3FF)),
                                bf16 = static_cast<uint16_t>(bits >> 16);
                 if (e.dtype == "F32") out.append(reinterpret_cast<const char*>(&bits), 4);
@@ -76,7 +65,7 @@ struct Foreign {
     }
     void write(const std::string& folder, int shards = 1) const {
         fs::create_directories(folder);
-        write_bytes(folder + "/config.json", config.dump());
+        write_file(folder + "/config.json", config.dump());
         std::vector<std::vector<size_t>> parts(static_cast<size_t>(shards));
         for (size_t i = 0; i < entries.size(); i++) parts[i % parts.size()].push_back(i);
         if (shards == 1) return write_weights(folder + "/model.safetensors", parts[0]);
@@ -86,12 +75,12 @@ struct Foreign {
             write_weights(folder + "/" + name, parts[s]);
             for (size_t i : parts[s]) map[entries[i].name] = name;
         }
-        write_bytes(folder + "/model.safetensors.index.json", Json{{"weight_map", map}}.dump());
+        write_file(folder + "/model.safetensors.index.json", Json{{"weight_map", map}}.dump());
     }
 };
 
-inline Foreign foreign_llama() {
-    Foreign f;
+inline HuggingFaceFolder hugging_face_llama() {
+    HuggingFaceFolder f;
     f.entries = {{"model.embed_tokens.weight", {50, 32}}};
     const std::string l = "model.layers.0.";
     for (const auto& [name, rows, cols] : {std::tuple{"self_attn.q_proj", 32, 32},
@@ -115,8 +104,8 @@ inline Foreign foreign_llama() {
     return f;
 }
 
-inline Foreign foreign_gpt2(const std::string& prefix) {
-    Foreign f;
+inline HuggingFaceFolder hugging_face_gpt2(const std::string& prefix) {
+    HuggingFaceFolder f;
     f.entries = {{prefix + "wte.weight", {50, 32}}, {prefix + "wpe.weight", {16, 32}}};
     const std::string h = prefix + "h.0.";
     for (const auto& [name, in, out] : {std::tuple{"attn.c_attn", 32, 96},
@@ -141,7 +130,7 @@ inline MemoryModel model_of(const std::string& folder) {
     return MemoryModel(setup, 9);
 }
 
-inline void check_param(const MemoryModel& model, const Foreign& f, const std::string& name,
+inline void check_param(const MemoryModel& model, const HuggingFaceFolder& f, const std::string& name,
                         const Place& place) {
     const std::vector<Param> table = parameters(model.setup().config);
     const Param& p = param(table, name);
@@ -153,7 +142,7 @@ inline void check_param(const MemoryModel& model, const Foreign& f, const std::s
             if (r < live) {
                 const auto [tensor, row, col] = place(r, c);
                 REQUIRE(f.index(tensor) < f.entries.size());
-                expected = Foreign::value(f.index(tensor), row, col);
+                expected = HuggingFaceFolder::value(f.index(tensor), row, col);
             }
             wrong += model.master(p, r, c) != expected;
         }
@@ -168,7 +157,7 @@ inline Place transposed(const std::string& tensor) {
     return [=](int64_t r, int64_t c) { return std::tuple{tensor, c, r}; };
 }
 
-inline void check_llama(const MemoryModel& model, const Foreign& f) {
+inline void check_llama(const MemoryModel& model, const HuggingFaceFolder& f) {
     const std::string l = "model.layers.0.";
     check_param(model, f, "embedding", same("model.embed_tokens.weight"));
     check_param(model, f, "head", same("lm_head.weight"));

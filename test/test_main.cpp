@@ -1,8 +1,7 @@
-// test_main.cpp - runs every test and ends with one line that scripts and people can read: "N passed, N
-// failed, N skipped".
+// test_main.cpp - runs every test. The last line is for scripts and people: "N passed, N failed, N skipped".
 //
-// A test is skipped only by a decorator of its own (doctest::skip), as the GPU's are where there is no GPU;
-// each is named.
+// A test is skipped only by its own decorator (doctest::skip), as GPU tests are where there is no GPU.
+// Skipped tests are listed by name.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
