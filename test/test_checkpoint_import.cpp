@@ -45,7 +45,7 @@ TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without pref
         check_param(model, f, "final_norm.bias", same(prefix + "ln_f.bias"));
         for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"},
                                            {"attention_out", "attn.c_proj"},
-                                           {"up", "mlp.c_fc"},
+                                           {"gate_up", "mlp.c_fc"},
                                            {"down", "mlp.c_proj"}}) {
             check_param(model, f, std::string("layers.0.") + ours,
                         transposed(prefix + "h.0." + theirs + ".weight"));

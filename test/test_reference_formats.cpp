@@ -132,7 +132,7 @@ TEST_CASE("to_f16: rounds to nearest even, also subnormals; saturates; NaN stays
         CHECK(std::isnan(from_f16(to_f16(float_of(nan)))));
     int64_t failures = 0;
     for (int code = 0; code < 0x7BFF; code++) {  // every tie and its two neighbours
-        // Exact in FP32: one more bit than the format has.
+        // exact: one more bit than the format
         const float tie = float((fp16_value(code) + fp16_value(code + 1)) / 2);
         for (float sign : {1.0f, -1.0f}) {
             const int s = sign < 0 ? 0x8000 : 0;
@@ -189,7 +189,7 @@ TEST_CASE("encode: a tie rounds to the even code, its neighbours to the nearest"
         const NearestCode oracle(f);
         const std::vector<double>& v = oracle.values();
         for (size_t i = 0; i + 1 < v.size(); i++) {
-            const float tie = float((v[i] + v[i + 1]) / 2);  // Exact in FP32: one more bit than the format has.
+            const float tie = float((v[i] + v[i + 1]) / 2);  // exact: one more bit than the format
             for (float sign : {1.0f, -1.0f}) {
                 const int s = sign < 0 ? 0x80 : 0;
                 CHECK(encode(f, sign * tie) == (s | int(i + i % 2)));

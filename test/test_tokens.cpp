@@ -232,10 +232,10 @@ TEST_CASE("Loader: every window is equally likely at every position") {
     int64_t seen[N][N] = {};
     for (int64_t epoch = 0; epoch < EPOCHS; epoch++) {
         const std::vector<int32_t> order = windows_of_epoch(loader);
-        for (size_t place = 0; place < N; index++) seen[place][order[place]]++;
+        for (size_t position = 0; position < N; position++) seen[position][order[position]]++;
     }
-    for (const auto& place : seen)
-        for (int64_t times : place)
+    for (const auto& position : seen)
+        for (int64_t times : position)
             CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // 6 sigma are exceeded in one of 10^7 runs
 }
 

@@ -105,7 +105,7 @@ TEST_CASE("train: a checkpoint that is missing, damaged or of another run is rej
     require_success(tiny(folder, "--gradients none --steps 2 --out lean"));
     const fs::path trainer = folder.path / "lean/step-000002/trainer.json";
     std::string state = read_file(trainer);
-    replace(state, "\"norm_correction\": [", "\"norm_correction\": [1.5, ");  // one value more than there are buckets
+    replace(state, "\"norm_correction\": [", "\"norm_correction\": [1.5, ");  // one value too many
     write_file(trainer, state);
     check_rejected(folder, "--device cpu --resume lean --steps 4", "norm_correction");
 }
