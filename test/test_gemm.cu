@@ -22,43 +22,43 @@ using Doubles = std::vector<double>;
 
 // An operand on the device, quantized both ways, and its values as a product sees them that contracts its columns, or its rows.
 struct DeviceOperand {
-    reference::Quantized quantized, turned;
+    reference::Quantized quantized, quantized_transpose;
     Buffer<uint8_t> codes, transposed_codes;
     Buffer<float> scales, transposed_scales;
 
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
         : quantized(reference::quantize(x.data(), rows, cols, q)),
-          turned(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
-          codes(quantized.codes), transposed_codes(turned.codes), scales(as_products_want(quantized)), transposed_scales(as_products_want(turned)) {}
+          quantized_transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
+          codes(quantized.codes), transposed_codes(quantized_transpose.codes), scales(device_scales(quantized)), transposed_scales(device_scales(quantized_transpose)) {}
     Operand operand() const {
         return {{codes.get(), scales.get(), quantized.rows, quantized.cols, quantized.quant}, transposed_codes.get(), transposed_scales.get()};
     }
-    Doubles values(bool rows_contracted) const {
-        const Floats x = rows_contracted ? transposed(reference::dequantize(turned), turned.rows, turned.cols) : reference::dequantize(quantized);
+    Doubles values(bool reduces_over_rows) const {
+        const Floats x = reduces_over_rows ? transposed(reference::dequantize(quantized_transpose), quantized_transpose.rows, quantized_transpose.cols) : reference::dequantize(quantized);
         return Doubles(x.begin(), x.end());
     }
 
 private:
-    static Floats as_products_want(const reference::Quantized& q) {
-        if (q.quant.fp8() && !(q.quant.granularity == PER_TENSOR)) return scales_for_products(q);
+    static Floats device_scales(const reference::Quantized& q) {
+        if (q.quant.fp8() && !(q.quant.granularity == PER_TENSOR)) return scales_for_gemm(q);
         return {q.scale(0, 0), 0, 0, 0};  // a TensorScale
     }
 };
 
-struct Product {
+struct GemmCase {
     Gemm kind;
     const char* name;
     // of a (rows, cols) and b (rows, cols): the sides of out, what is contracted, and strides for reference::matmul
     int64_t a_rows, a_cols, b_rows, b_cols, M, N, K, a_row, a_col, b_row, b_col;
 };
 
-std::vector<Product> products(int64_t tokens, int64_t out, int64_t in) {
+std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
     return {{Gemm::Fprop, "fprop", tokens, in, out, in, tokens, out, in, in, 1, 1, in},
             {Gemm::Dgrad, "dgrad", tokens, out, out, in, tokens, in, out, out, 1, in, 1},
             {Gemm::Wgrad, "wgrad", tokens, out, tokens, in, out, in, tokens, 1, out, in, 1}};
 }
 
-Floats held(Format f, Floats x) {
+Floats rounded(Format f, Floats x) {
     for (float& v : x) v = reference::round_to(f, v);
     return x;
 }
@@ -68,10 +68,10 @@ std::vector<uint8_t> bytes_of(const Floats& x, Format f) {
 }
 
 // out = a b (+ out) (+ bias): every element within what FP32 or, for FP8, 14-bit accumulation and one rounding may do.
-void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Quant qb, Format out_format, bool accumulate, bool with_bias) {
+void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Quant qb, Format out_format, bool accumulate, bool with_bias) {
     const DeviceOperand a(rng.normals<float>(p.a_rows * p.a_cols), p.a_rows, p.a_cols, qa);
     const DeviceOperand b(rng.normals<float>(p.b_rows * p.b_cols), p.b_rows, p.b_cols, qb);
-    const Floats before = held(out_format, rng.normals<float>(p.M * p.N)), bias = held(out_format, rng.normals<float>(p.N));
+    const Floats before = rounded(out_format, rng.normals<float>(p.M * p.N)), bias = rounded(out_format, rng.normals<float>(p.N));
     Buffer<uint8_t> out(p.M * p.N * info(out_format).bytes), bias_device(bytes_of(bias, out_format));
     if (accumulate) out.write(bytes_of(before, out_format));
     gemms.run(p.kind, a.operand(), b.operand(), {out.get(), nullptr, p.M, p.N, Quant{out_format}}, accumulate,
@@ -85,17 +85,17 @@ void check_product(gpu::Gemms& gemms, Random& rng, const Product& p, Quant qa, Q
         for (double& v : *x) v = std::fabs(v);
     reference::matmul<double>(p.M, p.N, p.K, {av.data(), p.a_row, p.a_col}, {bv.data(), p.b_row, p.b_col}, size.data());
     // FP32: K additions. Hopper's FP8 tensor cores keep 14 bits of the sum over each 32 products (DeepSeek-V3, section 3.3.2).
-    const double bucket = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
-    reference::Quantized held_out;
-    held_out.codes = out.read(), held_out.rows = p.M, held_out.cols = p.N, held_out.quant = Quant{out_format};
-    const Floats got = reference::dequantize(held_out);
+    const double sum_error = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
+    reference::Quantized stored_out;
+    stored_out.codes = out.read(), stored_out.rows = p.M, stored_out.cols = p.N, stored_out.quant = Quant{out_format};
+    const Floats got = reference::dequantize(stored_out);
     double worst = 0;
     for (int64_t i = 0; i < p.M * p.N; i++) {
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N] : 0.0), exact = wanted[i] + extra;
         const double rounding = std::ldexp(std::fabs(exact), -info(out_format).mantissa - 1);
         // cuBLAS may add to BF16 in memory: then the product has been rounded before it meets what it is added to.
-        const double product = accumulate ? std::ldexp(std::fabs(wanted[i]) * (1 + bucket), -info(out_format).mantissa - 1) : 0.0;
-        const double bound = bucket * (size[i] + std::fabs(extra)) + (rounding + product) * (1 + bucket);
+        const double product = accumulate ? std::ldexp(std::fabs(wanted[i]) * (1 + sum_error), -info(out_format).mantissa - 1) : 0.0;
+        const double bound = sum_error * (size[i] + std::fabs(extra)) + (rounding + product) * (1 + sum_error);
         const double error = std::fabs(got[i] - exact);
         worst = std::isnan(error) ? HUGE_VAL : std::max(worst, error / (bound + 1e-30));
     }
@@ -118,10 +118,10 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
                    {"fp8", Q_E4M3, Q_E4M3, Q_E5M2, Format::BF16},
                    {"fp8 to fp32", Q_E4M3, Q_E4M3, Q_E5M2, Format::F32},
                    {"fp8 by rows to fp32", Q_ROW, Q_ROW, Q_ROW, Format::F32},
-                   {"fp8 by vectors and squares to fp32", Q_1x128, Q_128x128, Q_1x128, Format::F32},
+                   {"fp8 by vectors and per_128x128 to fp32", Q_1x128, Q_128x128, Q_1x128, Format::F32},
                    {"fp8 by rows", Q_ROW, Q_ROW, Q_ROW, Format::BF16},
                    {"fp8 by rows, gradients e5m2", Q_ROW, Q_ROW, {Format::E5M2, PER_ROW}, Format::BF16},
-                   {"fp8 by vectors and squares", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
+                   {"fp8 by vectors and per_128x128", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
                    {"fp8 by vectors", Q_1x128, Q_1x128, Q_1x128, Format::BF16}};
     const struct {
         int64_t tokens, out, in;
@@ -131,13 +131,13 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
             const bool fits = size.tokens % 16 == 0 && size.out % 16 == 0 && size.in % 16 == 0;
             if (f.x.fp8() && !fits) continue;
             gpu::Gemms& gemms = f.x.granularity == PER_1x128 ? exact : forward_fast;
-            for (const Product& p : products(size.tokens, size.out, size.in)) {
+            for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
                 const Quant qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out, " x ", size.in);
-                check_product(gemms, rng, p, qa, qb, f.out, false, false);
-                if (p.kind == Gemm::Wgrad) check_product(gemms, rng, p, qa, qb, f.out, true, false);
+                check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
+                if (p.kind == Gemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
                 if (p.kind == Gemm::Fprop && f.out == (f.x.format == Format::F32 ? Format::F32 : Format::BF16))
-                    check_product(gemms, rng, p, qa, qb, f.out, false, true);
+                    check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
         }
 }
@@ -198,12 +198,12 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected") {
     const Operand not_transposed{e4m3.operand().view};
     CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), not_transposed, out, false, nullptr, nullptr), Error);
     CHECK_THROWS_AS(gemms.run(Gemm::Fprop, bf16.operand(), bf16.operand(), narrow, false, nullptr, nullptr), Error);
-    const DeviceOperand squares(ones, 64, 64, Q_128x128);
+    const DeviceOperand per_128x128(ones, 64, 64, Q_128x128);
     Operand groups = e4m3.operand();
     groups.view.quant = Q_GROUP;
     auto why = [&] {  // one side has to be vectors
         try {
-            gemms.run(Gemm::Fprop, squares.operand(), squares.operand(), out, false, nullptr, nullptr);
+            gemms.run(Gemm::Fprop, per_128x128.operand(), per_128x128.operand(), out, false, nullptr, nullptr);
         } catch (const Error& e) {
             return std::string(e.what());
         }

@@ -15,29 +15,29 @@ using namespace coat::test::quantized_outputs;
 
 GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: against the reference") {
     FRESH_RANDOM(rng);
-    for (Pair p : PAIRS)
+    for (RecipeFormats formats : RECIPE_FORMATS)
         for (bool positions : {true, false}) {
             const int64_t B = 3, T = 111, N = B * T, C = 272, V = 128, live = 100;
-            const Floats e = normals(rng, p.compute, V * C), w = normals(rng, p.compute, T * C), g = heavy(rng, p.compute, N * C);
+            const Floats e = normals(rng, formats.compute, V * C), w = normals(rng, formats.compute, T * C), g = heavy(rng, formats.compute, N * C);
             std::vector<int32_t> tokens(N);
             for (int32_t& t : tokens) t = static_cast<int32_t>(rng.below(3) ? rng.below(3) : rng.below(live));  // some are frequent
             const Buffer<int32_t> dtokens(tokens);
-            const Tensor de(e, V, C, Quant{p.compute}), dw(w, T, C, Quant{p.compute}), dg(g, N, C, Quant{p.compute});
-            Tensor x(N, C, Quant{p.compute});
-            NormCase c(rng, p, true, N, C);
+            const Tensor de(e, V, C, Quant{formats.compute}), dw(w, T, C, Quant{formats.compute}), dg(g, N, C, Quant{formats.compute});
+            Tensor x(N, C, Quant{formats.compute});
+            NormCase c(rng, formats, true, N, C);
             gpu::embedding_forward(dtokens.get(), de.view(), positions ? dw.view() : View{}, T, x.view(), c.norm(), nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++) sum[i] = e[tokens[i / C] * C + i % C] + (positions ? w[i / C % T * C + i % C] : 0);
-            CHECK(same_bytes(x.values(), rounded(p.compute, sum)));
-            CHECK(same_bytes(c.in.codes.read(), reference::quantize(sum.data(), N, C, p.nonlinear).codes));
+            CHECK(same_bytes(x.values(), rounded(formats.compute, sum)));
+            CHECK(same_bytes(c.in.codes.read(), reference::quantize(sum.data(), N, C, formats.nonlinear).codes));
 
             auto order = gpu::embedding_order(tokens.data(), N, V);
             REQUIRE(static_cast<int64_t>(order.chunks.size()) <= N);
             const Buffer<int32_t> dorder(order.order);
             const Buffer<gpu::EmbeddingChunk> chunks(order.chunks);
             Buffer<float> workspace(static_cast<int64_t>(order.chunks.size()) * C);
-            for (const Format held : {p.compute, Format::F32}) {
-                const Tensor gradient(e, V, C, Quant{held}), by_position(w, T, C, Quant{held});
+            for (const Format gradient_format : {formats.compute, Format::F32}) {
+                const Tensor gradient(e, V, C, Quant{gradient_format}), by_position(w, T, C, Quant{gradient_format});
                 gpu::embedding_backward(dg.view(), dorder.get(), chunks.get(), static_cast<int64_t>(order.chunks.size()), gradient.view(), workspace.get(), 0);
                 gpu::positions_backward(dg.view(), T, by_position.view(), 0);
                 auto check = [&](const Floats& got, const Floats& before, auto row) {
@@ -47,7 +47,7 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
                         total[row(i / C) * C + i % C] += g[i];
                         bound[row(i / C) * C + i % C] += std::abs(g[i]) * 64 * U;  // 32 in a chunk, up to N / 32 chunks, the gradient
                     }
-                    for (size_t i = 0; i < bound.size(); i++) bound[i] += half_ulp(held) * (std::abs(total[i]) + bound[i]);
+                    for (size_t i = 0; i < bound.size(); i++) bound[i] += half_ulp(gradient_format) * (std::abs(total[i]) + bound[i]);
                     check_close(got, total, bound);
                 };
                 check(gradient.values(), e, [&](int64_t n) { return tokens[n]; });
@@ -60,12 +60,12 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
 
 GPU_TEST_CASE("rope_forward and rope_backward: against double") {
     FRESH_RANDOM(rng);
-    for (Format stream : {Format::BF16, Format::F32})
+    for (Format compute : {Format::BF16, Format::F32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
             ModelConfig c{"rope", LLAMA, 1, 4 * HS, 4, 2, 64, 64, 256, true};
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
-            const Floats x = heavy(rng, stream, N * cols);
+            const Floats x = heavy(rng, compute, N * cols);
             Buffer<float2> table(T * HS / 2);
             gpu::rope_table(c, T, table.get(), 0);
             const gpu::Rope rope{table.get(), T, HS, c.q_cols() + c.kv_cols()};
@@ -79,17 +79,17 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
             auto rounding = [&](const Doubles& exact) {
                 Doubles sum = bound;
                 for (int64_t i = 0; i < N * cols; i++)
-                    if (bound[i] > 0) sum[i] += half_ulp(stream) * (std::abs(exact[i]) + bound[i]);
+                    if (bound[i] > 0) sum[i] += half_ulp(compute) * (std::abs(exact[i]) + bound[i]);
                 return sum;
             };
             for (bool with_amax : {true, false}) {
-                const Tensor dx(x, N, cols, Quant{stream}), amax(1, 16, Q_E5M2);
-                gpu::rope_backward(rope, dx.view(), with_amax ? amax.slot() : nullptr, 0);
+                const Tensor dx(x, N, cols, Quant{compute}), amax(1, 16, Q_E5M2);
+                gpu::rope_backward(rope, dx.view(), with_amax ? amax.tensor_scale() : nullptr, 0);
                 check_close(dx.values(), backward, rounding(backward));
                 CHECK(amax.amax() == (with_amax ? reference::amax(dx.values().data(), N * cols) : 0));
                 CHECK(dx.intact());
             }
-            const Tensor dx(x, N, cols, Quant{stream});
+            const Tensor dx(x, N, cols, Quant{compute});
             gpu::rope_forward(rope, dx.view(), 0);
             check_close(dx.values(), forward, rounding(forward));
             CHECK(dx.intact());
@@ -99,16 +99,16 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
 
 GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
     FRESH_RANDOM(rng);
-    for (Format stream : {Format::BF16, Format::F32})
+    for (Format compute : {Format::BF16, Format::F32})
         for (Shape s : {Shape{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}})
             for (double spread : {1.0, 30.0}) {
                 const int64_t N = s.rows, V = s.cols, stride = round_up(V, 64);
                 CAPTURE(V);
-                const Floats logits = normals(rng, stream, N * stride, spread);
+                const Floats logits = normals(rng, compute, N * stride, spread);
                 std::vector<int32_t> targets(N);
                 for (int32_t& t : targets) t = static_cast<int32_t>(rng.below(V));
                 const Buffer<int32_t> dtargets(targets);
-                const Tensor x(logits, N, stride, Quant{stream});
+                const Tensor x(logits, N, stride, Quant{compute});
                 Buffer<float> losses(N), same(N);
                 gpu::cross_entropy(x.view(), V, dtargets.get(), 0, same.get(), 0);
                 CHECK(same_bytes(x.values(), logits));
@@ -131,7 +131,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                         const double p = std::exp(row[v] - lse), hot = v == targets[n];
                         gradient[n * stride + v] = (p - hot) * scale;
                         const double error = scale * (p * (loss_bound[n] + (2 * std::abs(row[v] - lse) + 16) * U) + 2 * U * hot);
-                        bound[n * stride + v] = error + half_ulp(stream) * (std::abs(gradient[n * stride + v]) + error) + 0x1p-126;
+                        bound[n * stride + v] = error + half_ulp(compute) * (std::abs(gradient[n * stride + v]) + error) + 0x1p-126;
                     }
                 }
                 check_close(losses.read(), loss, loss_bound);

@@ -24,7 +24,7 @@ namespace {
 
 // What a recipe's gradients are off by is the root of many roundings' squares. Two tellings that rounded independently would differ by
 // sqrt(2) of that; half as much again is left for how far the measured error of a vector of 64 numbers scatters.
-constexpr double TWO_TELLINGS = 1.5 * 1.4142135623730951;
+constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 
 void check_step(const Setup& setup) {
     Setup exact_setup = setup;
@@ -58,13 +58,13 @@ void check_step(const Setup& setup) {
     CHECK(!on_gpu.skipped);
     const double small = fp32_bound(setup.config);
     // The loss is a mean over tokens, so that its error may be small by luck: bf16's half step is the least that is asked for.
-    const double loss_bound = fp32 ? small * on_cpu.loss : TWO_TELLINGS * std::fabs(on_cpu.loss - in_fp32.loss) + 0x1p-9 * on_cpu.loss;
+    const double loss_bound = fp32 ? small * on_cpu.loss : TWO_IMPLEMENTATIONS * std::fabs(on_cpu.loss - in_fp32.loss) + 0x1p-9 * on_cpu.loss;
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <= loss_bound);
     double square = 0, worst = 0;
     for (const Param& p : params) {
         const Floats got = gradient(*gpu.model, p), wanted = gradient(*cpu.model, p);
         const double error = relative_error(got, wanted), own = relative_error(wanted, gradient(*exact.model, p));
-        const double bound = fp32 ? small : TWO_TELLINGS * own + 0x1p-9;
+        const double bound = fp32 ? small : TWO_IMPLEMENTATIONS * own + 0x1p-9;
         INFO(p.name, ": differs by ", error, ", the recipe itself by ", own);
         CHECK(norm(wanted) > 0);
         CHECK(error <= bound);
