@@ -53,9 +53,9 @@ inline int code_at(Format f, const Bytes& codes, int64_t i) {
     return f == Format::F16 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i];
 }
 
-// The values x of a moment in double, and the error that decoding in FP32 may have. With expansion,
-// x = max * (code / FMAX)^(1/k) (paper section 4). The logarithm of code / FMAX, up to log2(FMAX / FMIN), and 1/k are each good
-// to two units in the last place. ex2.approx is good to 2^-22, and a multiplication follows.
+// The values x of a moment in double, and the error that decoding in FP32 may have. With expansion, x = max *
+// (code / FMAX)^(1/k) (paper section 4). The logarithm of code / FMAX, up to log2(FMAX / FMIN), and 1/k are
+// each good to two units in the last place. ex2.approx is good to 2^-22, and a multiplication follows.
 inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Doubles& error) {
     Floats stored(n);
     x.resize(n), error.assign(n, 0.0);
@@ -75,7 +75,8 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
     }
 }
 
-// The named optimizers (coat, fp8, bf16, fp8lm, fp32), and combinations of formats that reach the other kernels.
+// The named optimizers (coat, fp8, bf16, fp8lm, fp32), and combinations of formats that reach the other
+// kernels.
 inline const OptimizerFormat OPTIMIZERS[] = {
     {"coat", Format::E4M3, Format::E4M3, true, ""},
     {"fp8", Format::E4M3, Format::E4M3, false, ""},

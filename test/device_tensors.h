@@ -1,7 +1,8 @@
 // device_tensors.h - tensors on the device and comparisons with bounds, for the tests of kernels.
 //
-// Where a kernel sums or takes powers in FP32, its result is compared with a result in double. The allowed error of every
-// element follows from the rounding errors of the formats. u = 2^-24 is the relative rounding error of FP32.
+// Where a kernel sums or takes powers in FP32, its result is compared with a result in double. The allowed
+// error of every element follows from the rounding errors of the formats. u = 2^-24 is the relative rounding
+// error of FP32.
 #pragma once
 #include <cmath>
 
@@ -106,11 +107,13 @@ struct Shape {
     int64_t rows, cols;
 };
 inline const Shape SHAPES[] = {{1, 16}, {7, 48}, {16, 128}, {100, 112}, {129, 144}, {128, 256}, {257, 400}, {512, 1024}};
-// Under a sanitizer a launch takes seconds, so large shapes are skipped; smaller ones have several tiles and rows too.
+// Under a sanitizer a launch takes seconds, so large shapes are skipped; smaller ones have several tiles and
+// rows too.
 inline bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
 inline const Quant FP8_OUTPUTS[] = {Q_E4M3, Q_E5M2};
 
-// A recipe's compute dtype, and the format in which it saves the inputs of norms and activations for backward.
+// A recipe's compute dtype, and the format in which it saves the inputs of norms and activations for
+// backward.
 struct RecipeFormats {
     Format compute;
     Quant nonlinear;
@@ -137,9 +140,10 @@ struct NormCase {
         reference::norm_forward<double>(rms, EPS, N, C, x.data(), w.data(), rms ? nullptr : b.data(), y.data());
         return y;
     }
-    // The error of y = (x - mean) / std * w + b. A thread adds at most 32 values, and then 5 + 16 partial sums follow, so a sum
-    // is good to 53 u of the sum of magnitudes, and the root of a mean square to half of that. The error of the mean is
-    // relative to the mean magnitude of x. Five more roundings follow; 64 u covers all of it.
+    // The error of y = (x - mean) / std * w + b. A thread adds at most 32 values, and then 5 + 16 partial
+    // sums follow, so a sum is good to 53 u of the sum of magnitudes, and the root of a mean square to half
+    // of that. The error of the mean is relative to the mean magnitude of x. Five more roundings follow; 64 u
+    // covers all of it.
     Doubles bound(const Doubles& x, const Doubles& y) const {
         const Floats w = weight.values(), b = bias.values();
         Doubles out(N * C);

@@ -1,6 +1,8 @@
-// gpu.h - what all tests of the GPU need: whether there is a GPU, device memory with guard bytes, and the layout of scales.
+// gpu.h - what all tests of the GPU need: whether there is a GPU, device memory with guard bytes, and the
+// layout of scales.
 //
-// GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU doctest skips it.
+// GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU doctest
+// skips it.
 #pragma once
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
@@ -25,8 +27,9 @@ inline bool gpu_available() {
 
 inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGetErrorString(e)); }
 
-// An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here, so a test
-// notices an element that no kernel has written. Guard bytes follow the array; intact() checks that they are unchanged.
+// An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
+// so a test notices an element that no kernel has written. Guard bytes follow the array; intact() checks that
+// they are unchanged.
 template <class T>
 class Buffer {
 public:
@@ -75,9 +78,10 @@ std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
     return t;
 }
 
-// Per-row, 1x128 and 128x128 scales in the layout that cuBLASLt expects (its manual: "Outer Vector Scaling", "128-element 1D
-// and 128x128 2D Block Scaling"). 1x128 scales are transposed: neighbours belong to neighbouring rows. Each row of 128x128
-// scales is padded to a multiple of four; the kernels fill the padding with 1.
+// Per-row, 1x128 and 128x128 scales in the layout that cuBLASLt expects (its manual: "Outer Vector Scaling",
+// "128-element 1D and 128x128 2D Block Scaling"). 1x128 scales are transposed: neighbours belong to
+// neighbouring rows. Each row of 128x128 scales is padded to a multiple of four; the kernels fill the padding
+// with 1.
 inline std::vector<float> scales_for_gemm(const reference::Quantized& q) {
     const float* from = reinterpret_cast<const float*>(q.scales.data());
     const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);

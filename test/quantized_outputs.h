@@ -1,8 +1,9 @@
 // quantized_outputs.h - checks of the quantized outputs of a kernel, for the tests of fused kernels.
 //
-// A fused kernel computes a tensor and quantizes it in one pass. It is checked in two steps: its FP32 values against double,
-// within bounds; then its codes and scales, byte for byte, against the CPU reference's quantization of those FP32 values.
-// Outputs start as NaN, and guard bytes after them must not change (gpu.h, Buffer).
+// A fused kernel computes a tensor and quantizes it in one pass. It is checked in two steps: its FP32 values
+// against double, within bounds; then its codes and scales, byte for byte, against the CPU reference's
+// quantization of those FP32 values. Outputs start as NaN, and guard bytes after them must not change (gpu.h,
+// Buffer).
 #pragma once
 #include <cmath>
 
@@ -18,7 +19,8 @@ using gpu::Operand;
 using gpu::TensorScale;
 using namespace coat::test::device_tensors;
 
-// Checks codes, scales and transpose (per-tensor scaling) or codes and scales (groups) against the reference's quantization of x.
+// Checks codes, scales and transpose (per-tensor scaling) or codes and scales (groups) against the
+// reference's quantization of x.
 inline void check_quantized(const Tensor& out, const Floats& x, int64_t rows, int64_t cols, Quant q) {
     const reference::Quantized expected = reference::quantize(x.data(), rows, cols, q);
     CHECK(same_codes(q.format, out.codes.read(), expected.codes));
@@ -31,7 +33,8 @@ inline void check_quantized(const Tensor& out, const Floats& x, int64_t rows, in
     CHECK(same_codes(q.format, out.transposed.read(), transposed(expected.codes, rows, cols)));
 }
 
-// An operand with per-row, 1x128 or 128x128 scaling. The row-major and the transposed codes each have their own scales.
+// An operand with per-row, 1x128 or 128x128 scaling. The row-major and the transposed codes each have their
+// own scales.
 struct BlockOperand {
     Quant quant;
     int64_t rows, cols;
@@ -59,7 +62,8 @@ inline const Quant BLOCK_OUTPUTS[] = {Q_ROW,
                                       {Format::E5M2, PER_1x128},
                                       {Format::E5M2, PER_128x128}};
 
-// Checks codes and scales of one orientation against the reference's quantization of x. Scales are in cuBLASLt's layout.
+// Checks codes and scales of one orientation against the reference's quantization of x. Scales are in
+// cuBLASLt's layout.
 inline void check_orientation(const Floats& x, int64_t rows, int64_t cols, Quant q, const Bytes& codes,
                               const Floats& scales) {
     const reference::Quantized expected = reference::quantize(x.data(), rows, cols, q);
@@ -100,9 +104,9 @@ inline void check_column_sums(const Lazy& x, const Floats& values, bool with_ama
     }
 }
 
-// The two steps for a lazily computed tensor. Its FP32 values are checked against `expected`. Everything else is checked
-// against those values: amax, FP8 codes, scales, transposes, rounding to BF16 and, for gradients, column sums.
-// FP8 needs the compute dtype BF16, and only gradients are E5M2.
+// The two steps for a lazily computed tensor. Its FP32 values are checked against `expected`. Everything else
+// is checked against those values: amax, FP8 codes, scales, transposes, rounding to BF16 and, for gradients,
+// column sums. FP8 needs the compute dtype BF16, and only gradients are E5M2.
 inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, const Doubles& bound) {
     const int64_t rows = x.rows, cols = x.cols;
     const bool gradient = x.op == gpu::LazyOp::Stored || x.op == gpu::LazyOp::ActivationBackward;

@@ -1,5 +1,5 @@
-// test_adamw.cu - adamw, gradient_norm, initialize, split_master and join_master on the GPU, against double and the
-// CPU reference.
+// test_adamw.cu - adamw, gradient_norm, initialize, split_master and join_master on the GPU, against double
+// and the CPU reference.
 #include <cmath>
 
 #include "../adamw.cuh"
@@ -159,9 +159,10 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
             bad_k += k[g] != 1;
             continue;
         }
-        // k = log(FMAX / FMIN) / log(top / low), rounded down to a multiple of 1/16 (paper section 4). log2 is good to two
-        // units of 2^-23 of a value up to 149. `low` is off by its error; if that is half of `low` or more, another element
-        // may be the smallest, or this one may be zero, and k has no lower bound.
+        // k = log(FMAX / FMIN) / log(top / low), rounded down to a multiple of 1/16 (paper section 4). log2
+        // is good to two units of 2^-23 of a value up to 149. `low` is off by its error; if that is half of
+        // `low` or more, another element may be the smallest, or this one may be zero, and k has no lower
+        // bound.
         const double ratio = std::log2(top) - std::log2(low);
         const double low_relative = low_error < low / 2 ? 2 * low_error / low : INFINITY;
         const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + low_relative);
@@ -170,9 +171,10 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
         const double least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
         auto rounded_k = [](double k16) { return std::min(64.0, std::max(1.0, std::floor(k16)) / 16); };
         if (d.expand) bad_k += k[g] < rounded_k(least) || k[g] > rounded_k(most) || k[g] * 16 != std::floor(k[g] * 16);
-        // The relative error of (x / max)^k = exp2(k log2(x / max)). lg2.approx is good to 2^-22 where its result is below 1,
-        // and to two units of 2^-23 relative elsewhere. The division before it is good to 2 u, the multiplication by k to u,
-        // ex2.approx to 2^-22. Where x / max could underflow, the kernel subtracts two logarithms of up to 149 instead.
+        // The relative error of (x / max)^k = exp2(k log2(x / max)). lg2.approx is good to 2^-22 where its
+        // result is below 1, and to two units of 2^-23 relative elsewhere. The division before it is good to
+        // 2 u, the multiplication by k to u, ex2.approx to 2^-22. Where x / max could underflow, the kernel
+        // subtracts two logarithms of up to 149 instead.
         const bool subtracts_logs = range > 120 * k[g] || max[g] < 0x1p-100f;
         const double log_error = subtracts_logs ? 2 * 150 * 0x1p-23 : 0x1p-21;
         const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
@@ -197,8 +199,9 @@ void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& er
     CHECK(vanished == 0);
 }
 
-// Checks that each element is a value within w +- ew after stochastic rounding to BF16 (coat.h, rounding_bits). Rounding
-// with the same random bits is monotone, so the results for w - ew and w + ew are the limits.
+// Checks that each element is a value within w +- ew after stochastic rounding to BF16 (coat.h,
+// rounding_bits). Rounding with the same random bits is monotone, so the results for w - ew and w + ew are
+// the limits.
 void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, int64_t offset) {
     int64_t bad = 0;
     for (size_t e = 0; e < got.size(); e++) {

@@ -1,4 +1,5 @@
-// test_adamw_moments.cu - the codes of FP8 moments on the GPU, and their measured errors, against the CPU reference.
+// test_adamw_moments.cu - the codes of FP8 moments on the GPU, and their measured errors, against the CPU
+// reference.
 #include <cmath>
 
 #include "../adamw.cuh"
@@ -12,10 +13,10 @@ using namespace coat::test;
 using namespace coat::test::adamw_run;
 using namespace coat::test::device_tensors;
 
-// With beta = 0 and moments of zero, the new moments are exactly g and g^2, so the kernel's codes can be compared with the
-// reference's. Both take logarithms and powers in FP32, so they may differ where a power lies on the border between two codes.
-// Neighbouring codes are at least 1/16 of the value apart. If the powers have an error d, then in expectation at most 2 * 16 d
-// of the codes differ, each by one step.
+// With beta = 0 and moments of zero, the new moments are exactly g and g^2, so the kernel's codes can be
+// compared with the reference's. Both take logarithms and powers in FP32, so they may differ where a power
+// lies on the border between two codes. Neighbouring codes are at least 1/16 of the value apart. If the
+// powers have an error d, then in expectation at most 2 * 16 d of the codes differ, each by one step.
 GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
     FRESH_RANDOM(rng);
     for (const OptimizerFormat& o : OPTIMIZERS) {
@@ -71,7 +72,8 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
             // Six standard deviations above the expectation. Without expansion no code may differ.
             CHECK(differ <= allowed + 6 * std::sqrt(allowed));
             CHECK(too_far == 0);
-            // k may round differently where it is within 16 k^2 / range times the logarithms' error, 2^-16, of a multiple of 1/16.
+            // k may round differently where it is within 16 k^2 / range times the logarithms' error, 2^-16,
+            // of a multiple of 1/16.
             CHECK(other_k <= groups / 50 + 2);
         }
     }
@@ -109,8 +111,8 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
             CHECK(got[i].flushed == expected[i].flushed);
             // Decoded moments differ by a few 1e-6.
             CHECK(got[i].signal == doctest::Approx(expected[i].signal).epsilon(1e-5));
-            // Of 50000 elements at most a few in a thousand have another code, which changes their error by up to one step. Another
-            // k changes the noise of one group.
+            // Of 50000 elements at most a few in a thousand have another code, which changes their error by
+            // up to one step. Another k changes the noise of one group.
             CHECK(got[i].noise == doctest::Approx(expected[i].noise).epsilon(0.02));
         }
         CHECK(same_bytes(m.maxima(), p.m.max));

@@ -1,5 +1,5 @@
-// test_coat_fused.cu - the fused kernels of coat.cu (quantize_and_dequantize, quantize_gate_up, activation) against double
-// and the CPU reference.
+// test_coat_fused.cu - the fused kernels of coat.cu (quantize_and_dequantize, quantize_gate_up, activation)
+// against double and the CPU reference.
 #include <cmath>
 
 #include "../coat.cuh"
@@ -74,7 +74,8 @@ GPU_TEST_CASE("quantize_and_dequantize: groups equal those of quantize, and the 
 
 namespace {
 
-// The error that one element of the activation and of its gradients may have. Both activations are x sigmoid(z) up:
+// The error that one element of the activation and of its gradients may have. Both activations are x
+// sigmoid(z) up:
 //   SwiGLU: z = x, with x the gate.      GELU: z = 2 sqrt(2 / pi) (x + 0.044715 x^3), with up = 1.
 // The derivative of x sigmoid(z) is sigmoid(z) (1 + x dz/dx (1 - sigmoid(z))).
 struct ActivationError {
@@ -91,7 +92,8 @@ ActivationError activation_error(bool gated, double x, double up, double dact) {
     const double tanh_error = gated ? 0 : 0x1p-51;
     // The fast reciprocal returns zero for values beyond 2^126.
     const double absolute = 0x1p-110 * (1 + std::abs(x * up)) + std::abs(x) * tanh_error;
-    // The derivative with every term positive. 8 more times the second term: it contains the sigmoid twice, and a difference.
+    // The derivative with every term positive. 8 more times the second term: it contains the sigmoid twice,
+    // and a difference.
     const double derivative = sigmoid * (1 + std::abs(x) * dz * (1 - sigmoid + 8 * U) * (1 + 8));
     const double dz_error = sigmoid * std::abs(x) * dz * 16 * U;
     return {std::abs(x * sigmoid * up) * relative + absolute,
@@ -133,7 +135,8 @@ GPU_TEST_CASE("activation and activation_backward: finite for inputs of any size
     for (RecipeFormats formats : RECIPE_FORMATS)
         for (bool gated : {true, false}) {
             const int64_t N = static_cast<int64_t>(sizes.size()) * 2, F = 16, cols = gated ? 2 * F : F;
-            // A row for each size and sign. Where the activation is gated, the other half of the row, `up`, is 1.
+            // A row for each size and sign. Where the activation is gated, the other half of the row, `up`,
+            // is 1.
             Floats values(N * cols, 1.0f);
             for (int64_t i = 0; i < N; i++)
                 for (int64_t j = 0; j < F; j++) values[i * cols + j] = (i % 2 ? -1 : 1) * sizes[i / 2];
@@ -148,7 +151,8 @@ GPU_TEST_CASE("activation and activation_backward: finite for inputs of any size
                 CAPTURE(in[i * cols]);
                 CHECK(std::isfinite(forward[i * F]));
                 for (int64_t j : {int64_t(0), cols - 1}) CHECK(std::isfinite(backward[i * cols + j]));
-                // Far from zero the derivative is 0 or 1. With a gate it is multiplied by `up`, as it is stored.
+                // Far from zero the derivative is 0 or 1. With a gate it is multiplied by `up`, as it is
+                // stored.
                 const double slope = gated ? in[i * cols + F] : 1;
                 if (sizes[i / 2] >= 90) CHECK(backward[i * cols] == doctest::Approx(i % 2 ? 0 : slope).epsilon(1e-6));
             }

@@ -1,5 +1,5 @@
-// test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte: amax, quantize, dequantize,
-// quantize_gate_up and delayed scaling.
+// test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte: amax, quantize,
+// dequantize, quantize_gate_up and delayed scaling.
 #include <cmath>
 
 #include "../adamw.cuh"
@@ -110,10 +110,10 @@ GPU_TEST_CASE("amax and quantize: NaN and infinity reach the amax; a per-tensor 
 }
 
 GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the input values") {
-    // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At the end of the
-    // tensor it may read its last row again after it has written codes there. The inputs are such that this would change the
-    // amax: small gates share a group with a large one, their gradients have large codes, and these would be read as gates.
-    // dup = dact silu(gate), dgate = dact up silu'(gate).
+    // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At
+    // the end of the tensor it may read its last row again after it has written codes there. The inputs are
+    // such that this would change the amax: small gates share a group with a large one, their gradients have
+    // large codes, and these would be read as gates. dup = dact silu(gate), dgate = dact up silu'(gate).
     const int64_t F = 64;
     for (int64_t rows : {3, 130, 131, 133}) {
         Floats gate_up(rows * 2 * F), dact(rows * F);
@@ -166,7 +166,8 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         reference::quantize(x.data(), 300, 272, q, &expected);
         check_statistics(stats.read()[0], expected);
     }
-    // If the transpose has its own scales, its errors count too. With a delayed scale that is too small, values saturate.
+    // If the transpose has its own scales, its errors count too. With a delayed scale that is too small,
+    // values saturate.
     std::vector<std::pair<Quant, bool>> others;
     for (Quant q : BLOCK_OUTPUTS) others.push_back({q, false});
     for (Quant q : FP8_OUTPUTS) others.push_back({q, true});
