@@ -1,4 +1,5 @@
-// adamw_run.h - one AdamW step on the GPU over parameters of several sizes, for the tests of adamw.
+// adamw_run.h - one AdamW step on the GPU over parameters of several sizes, and the check of its moments, for
+// the tests of adamw.
 #pragma once
 #include <cmath>
 #include <memory>
@@ -45,7 +46,8 @@ struct DeviceMoment {
         if (per_tensor && !values.empty()) values.resize(1);
         return values;
     }
-    int64_t group_size(int64_t n) const { return per_tensor ? n : MOMENT_GROUP; }  // elements that share a scale
+    // How many elements share a scale.
+    int64_t group_size(int64_t n) const { return per_tensor ? n : MOMENT_GROUP; }
     bool intact() const { return codes.intact() && max.intact() && k.intact(); }
 };
 
@@ -73,6 +75,93 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
         const double relative = m.expand ? range / k * 0x1p-21 + 0x1p-20 : 8 * U;
         error[i] = std::abs(x[i]) * relative + (x[i] != 0 ? 0x1p-147 : 0);
     }
+}
+
+inline int sign_of(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
+inline int encode_any(Format f, float x) {
+    return f == Format::F16 ? reference::to_f16(x) : reference::encode(f, x);
+}
+
+// Checks the new codes and scales of one moment. Before it is rounded to its format it is `exact` +- `error`.
+inline void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second,
+                         bool keep_positive) {
+    const int64_t n = static_cast<int64_t>(exact.size());
+    const Bytes codes = d.codes.read();
+    CHECK(d.intact());
+    for (size_t i = n * info(d.format).bytes; i < codes.size(); i++) REQUIRE(codes[i] == 0);  // padding
+    if (!is_scaled(d.format)) {
+        Floats got(n);
+        Doubles bound = error;
+        for (int64_t i = 0; i < n; i++) {
+            uint16_t bits;
+            std::memcpy(&bits, &codes[2 * i], 2);
+            if (d.format == Format::F32) std::memcpy(&got[i], &codes[4 * i], 4);
+            else {
+                got[i] = reference::from_bf16(bits);
+                bound[i] += half_ulp(Format::BF16) * (std::abs(exact[i]) + error[i]) + 0x1p-134;
+            }
+        }
+        return check_close(got, exact, bound);
+    }
+    const Floats max = d.maxima(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
+    const double fmax = info(d.format).max, range = std::log2(fmax / info(d.format).min);
+    const int sign = sign_of(d.format);
+    int64_t bad_max = 0, bad_k = 0, bad_codes = 0, vanished = 0;
+    for (int64_t g = 0; g < static_cast<int64_t>(max.size()); g++) {
+        const int64_t first = g * d.group_size(n), last = std::min<int64_t>(n, first + d.group_size(n));
+        double top = 0, top_error = 0, low = INFINITY, low_error = 0;
+        for (int64_t i = first; i < last; i++) {
+            const double a = std::abs(exact[i]);
+            if (a > top) top = a;
+            top_error = std::max(top_error, error[i]);
+            if (a > 0 && a < low) low = a, low_error = error[i];
+        }
+        bad_max += !(std::abs(max[g] - top) <= top_error);
+        if (max[g] == 0) {
+            for (int64_t i = first; i < last; i++) bad_codes += code_at(d.format, codes, i) != 0;
+            bad_k += k[g] != 1;
+            continue;
+        }
+        // k = log(FMAX / FMIN) / log(top / low), rounded down to a multiple of 1/16 (paper section 4). log2
+        // is good to two units of 2^-23 of a value up to 149. `low` is off by its error; if that is half of
+        // `low` or more, another element may be the smallest, or this one may be zero, and k has no lower
+        // bound.
+        const double ratio = std::log2(top) - std::log2(low);
+        const double low_relative = low_error < low / 2 ? 2 * low_error / low : INFINITY;
+        const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + low_relative);
+        const bool bounded = ratio - ratio_error > 0;
+        const double most = bounded ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY;
+        const double least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
+        auto rounded_k = [](double k16) { return std::min(64.0, std::max(1.0, std::floor(k16)) / 16); };
+        const bool in_steps = k[g] * 16 == std::floor(k[g] * 16);
+        if (d.expand) bad_k += k[g] < rounded_k(least) || k[g] > rounded_k(most) || !in_steps;
+        // The relative error of (x / max)^k = exp2(k log2(x / max)). lg2.approx is good to 2^-22 where its
+        // result is below 1, and to two units of 2^-23 relative elsewhere. The division before it is good to
+        // 2 u, the multiplication by k to u, ex2.approx to 2^-22. Where x / max could underflow, the kernel
+        // subtracts two logarithms of up to 149 instead.
+        const bool subtracts_logs = range > 120 * k[g] || max[g] < 0x1p-100f;
+        const double log_error = subtracts_logs ? 2 * 150 * 0x1p-23 : 0x1p-21;
+        const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
+        auto encoded = [&](double magnitude, double factor) {
+            const double power = std::pow(std::max(0.0, magnitude) / max[g], double(k[g]));
+            return encode_any(d.format, static_cast<float>(std::min(fmax, fmax * power * factor)));
+        };
+        for (int64_t i = first; i < last; i++) {
+            const int code = code_at(d.format, codes, i), magnitude = code & (sign - 1);
+            const int lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error);
+            const int highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
+            const bool positive = second && keep_positive && exact[i] > 0;
+            const bool kept_positive = positive && magnitude == 1 && lowest == 0;
+            bad_codes += !kept_positive && (magnitude < lowest || magnitude > highest);
+            const bool sign_is_certain = std::abs(exact[i]) > error[i] && magnitude > 0;
+            bad_codes += sign_is_certain && (code & sign) != (exact[i] < 0 ? sign : 0);
+            vanished += second && keep_positive && exact[i] - error[i] > 0 && magnitude == 0;
+        }
+    }
+    CHECK(bad_max == 0);
+    CHECK(bad_k == 0);
+    CHECK(bad_codes == 0);
+    CHECK(vanished == 0);
 }
 
 // The named optimizers (coat, fp8, bf16, fp8lm, fp32), and combinations of formats that reach the other
@@ -107,7 +196,8 @@ struct AdamRun {
     // Indices of parameters at which a new launch starts: the step takes cuts.size() + 1 launches.
     std::vector<size_t> cuts;
 
-    AdamRun(Random& rng, Format compute, const OptimizerFormat& o, const Distribution& distribution, bool old_state)
+    AdamRun(Random& rng, Format compute, const OptimizerFormat& o, const Distribution& distribution,
+            bool old_state)
         : compute(compute), gradients(compute), optimizer(o) {
         for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
             HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
@@ -119,7 +209,8 @@ struct AdamRun {
                 for (int64_t i = 0; i < size; i++) {
                     v[i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
                     m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
-                    if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;  // embedding rows of tokens that did not occur
+                    // Zeros, as in embedding rows of tokens that have not occurred.
+                    if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;
                 }
                 p.m.fit_tensor(size, m.data());
                 p.v.fit_tensor(size, v.data());
@@ -173,8 +264,8 @@ struct AdamRun {
             const int64_t offset = params[first].offset;
             const int64_t elements = (end < params.size() ? params[end].offset : total) - offset;
             const uint8_t* from = static_cast<uint8_t*>(g.codes.get()) + offset * info(gradients).bytes;
-            gpu::adamw(a, optimizer, segments.get() + first, static_cast<int>(end - first), {offset, elements}, weights,
-                       ROUNDING, from, gradients, state.get(), 0);
+            gpu::adamw(a, optimizer, segments.get() + first, static_cast<int>(end - first),
+                       {offset, elements}, weights, ROUNDING, from, gradients, state.get(), 0);
             first = end;
         }
         if (!has_master) remainder.zero();

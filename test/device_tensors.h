@@ -99,14 +99,15 @@ inline void check_close(const Floats& a, const Doubles& b, const Doubles& bound)
         if (!(std::abs(a[i] - b[i]) <= bound[i]) && bad++ == 0) first = static_cast<int64_t>(i);
     CHECK(bad == 0);
     if (bad)
-        MESSAGE(bad, " of ", a.size(), " elements differ. Element ", first, " is ", a[first], ", expected ", b[first], " +- ",
-                bound[first]);
+        MESSAGE(bad, " of ", a.size(), " elements differ. Element ", first, " is ", a[first], ", expected ",
+                b[first], " +- ", bound[first]);
 }
 
 struct Shape {
     int64_t rows, cols;
 };
-inline const Shape SHAPES[] = {{1, 16}, {7, 48}, {16, 128}, {100, 112}, {129, 144}, {128, 256}, {257, 400}, {512, 1024}};
+inline const Shape SHAPES[] = {{1, 16},    {7, 48},    {16, 128},  {100, 112},
+                               {129, 144}, {128, 256}, {257, 400}, {512, 1024}};
 // Under a sanitizer a launch takes seconds, so large shapes are skipped; smaller ones have several tiles and
 // rows too.
 inline bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
@@ -118,7 +119,8 @@ struct RecipeFormats {
     Format compute;
     Quant nonlinear;
 };
-inline const RecipeFormats RECIPE_FORMATS[] = {{Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
+inline const RecipeFormats RECIPE_FORMATS[] = {
+    {Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
 
 // A norm with random parameters: its result in double, and how far a kernel may differ from it.
 struct NormCase {
@@ -137,7 +139,8 @@ struct NormCase {
     Doubles forward(const Doubles& x) const {
         Doubles y(N * C);
         const Doubles w = doubles(weight.values()), b = doubles(bias.values());
-        reference::norm_forward<double>(rms, EPS, N, C, x.data(), w.data(), rms ? nullptr : b.data(), y.data());
+        reference::norm_forward<double>(rms, EPS, N, C, x.data(), w.data(), rms ? nullptr : b.data(),
+                                        y.data());
         return y;
     }
     // The error of y = (x - mean) / std * w + b. A thread adds at most 32 values, and then 5 + 16 partial
@@ -156,7 +159,8 @@ struct NormCase {
             for (int64_t c = 0; c < C; c++) {
                 const double deviation = std::abs(x[n * C + c] - mean) + (rms ? 0 : 2 * magnitude);
                 const double shift = rms ? 0 : std::abs(b[c]);
-                out[n * C + c] = 64 * U * (std::abs(w[c]) * inverse * deviation + shift + std::abs(y[n * C + c]));
+                out[n * C + c] =
+                    64 * U * (std::abs(w[c]) * inverse * deviation + shift + std::abs(y[n * C + c]));
             }
         }
         return out;

@@ -18,8 +18,8 @@ using Maker = std::unique_ptr<Model> (*)(const Setup&);
 inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek"};
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
-inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true, int64_t B = 4,
-                      int64_t T = 16) {
+inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,
+                      int64_t B = 4, int64_t T = 16) {
     return tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), B, T);
 }
 

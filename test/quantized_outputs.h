@@ -52,7 +52,8 @@ struct BlockOperand {
         return {row_major, transposed_codes.get(), transposed_scales.get(), amax.get()};
     }
     bool intact() const {
-        return codes.intact() && transposed_codes.intact() && scales.intact() && transposed_scales.intact() && amax.intact();
+        return codes.intact() && transposed_codes.intact() && scales.intact() && transposed_scales.intact() &&
+               amax.intact();
     }
 };
 inline const Quant BLOCK_OUTPUTS[] = {Q_ROW,
@@ -74,7 +75,8 @@ inline void check_orientation(const Floats& x, int64_t rows, int64_t cols, Quant
 inline void check_blocks(const BlockOperand& out, const Floats& x) {
     CHECK(out.intact());
     check_orientation(x, out.rows, out.cols, out.quant, out.codes.read(), out.scales.read());
-    check_orientation(transposed(x, out.rows, out.cols), out.cols, out.rows, out.quant, out.transposed_codes.read(),
+    const Floats transpose = transposed(x, out.rows, out.cols);
+    check_orientation(transpose, out.cols, out.rows, out.quant, out.transposed_codes.read(),
                       out.transposed_scales.read());
     const float got = out.amax.read()[0].amax, wanted = reference::amax(x.data(), out.rows * out.cols);
     CHECK((got == wanted || (!std::isfinite(got) && !std::isfinite(wanted))));
@@ -161,7 +163,8 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
         const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
         succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
         gpu::quantize(x, out.operand(), nullptr, 0);
-        const reference::Quantized wanted = reference::quantize(values.data(), rows, cols, q, nullptr, &scale);
+        const reference::Quantized wanted =
+            reference::quantize(values.data(), rows, cols, q, nullptr, &scale);
         CHECK(same_codes(q.format, out.codes.read(), wanted.codes));
         CHECK(same_codes(q.format, out.transposed.read(), transposed(wanted.codes, rows, cols)));
         CHECK(out.scale() == scale);

@@ -117,88 +117,6 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
 
 namespace {
 
-int sign_of(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
-int encode_any(Format f, float x) { return f == Format::F16 ? reference::to_f16(x) : reference::encode(f, x); }
-
-// Checks the new codes and scales of one moment. Before it is rounded to its format it is `exact` +- `error`.
-void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second, bool keep_positive) {
-    const int64_t n = static_cast<int64_t>(exact.size());
-    const Bytes codes = d.codes.read();
-    CHECK(d.intact());
-    for (size_t i = n * info(d.format).bytes; i < codes.size(); i++) REQUIRE(codes[i] == 0);  // padding
-    if (!is_scaled(d.format)) {
-        Floats got(n);
-        Doubles bound = error;
-        for (int64_t i = 0; i < n; i++) {
-            uint16_t bits;
-            std::memcpy(&bits, &codes[2 * i], 2);
-            if (d.format == Format::F32) std::memcpy(&got[i], &codes[4 * i], 4);
-            else {
-                got[i] = reference::from_bf16(bits);
-                bound[i] += half_ulp(Format::BF16) * (std::abs(exact[i]) + error[i]) + 0x1p-134;
-            }
-        }
-        return check_close(got, exact, bound);
-    }
-    const Floats max = d.maxima(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
-    const double fmax = info(d.format).max, range = std::log2(fmax / info(d.format).min);
-    const int sign = sign_of(d.format);
-    int64_t bad_max = 0, bad_k = 0, bad_codes = 0, vanished = 0;
-    for (int64_t g = 0; g < static_cast<int64_t>(max.size()); g++) {
-        const int64_t first = g * d.group_size(n), last = std::min<int64_t>(n, first + d.group_size(n));
-        double top = 0, top_error = 0, low = INFINITY, low_error = 0;
-        for (int64_t i = first; i < last; i++) {
-            const double a = std::abs(exact[i]);
-            if (a > top) top = a;
-            top_error = std::max(top_error, error[i]);
-            if (a > 0 && a < low) low = a, low_error = error[i];
-        }
-        bad_max += !(std::abs(max[g] - top) <= top_error);
-        if (max[g] == 0) {
-            for (int64_t i = first; i < last; i++) bad_codes += code_at(d.format, codes, i) != 0;
-            bad_k += k[g] != 1;
-            continue;
-        }
-        // k = log(FMAX / FMIN) / log(top / low), rounded down to a multiple of 1/16 (paper section 4). log2
-        // is good to two units of 2^-23 of a value up to 149. `low` is off by its error; if that is half of
-        // `low` or more, another element may be the smallest, or this one may be zero, and k has no lower
-        // bound.
-        const double ratio = std::log2(top) - std::log2(low);
-        const double low_relative = low_error < low / 2 ? 2 * low_error / low : INFINITY;
-        const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + low_relative);
-        const bool bounded = ratio - ratio_error > 0;
-        const double most = bounded ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY;
-        const double least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
-        auto rounded_k = [](double k16) { return std::min(64.0, std::max(1.0, std::floor(k16)) / 16); };
-        if (d.expand) bad_k += k[g] < rounded_k(least) || k[g] > rounded_k(most) || k[g] * 16 != std::floor(k[g] * 16);
-        // The relative error of (x / max)^k = exp2(k log2(x / max)). lg2.approx is good to 2^-22 where its
-        // result is below 1, and to two units of 2^-23 relative elsewhere. The division before it is good to
-        // 2 u, the multiplication by k to u, ex2.approx to 2^-22. Where x / max could underflow, the kernel
-        // subtracts two logarithms of up to 149 instead.
-        const bool subtracts_logs = range > 120 * k[g] || max[g] < 0x1p-100f;
-        const double log_error = subtracts_logs ? 2 * 150 * 0x1p-23 : 0x1p-21;
-        const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
-        auto encoded = [&](double magnitude, double factor) {
-            const double power = std::pow(std::max(0.0, magnitude) / max[g], double(k[g]));
-            return encode_any(d.format, static_cast<float>(std::min(fmax, fmax * power * factor)));
-        };
-        for (int64_t i = first; i < last; i++) {
-            const int code = code_at(d.format, codes, i), magnitude = code & (sign - 1);
-            const int lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error);
-            const int highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
-            const bool kept_positive = second && keep_positive && exact[i] > 0 && magnitude == 1 && lowest == 0;
-            bad_codes += !kept_positive && (magnitude < lowest || magnitude > highest);
-            const bool sign_is_certain = std::abs(exact[i]) > error[i] && magnitude > 0;
-            bad_codes += sign_is_certain && (code & sign) != (exact[i] < 0 ? sign : 0);
-            vanished += second && keep_positive && exact[i] - error[i] > 0 && magnitude == 0;
-        }
-    }
-    CHECK(bad_max == 0);
-    CHECK(bad_k == 0);
-    CHECK(bad_codes == 0);
-    CHECK(vanished == 0);
-}
-
 // Checks that each element is a value within w +- ew after stochastic rounding to BF16 (coat.h,
 // rounding_bits). Rounding with the same random bits is monotone, so the results for w - ew and w + ew are
 // the limits.
@@ -281,7 +199,7 @@ ExactStep exact_step(const AdamRun& run, const HostParam& p, const AdamW& a, dou
     decode_exactly(p.v, p.size, r.v.value, r.v.error);
     r.w.value.resize(p.size), r.w.error.resize(p.size);
     const double b1 = a.beta1, c1 = 1 - a.beta1, b2 = a.beta2, c2 = 1 - a.beta2;
-    const double bias1 = 1 - std::pow(double(a.beta1), 3), bias2 = std::sqrt(1 - std::pow(double(a.beta2), 3));
+    const double bias1 = 1 - std::pow(b1, 3), bias2 = std::sqrt(1 - std::pow(b2, 3));
     for (int64_t e = 0; e < p.size; e++) {
         double &m = r.m.value[e], &em = r.m.error[e], &v = r.v.value[e], &ev = r.v.error[e];
         const double g = double(run.gradient[p.offset + e]) * scale, old = run.master[p.offset + e];
@@ -289,19 +207,21 @@ ExactStep exact_step(const AdamRun& run, const HostParam& p, const AdamW& a, dou
         m = b1 * m + c1 * g;
         ev = b2 * ev + 6 * U * (b2 * v + c2 * g * g) + (v != 0 || g != 0 ? 0x1p-147 : 0);
         v = b2 * v + c2 * g * g;
-        const double root = std::sqrt(v), root_error = v > 0 ? std::min(ev / root, std::sqrt(ev)) : std::sqrt(ev);
+        const double root = std::sqrt(v), largest = std::sqrt(ev);
+        const double root_error = v > 0 ? std::min(ev / root, largest) : largest;
         const double divisor = root / bias2 + a.eps, update = m / bias1 / divisor;
         const double decay = p.decays ? a.weight_decay : 0;
         const double relative = root_error / bias2 / divisor + 32 * U;
         const double update_error = em / bias1 / divisor + std::abs(update) * relative;
-        const double w = old - a.lr * (update + decay * old);
+        const double w = old - a.lr * (update + decay * old), decay_error = 8 * U * std::abs(decay * old);
         r.w.value[e] = w;
-        r.w.error[e] = a.lr * (update_error + 8 * U * std::abs(decay * old)) + 4 * U * std::abs(w) + 2 * U * std::abs(old);
+        r.w.error[e] = a.lr * (update_error + decay_error) + 4 * U * std::abs(w) + 2 * U * std::abs(old);
     }
     return r;
 }
 
-void check_adamw(Random& rng, Format compute, bool has_master, const OptimizerFormat& o, const Distribution& d) {
+void check_adamw(Random& rng, Format compute, bool has_master, const OptimizerFormat& o,
+                 const Distribution& d) {
     CAPTURE(o.name);
     CAPTURE(d.name);
     CAPTURE(has_master);
@@ -320,7 +240,8 @@ void check_adamw(Random& rng, Format compute, bool has_master, const OptimizerFo
         const Floats got(r.master.begin() + p.offset, r.master.begin() + p.offset + p.size);
         float amax = 0;
         for (int64_t e = 0; e < p.size; e++) {
-            const float stored = compute == Format::F32 ? got[e] : reference::from_bf16(r.weight[p.offset + e]);
+            const float bf16 = reference::from_bf16(r.weight[p.offset + e]);
+            const float stored = compute == Format::F32 ? got[e] : bf16;
             amax = std::max(amax, std::abs(stored));
         }
         if (has_master) check_close(got, exact.w.value, exact.w.error);
@@ -338,10 +259,12 @@ void check_adamw(Random& rng, Format compute, bool has_master, const OptimizerFo
 
 GPU_TEST_CASE("adamw: weights, moments, codes and amax in every format of moments") {
     FRESH_RANDOM(rng);
-    const std::pair<Format, bool> weights[] = {{Format::BF16, true}, {Format::F32, true}, {Format::BF16, false}};
+    const std::pair<Format, bool> weights[] = {
+        {Format::BF16, true}, {Format::F32, true}, {Format::BF16, false}};
     for (const auto& [compute, has_master] : weights)
         for (const OptimizerFormat& o : OPTIMIZERS)
-            for (const char* kind : {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
+            for (const char* kind :
+                 {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
                 const auto& d = *std::find_if(distributions().begin(), distributions().end(),
                                               [&](const Distribution& x) { return x.name == kind; });
                 check_adamw(rng, compute, has_master, o, d);
@@ -350,8 +273,8 @@ GPU_TEST_CASE("adamw: weights, moments, codes and amax in every format of moment
 
 GPU_TEST_CASE("adamw: a skipped step changes nothing and still gives the amax of the weights") {
     FRESH_RANDOM(rng);
-    for (const auto& [compute, o] : {std::pair{Format::BF16, OPTIMIZERS[0]}, std::pair{Format::F32, OPTIMIZERS[0]},
-                                     std::pair{Format::BF16, FP8LM}}) {
+    for (const auto& [compute, o] : {std::pair{Format::BF16, OPTIMIZERS[0]},
+                                     std::pair{Format::F32, OPTIMIZERS[0]}, std::pair{Format::BF16, FP8LM}}) {
         const AdamRun run(rng, compute, o, distributions()[0], true);
         CAPTURE(run.optimizer.name);
         const AdamRun::Result r = run.step({3, 1e-3f}, 1.0f, true);
@@ -368,7 +291,8 @@ GPU_TEST_CASE("adamw: a skipped step changes nothing and still gives the amax of
                 uint16_t weight;
                 int16_t remainder;
                 reference::split_master(run.master[p.offset + e], &weight, &remainder);
-                const float stored = compute == Format::F32 ? run.master[p.offset + e] : reference::from_bf16(weight);
+                const float bf16 = reference::from_bf16(weight);
+                const float stored = compute == Format::F32 ? run.master[p.offset + e] : bf16;
                 amax = std::max(amax, std::abs(stored));
             }
             CHECK(r.amax[i].amax == amax);

@@ -53,9 +53,11 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
                             continue;
                         }
                         // The reference subtracts two logarithms, each rounded to u of its size.
-                        const double size = max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
+                        const double size =
+                            max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
                         const double error = o.expand ? k[group] * (4 * U * size + 0x1p-20) + 0x1p-18 : 0;
-                        const int64_t shared = got.group_size(p.size), first = static_cast<int64_t>(group) * shared;
+                        const int64_t shared = got.group_size(p.size),
+                                      first = static_cast<int64_t>(group) * shared;
                         for (int64_t e = first; e < std::min(p.size, first + shared); e++) {
                             const int code = code_at(got.format, codes, e);
                             const int wanted = code_at(got.format, expected.codes, e);

@@ -53,7 +53,8 @@ std::vector<float> random(Format f, size_t n, Inputs kind, uint64_t seed) {
     std::student_t_distribution<float> heavy(2.0f);
     std::vector<float> x(n);
     for (float& v : x) {
-        v = kind == Inputs::HeavyTails ? heavy(bits) : normal(bits) * (kind == Inputs::LargeLogits ? 30.0f : 1.0f);
+        v = kind == Inputs::HeavyTails ? heavy(bits)
+                                       : normal(bits) * (kind == Inputs::LargeLogits ? 30.0f : 1.0f);
         v = reference::round_to(f, std::clamp(v, -1e4f, 1e4f));
     }
     return x;
@@ -64,8 +65,8 @@ std::vector<float> random(Format f, size_t n, Inputs kind, uint64_t seed) {
 //
 // Forward:  out = sum p v / sum p      |error| <= (u + 2 e) sum p |v|
 // Backward: dv = sum p dout            |error| <= (u + e) sum p |dout|
-//           ds = p (dp - delta)        |error| <= (2 u + e) |ds| + p times the errors of the sums dp and delta;
-//                                      dq and dk multiply it by |k| or |q| and by 1/sqrt(HS)
+//           ds = p (dp - delta)        |error| <= (2 u + e) |ds| + p times the errors of the sums dp and
+//           delta. In dq and dk the error of ds is multiplied by |k| or |q|, and by 1/sqrt(HS).
 // u: the rounding error of p, and later of ds, in BF16; 0 for FP32. e: the relative error of exp(s - max) and
 // exp(s - lse). The sum s, its scaling and the exponent are FP32: a few 2^-24 of
 //    the magnitudes of the terms of s. The fast exponential adds 2^-21, and results below 2^-126 become 0.
@@ -81,7 +82,8 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
     const double sums = (s.T + s.HS) * 0x1p-24;
     const int64_t cols = s.qkv_cols(), HS = s.HS, kv = h / (s.NH / s.NKV);
     const int64_t kcol = (s.NH + kv) * HS, vcol = kcol + s.NKV * HS;
-    const int64_t q = (b * s.T + t) * cols + h * HS, o = ((b * s.T + t) * s.NH + h) * HS;  // of the query, in qkv and out
+    const int64_t row = b * s.T + t, q = row * cols + h * HS,
+                  o = (row * s.NH + h) * HS;  // q in qkv, o in out
     // dot = x y over the head size; magnitude is the same sum of |x y|.
     auto dot_product = [&](const float* x, const float* y, double& dot, double& magnitude) {
         for (int64_t i = 0; i < HS; i++) {
@@ -105,9 +107,11 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
         const int64_t k = (b * s.T + j) * cols + kcol, v = (b * s.T + j) * cols + vcol;
         double dp = 0, magnitude = delta_magnitude;
         dot_product(&dout[o], &qkv[v], dp, magnitude);
-        const double relative = e[j] + worst + sums + std::abs(max) * 0x1p-21;  // of p from s and the saved lse
+        // The relative error of p, which backward computes from s and the saved lse.
+        const double relative = e[j] + worst + sums + std::abs(max) * 0x1p-21;
         const double p_error = p[j] * (u + relative + sums) + 0x1p-126;
-        const double sums_error = p[j] * (1 + relative) * magnitude * (HS + 8) * 0x1p-24;  // of dp and delta, times p
+        // p times the errors of the sums dp and delta.
+        const double sums_error = p[j] * (1 + relative) * magnitude * (HS + 8) * 0x1p-24;
         const double ds_error = scale * ((p_error + p[j] * u) * std::abs(dp - delta) + sums_error);
         for (int64_t i = 0; i < HS; i++) {
             r.out[o + i] += p_error * std::abs(qkv[v + i]);
@@ -120,7 +124,8 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
 
 Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std::vector<float>& out,
               const std::vector<float>& dout) {
-    Bounds r{std::vector<double>(out.size()), std::vector<double>(s.B * s.NH * s.T), std::vector<double>(qkv.size())};
+    Bounds r{std::vector<double>(out.size()), std::vector<double>(s.B * s.NH * s.T),
+             std::vector<double>(qkv.size())};
     const int64_t sharing = s.NH / s.NKV;  // query heads that share a key/value head
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < s.B; b++)
@@ -131,8 +136,8 @@ Bounds bounds(const AttentionShape& s, const std::vector<float>& qkv, const std:
 }
 
 // Checks that every element is finite and within its bound plus the rounding of the result to its format.
-void check_close(const std::string& what, Format f, const std::vector<float>& got, const std::vector<float>& want,
-                 const std::vector<double>& bound) {
+void check_close(const std::string& what, Format f, const std::vector<float>& got,
+                 const std::vector<float>& want, const std::vector<double>& bound) {
     REQUIRE(got.size() == want.size());
     int64_t wrong = 0;
     double worst = 0;
@@ -155,9 +160,10 @@ struct Run {
 
 // Runs forward, and then backward from the given out and lse instead of forward's, so that each is checked on
 // its own.
-Run run(const AttentionShape& s, AttentionKernel kernel, const std::vector<float>& qkv, const std::vector<float>& out,
-        const std::vector<float>& lse, const std::vector<float>& dout) {
-    const Buffer in(pack(s.format, qkv)), o(pack(s.format, out)), l(pack(Format::F32, lse)), g(pack(s.format, dout));
+Run run(const AttentionShape& s, AttentionKernel kernel, const std::vector<float>& qkv,
+        const std::vector<float>& out, const std::vector<float>& lse, const std::vector<float>& dout) {
+    const Buffer in(pack(s.format, qkv)), o(pack(s.format, out)), l(pack(Format::F32, lse)),
+        g(pack(s.format, dout));
     const Buffer to(int64_t(pack(s.format, out).size())), to_lse(int64_t(lse.size() * 4));
     const Buffer grad(int64_t(pack(s.format, qkv).size())), workspace(int64_t(attention_workspace(s)));
     attention_forward(s, in.get(), to.get(), reinterpret_cast<float*>(to_lse.get()), nullptr, kernel);
@@ -177,7 +183,8 @@ ModelConfig config(const AttentionShape& s) {
     return c;
 }
 
-void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs::Normal, uint64_t seed = std::random_device{}()) {
+void check(const AttentionShape& s, AttentionKernel kernel, Inputs kind = Inputs::Normal,
+           uint64_t seed = std::random_device{}()) {
     INFO("B " << s.B << " T " << s.T << " NH " << s.NH << " NKV " << s.NKV << " HS " << s.HS << " "
               << std::string(info(s.format).name) << " kernel " << int(kernel) << " seed " << seed);
     const size_t rows = s.B * s.T;
@@ -235,18 +242,21 @@ GPU_TEST_CASE("attention_forward and attention_backward on tensor cores: head si
         for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::TensorCores);
 }
 
-TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head sizes 64 and 128" * doctest::skip(!hopper())) {
+TEST_CASE("gpu: attention_forward and attention_backward on Hopper: head sizes 64 and 128" *
+          doctest::skip(!hopper())) {
     for (auto check_sizes : {check_short, check_long})
         for (int64_t HS : {64, 128}) check_sizes(Format::BF16, HS, AttentionKernel::Hopper);
 }
 
 GPU_TEST_CASE("attention_forward and attention_backward: unsupported head sizes and formats are rejected") {
     for (int64_t HS : {4, 264})
-        CHECK_THROWS_AS(attention_forward({1, 16, 2, 2, HS, Format::BF16}, nullptr, nullptr, nullptr, nullptr), Error);
+        CHECK_THROWS_AS(
+            attention_forward({1, 16, 2, 2, HS, Format::BF16}, nullptr, nullptr, nullptr, nullptr), Error);
     auto check_rejected = [](const AttentionShape& s, AttentionKernel kernel) {
         CHECK_THROWS_AS(attention_forward(s, nullptr, nullptr, nullptr, nullptr, kernel), Error);
         CHECK_THROWS_AS(
-            attention_backward(s, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kernel), Error);
+            attention_backward(s, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, kernel),
+            Error);
     };
     for (AttentionKernel kernel : {AttentionKernel::TensorCores, AttentionKernel::Hopper}) {
         check_rejected({1, 16, 2, 2, 80, Format::BF16}, kernel);

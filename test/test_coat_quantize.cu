@@ -83,7 +83,8 @@ GPU_TEST_CASE("quantize: every BF16 value up to 448 has the reference's E4M3 cod
     check_quantized(out, x, 1, n, Q_E4M3);
 }
 
-GPU_TEST_CASE("amax and quantize: NaN and infinity reach the amax; a per-tensor scale is 1, the scale of a block NaN") {
+GPU_TEST_CASE(
+    "amax and quantize: NaN and infinity reach the amax; a per-tensor scale is 1, a block's scale NaN") {
     FRESH_RANDOM(rng);
     for (float bad : {INFINITY, -INFINITY, NAN})
         for (Quant q : {Q_E4M3, Q_E5M2, Q_GROUP}) {
@@ -128,14 +129,16 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
         Tensor values(rows, 2 * F, Q_F32), out(rows, 2 * F, Q_E5M2);
         gpu::quantize(x, values.operand(), nullptr, 0);
         const Floats exact = values.values();
-        const float amax = reference::amax(exact.data(), rows * 2 * F), scale = reference::scale_of(Q_E5M2, amax);
+        const float amax = reference::amax(exact.data(), rows * 2 * F),
+                    scale = reference::scale_of(Q_E5M2, amax);
         succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
         Operand operand = out.operand();
         operand.view.codes = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         INFO(rows);
         CHECK(out.amax() == amax);
-        const reference::Quantized wanted = reference::quantize(exact.data(), rows, 2 * F, Q_E5M2, nullptr, &scale);
+        const reference::Quantized wanted =
+            reference::quantize(exact.data(), rows, 2 * F, Q_E5M2, nullptr, &scale);
         CHECK(same_codes(Format::E5M2, in.codes.read(), wanted.codes));
     }
 }
@@ -146,7 +149,8 @@ void check_statistics(const QuantStats& got, const QuantStats& expected) {
     CHECK(got.elements == expected.elements);
     CHECK(got.saturated == expected.saturated);
     CHECK(got.flushed == expected.flushed);
-    CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));  // sums of 81600 doubles in another order
+    // Sums of 81600 doubles in another order.
+    CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));
     CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
 }
 
@@ -230,8 +234,8 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 device_scales.write(scales);
                 state.write({gpu::GradientState{1, 1, 1, skipped}});
                 empty.zero();
-                gpu::end_delayed_step(device_scales.get(), SCALES, device_histories.get(), length, margin, format,
-                                      &state.get()->skip, empty.get(), 0);
+                gpu::end_delayed_step(device_scales.get(), SCALES, device_histories.get(), length, margin,
+                                      format, &state.get()->skip, empty.get(), 0);
                 CHECK(empty.read()[0] == (skipped ? 0u : 1u));  // the first scale
                 const auto got = device_scales.read();
                 const Floats got_histories = device_histories.read();
@@ -256,7 +260,8 @@ GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the 
             CAPTURE(gated);
             const Tensor gate_up(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
             const Tensor groups(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP);
-            const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);  // for the amax of the activation's output
+            // Only their amax is used, that of the activation's output.
+            const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
             gpu::quantize(gpu::stored(gate_up.view()), expected.operand(), nullptr, 0);
             gpu::amax(gpu::activation(gated, expected.view()), separate.tensor_scale(), 0);
             gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), fused.tensor_scale(), nullptr, 0);

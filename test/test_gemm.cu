@@ -28,8 +28,8 @@ struct DeviceOperand {
 
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
         : row_major(reference::quantize(x.data(), rows, cols, q)),
-          transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)), codes(row_major.codes),
-          transposed_codes(transpose.codes), scales(device_scales(row_major)),
+          transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
+          codes(row_major.codes), transposed_codes(transpose.codes), scales(device_scales(row_major)),
           transposed_scales(device_scales(transpose)) {}
     Operand operand() const {
         const View view{codes.get(), scales.get(), row_major.rows, row_major.cols, row_major.quant};
@@ -75,8 +75,8 @@ std::vector<uint8_t> bytes_of(const Floats& x, Format f) {
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.
-void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Quant qb, Format out_format, bool accumulate,
-                bool with_bias) {
+void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Quant qb, Format out_format,
+                bool accumulate, bool with_bias) {
     const DeviceOperand a(rng.normals<float>(p.a_rows * p.a_cols), p.a_rows, p.a_cols, qa);
     const DeviceOperand b(rng.normals<float>(p.b_rows * p.b_cols), p.b_rows, p.b_cols, qb);
     const Floats before = rounded(out_format, rng.normals<float>(p.M * p.N));
@@ -91,7 +91,8 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     Doubles av = a.values(p.kind == Gemm::Wgrad), bv = b.values(p.kind != Gemm::Fprop);
     auto matmul = [&] {
         Doubles c(p.M * p.N);
-        reference::matmul<double>(p.M, p.N, p.K, {av.data(), p.a_row, p.a_col}, {bv.data(), p.b_row, p.b_col}, c.data());
+        reference::matmul<double>(p.M, p.N, p.K, {av.data(), p.a_row, p.a_col}, {bv.data(), p.b_row, p.b_col},
+                                  c.data());
         return c;
     };
     const Doubles wanted = matmul();
@@ -103,7 +104,8 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     const double sum_error = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
     const int mantissa = info(out_format).mantissa;
     reference::Quantized stored_out;
-    stored_out.codes = out.read(), stored_out.rows = p.M, stored_out.cols = p.N, stored_out.quant = Quant{out_format};
+    stored_out.codes = out.read(), stored_out.rows = p.M, stored_out.cols = p.N,
+    stored_out.quant = Quant{out_format};
     const Floats got = reference::dequantize(stored_out);
     double worst = 0;
     for (int64_t i = 0; i < p.M * p.N; i++) {
@@ -111,8 +113,10 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
         const double exact = wanted[i] + extra, error = std::fabs(got[i] - exact);
         const double rounding = std::ldexp(std::fabs(exact), -mantissa - 1);
         // cuBLAS may accumulate into BF16 memory. Then a b is rounded before it is added.
-        const double ab_rounding = accumulate ? std::ldexp(std::fabs(wanted[i]) * (1 + sum_error), -mantissa - 1) : 0.0;
-        const double bound = sum_error * (magnitude[i] + std::fabs(extra)) + (rounding + ab_rounding) * (1 + sum_error);
+        double ab_rounding = 0;
+        if (accumulate) ab_rounding = std::ldexp(std::fabs(wanted[i]) * (1 + sum_error), -mantissa - 1);
+        const double of_sum = sum_error * (magnitude[i] + std::fabs(extra));
+        const double bound = of_sum + (rounding + ab_rounding) * (1 + sum_error);
         worst = std::isnan(error) ? HUGE_VAL : std::max(worst, error / (bound + 1e-30));
     }
     CHECK(worst <= 1);
@@ -150,11 +154,12 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
             gpu::Gemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
                 const Quant qa = p.kind == Gemm::Fprop ? f.x : f.g, qb = p.kind == Gemm::Wgrad ? f.x : f.w;
-                INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out, " x ",
-                     size.in);
+                INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out,
+                     " x ", size.in);
                 check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
                 if (p.kind == Gemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
-                if (p.kind == Gemm::Fprop && f.out == (f.x.format == Format::F32 ? Format::F32 : Format::BF16))
+                const Format compute = f.x.format == Format::F32 ? Format::F32 : Format::BF16;
+                if (p.kind == Gemm::Fprop && f.out == compute)
                     check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
         }
@@ -163,8 +168,8 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
 GPU_TEST_CASE("Gemms::run: a tuned algorithm is bit-identical to one that is not tuned") {
     FRESH_RANDOM(rng);
     const int64_t tokens = 1024, out = 1536, in = 1040;
-    for (const auto& [qx, qw] : {std::pair{Q_BF16, Q_BF16}, std::pair{Q_E4M3, Q_E4M3}, std::pair{Q_ROW, Q_ROW},
-                                 std::pair{Q_1x128, Q_128x128}}) {
+    for (const auto& [qx, qw] : {std::pair{Q_BF16, Q_BF16}, std::pair{Q_E4M3, Q_E4M3},
+                                 std::pair{Q_ROW, Q_ROW}, std::pair{Q_1x128, Q_128x128}}) {
         const DeviceOperand x(rng.normals<float>(tokens * in), tokens, in, qx);
         const DeviceOperand w(rng.normals<float>(out * in), out, in, qw);
         std::vector<std::vector<uint8_t>> results;
@@ -172,8 +177,8 @@ GPU_TEST_CASE("Gemms::run: a tuned algorithm is bit-identical to one that is not
             Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH), y(tokens * out * 2);
             gpu::Gemms gemms(scratch.get(), {!(qx.granularity == PER_1x128), false, false});
             gemms.tune(tune);
-            gemms.run(Gemm::Fprop, x.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16}, false, nullptr,
-                      nullptr);
+            gemms.run(Gemm::Fprop, x.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16}, false,
+                      nullptr, nullptr);
             succeeded(cudaDeviceSynchronize());
             results.push_back(y.read());
         }
@@ -181,7 +186,8 @@ GPU_TEST_CASE("Gemms::run: a tuned algorithm is bit-identical to one that is not
     }
 }
 
-GPU_TEST_CASE("Gemms::run: no algorithm is chosen for an output of zeros, and the next GEMM of that shape is tuned") {
+GPU_TEST_CASE(
+    "Gemms::run: no algorithm is chosen for an output of zeros; the next GEMM of that shape is tuned") {
     FRESH_RANDOM(rng);
     const int64_t tokens = 1024, out = 1024, in = 8192;
     for (const Quant& q : {Q_BF16, Q_E4M3}) {
@@ -194,8 +200,8 @@ GPU_TEST_CASE("Gemms::run: no algorithm is chosen for an output of zeros, and th
             gpu::Gemms gemms(scratch.get(), {false, false, false});
             gemms.tune(tune);
             auto run = [&](const DeviceOperand& a) {
-                gemms.run(Gemm::Fprop, a.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16}, false, nullptr,
-                          nullptr);
+                gemms.run(Gemm::Fprop, a.operand(), w.operand(), {y.get(), nullptr, tokens, out, Q_BF16},
+                          false, nullptr, nullptr);
                 succeeded(cudaDeviceSynchronize());
             };
             run(zeros);
@@ -216,17 +222,22 @@ GPU_TEST_CASE("Gemms::run: unsupported operands are rejected") {
     const Floats ones(64 * 64, 1.0f);
     const DeviceOperand e5m2(ones, 64, 64, Q_E5M2), bf16(ones, 64, 64, Q_BF16), e4m3(ones, 64, 64, Q_E4M3);
     const View out{y.get(), nullptr, 64, 64, Q_BF16}, narrow{y.get(), nullptr, 64, 32, Q_BF16};
-    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e5m2.operand(), e5m2.operand(), out, false, nullptr, nullptr), Error);
-    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e4m3.operand(), bf16.operand(), out, false, nullptr, nullptr), Error);
+    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e5m2.operand(), e5m2.operand(), out, false, nullptr, nullptr),
+                    Error);
+    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, e4m3.operand(), bf16.operand(), out, false, nullptr, nullptr),
+                    Error);
     const Operand not_transposed{e4m3.operand().view};
-    CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), not_transposed, out, false, nullptr, nullptr), Error);
-    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, bf16.operand(), bf16.operand(), narrow, false, nullptr, nullptr), Error);
+    CHECK_THROWS_AS(gemms.run(Gemm::Dgrad, e5m2.operand(), not_transposed, out, false, nullptr, nullptr),
+                    Error);
+    CHECK_THROWS_AS(gemms.run(Gemm::Fprop, bf16.operand(), bf16.operand(), narrow, false, nullptr, nullptr),
+                    Error);
     const DeviceOperand per_128x128(ones, 64, 64, Q_128x128);
     Operand groups = e4m3.operand();
     groups.view.quant = Q_GROUP;
     auto error_of_two_128x128 = [&] {  // one of the two operands must have 1x128 scaling
         try {
-            gemms.run(Gemm::Fprop, per_128x128.operand(), per_128x128.operand(), out, false, nullptr, nullptr);
+            gemms.run(Gemm::Fprop, per_128x128.operand(), per_128x128.operand(), out, false, nullptr,
+                      nullptr);
         } catch (const Error& e) {
             return std::string(e.what());
         }

@@ -17,7 +17,8 @@ namespace {
 
 // Checks gradients of rows: got = before + sum over tokens n of g[n], added to row row_of(n).
 template <class RowOf>
-void check_row_sums(const Floats& got, const Floats& before, const Floats& g, int64_t C, Format format, RowOf row_of) {
+void check_row_sums(const Floats& got, const Floats& before, const Floats& g, int64_t C, Format format,
+                    RowOf row_of) {
     Doubles total = doubles(before), bound(before.size());
     for (size_t i = 0; i < bound.size(); i++) bound[i] = std::abs(before[i]) * U;
     for (int64_t i = 0; i < static_cast<int64_t>(g.size()); i++) {
@@ -46,15 +47,16 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
             const Tensor device_e(e, V, C, compute), device_p(p, T, C, compute), device_g(g, N, C, compute);
             Tensor x(N, C, compute);
             NormCase c(rng, formats, true, N, C);
-            gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{}, T, x.view(),
-                                   c.norm(), nullptr, 0);
+            gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{},
+                                   T, x.view(), c.norm(), nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++) {
                 const int64_t n = i / C, col = i % C;
                 sum[i] = e[tokens[n] * C + col] + (positions ? p[n % T * C + col] : 0);
             }
             CHECK(same_bytes(x.values(), rounded(formats.compute, sum)));
-            CHECK(same_bytes(c.in.codes.read(), reference::quantize(sum.data(), N, C, formats.nonlinear).codes));
+            CHECK(same_bytes(c.in.codes.read(),
+                             reference::quantize(sum.data(), N, C, formats.nonlinear).codes));
 
             auto order = gpu::embedding_order(tokens.data(), N, V);
             const int64_t chunk_count = static_cast<int64_t>(order.chunks.size());
@@ -64,8 +66,8 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
             Buffer<float> workspace(chunk_count * C);
             for (const Format format : {formats.compute, Format::F32}) {  // of the gradients
                 const Tensor de(e, V, C, Quant{format}), dp(p, T, C, Quant{format});
-                gpu::embedding_backward(device_g.view(), device_order.get(), chunks.get(), chunk_count, de.view(),
-                                        workspace.get(), 0);
+                gpu::embedding_backward(device_g.view(), device_order.get(), chunks.get(), chunk_count,
+                                        de.view(), workspace.get(), 0);
                 gpu::positions_backward(device_g.view(), T, dp.view(), 0);
                 check_row_sums(de.values(), e, g, C, format, [&](int64_t n) { return tokens[n]; });
                 check_row_sums(dp.values(), p, g, C, format, [&](int64_t n) { return n % T; });
@@ -89,10 +91,11 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
             Doubles forward = doubles(x), backward = doubles(x), bound(N * cols);
             reference::rope<double>(c, B, T, forward.data(), false);
             reference::rope<double>(c, B, T, backward.data(), true);
-            for (int64_t i = 0; i < N * cols; i++) {
+            for (int64_t i = 0; i < N * cols;
+                 i++) {  // roundings: of the table, of two products, of their sum
                 const int64_t col = i % cols, partner = col % HS < HS / 2 ? HS / 2 : -HS / 2;
                 if (col >= rope.rotated_cols) bound[i] = 0;
-                else bound[i] = 4 * U * (std::abs(x[i]) + std::abs(x[i + partner]));  // table, two products, a sum
+                else bound[i] = 4 * U * (std::abs(x[i]) + std::abs(x[i + partner]));
             }
             auto with_rounding = [&](const Doubles& exact) {  // of the result to its format
                 Doubles sum = bound;
@@ -147,10 +150,12 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                     loss_bound[n] = sum_error + 4 * U * (std::abs(lse) + std::abs(correct) + std::abs(top));
                     for (int64_t v = 0; v < V; v++) {
                         const int64_t at = n * stride + v;
-                        const double p = std::exp(row[v] - lse), hot = v == targets[n];  // probability, one-hot target
+                        const double p = std::exp(row[v] - lse),
+                                     hot = v == targets[n];  // hot: the one-hot target
                         gradient[at] = (p - hot) * scale;
-                        const double relative = loss_bound[n] + (2 * std::abs(row[v] - lse) + 16) * U;  // of p
-                        const double error = scale * (p * relative + 2 * U * hot);
+                        const double p_error =
+                            loss_bound[n] + (2 * std::abs(row[v] - lse) + 16) * U;  // relative
+                        const double error = scale * (p * p_error + 2 * U * hot);
                         bound[at] = error + half_ulp(compute) * (std::abs(gradient[at]) + error) + 0x1p-126;
                     }
                 }

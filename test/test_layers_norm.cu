@@ -17,7 +17,8 @@ using namespace coat::test::quantized_outputs;
 
 namespace {
 
-const Shape ROWS[] = {{1, 16}, {5, 48}, {33, 128}, {19, 768}, {7, 1040}, {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}};
+const Shape ROWS[] = {{1, 16},   {5, 48},   {33, 128}, {19, 768}, {7, 1040},
+                      {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}};
 
 // Checks the statistics of every row: {mean, 1 / std}, or {0, 1 / rms}. A thread adds at most 32 values, and
 // then 5 + 16 partial sums follow, so sums are good to 53 u of the sum of magnitudes.
@@ -50,12 +51,15 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                 Floats sum(n);
                 for (int64_t i = 0; i < n; i++) sum[i] = x[i] + branch[i];
                 const Quant compute{formats.compute};
-                const Tensor device_x(x, s.rows, s.cols, compute), device_branch(branch, s.rows, s.cols, compute);
+                const Tensor device_x(x, s.rows, s.cols, compute),
+                    device_branch(branch, s.rows, s.cols, compute);
                 Tensor x_out(s.rows, s.cols, compute), y(s.rows, s.cols, Q_E4M3);
                 NormCase c(rng, formats, rms, s.rows, s.cols);
-                gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(), c.norm(), y.tensor_scale(), 0);
+                gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(), c.norm(),
+                                  y.tensor_scale(), 0);
                 CHECK(same_bytes(x_out.values(), rounded(formats.compute, sum)));
-                const reference::Quantized expected = reference::quantize(sum.data(), s.rows, s.cols, formats.nonlinear);
+                const reference::Quantized expected =
+                    reference::quantize(sum.data(), s.rows, s.cols, formats.nonlinear);
                 CHECK(same_bytes(c.in.codes.read(), expected.codes));
                 CHECK(same_bytes(c.in.scales.read(), expected.scales));
                 CHECK(c.in.intact());
@@ -80,13 +84,13 @@ struct ExactBackward {
 
 // dy (N, C) is the gradient of the norm's output. g (N, C), the gradient that comes around the norm, is added
 // to dx if it is not null. `before` (C) is what dw and db start from.
-ExactBackward exact_backward(const NormCase& c, Format compute, const Doubles& x, const Floats& dy, const Floats* g,
-                             const Floats& before) {
+ExactBackward exact_backward(const NormCase& c, Format compute, const Doubles& x, const Floats& dy,
+                             const Floats* g, const Floats& before) {
     const int64_t N = c.N, C = c.C;
     const Doubles w = doubles(c.weight.values()), d = doubles(dy);
     ExactBackward r{Doubles(N * C), doubles(before), doubles(before), Doubles(N * C), Doubles(C), Doubles(C)};
-    reference::norm_backward<double>(c.rms, NormCase::EPS, N, C, x.data(), w.data(), d.data(), r.dx.data(), r.dw.data(),
-                                     c.rms ? nullptr : r.db.data());
+    reference::norm_backward<double>(c.rms, NormCase::EPS, N, C, x.data(), w.data(), d.data(), r.dx.data(),
+                                     r.dw.data(), c.rms ? nullptr : r.db.data());
     // dx = (dy w - a - xhat b) / std, with a = mean(dy w) and b = mean(dy w xhat). Each of the three terms
     // has the error of the sums and of a few roundings; here all terms are positive. xhat includes the error
     // of the mean.
@@ -115,7 +119,8 @@ ExactBackward exact_backward(const NormCase& c, Format compute, const Doubles& x
         r.dx[i] += g ? (*g)[i] : 0;
         r.dx_bound[i] += (rounding + 2 * U) * (std::abs(r.dx[i]) + r.dx_bound[i]);
     }
-    auto widen = [&](Doubles& bound, const Doubles& value) {  // a block sums its rows, and then blocks are summed
+    // dw and db: a block sums its rows, and then blocks are summed.
+    auto widen = [&](Doubles& bound, const Doubles& value) {
         for (int64_t i = 0; i < C; i++)
             bound[i] = (256 + N / 64) * U * bound[i] + (rounding + U) * (std::abs(value[i]) + U * bound[i]);
     };
@@ -128,7 +133,8 @@ ExactBackward exact_backward(const NormCase& c, Format compute, const Doubles& x
 
 GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statistics") {
     FRESH_RANDOM(rng);
-    const Shape shapes[] = {{1, 16}, {50, 48}, {700, 128}, {2500, 768}, {37, 1040}, {40, 4096}, {9, 6656}, {3, 16384}};
+    const Shape shapes[] = {{1, 16},    {50, 48},   {700, 128}, {2500, 768},
+                            {37, 1040}, {40, 4096}, {9, 6656},  {3, 16384}};
     for (RecipeFormats formats : RECIPE_FORMATS)
         for (bool rms : {true, false})
             for (Shape s : shapes) {
@@ -145,13 +151,15 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statist
                 const Doubles x = doubles(in.values());
                 gpu::Norm norm = c.norm();
                 norm.in = in.view();
-                Buffer<float> workspace(static_cast<int64_t>(gpu::norm_backward_workspace(C) / sizeof(float)));
+                Buffer<float> workspace(
+                    static_cast<int64_t>(gpu::norm_backward_workspace(C) / sizeof(float)));
                 Bytes first_run;
                 for (bool add : {true, false, true}) {
                     Tensor out(N, C, Quant{compute}), g_amax(1, 16, Q_E5M2);
                     Tensor dweight(before, compute), dbias(before, compute);
                     gpu::norm_backward(norm, device_dy.view(), add ? device_g.view() : View{}, out.view(),
-                                       g_amax.tensor_scale(), dweight.view(), rms ? View{} : dbias.view(), workspace.get(), 0);
+                                       g_amax.tensor_scale(), dweight.view(), rms ? View{} : dbias.view(),
+                                       workspace.get(), 0);
                     const Floats got = out.values();
                     CHECK(g_amax.amax() == reference::amax(got.data(), N * C));
                     check_stats(c.stats.read(), x, rms);

@@ -19,7 +19,8 @@ GPU_TEST_CASE("memory plan: equals what the driver reports, within 2%") {
     // CUDA loads kernels at their first use. One step of a small model of each recipe loads them before
     // memory is measured.
     for (const char* recipe : {"bf16", "coat", "te", "rowwise", "deepseek"}) {
-        Training small = training_on(make_gpu, tiny_setup(wide_heads(true), recipe, optimizer_of(recipe), 2, 64));
+        Training small =
+            training_on(make_gpu, tiny_setup(wide_heads(true), recipe, optimizer_of(recipe), 2, 64));
         losses(small, 1);
     }
     ModelConfig config = find_row(models(), "llama-30m", "--model");
@@ -80,14 +81,17 @@ TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest:
     CHECK(message == "--device gpu cannot be used: " + why + ".");
 }
 
-TEST_CASE("gpu_layout: live buffers do not overlap, gradients do not overwrite saved activations, and the plan adds up") {
+TEST_CASE(
+    "gpu_layout: live buffers do not overlap, gradients spare saved activations, and the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
-            for (const auto& choice : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
+            for (const auto& choice :
+                 {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
                 const int accumulate = choice.first;
                 ModelConfig config = model;
                 if (config.V == 0) config.V = 256;
-                Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
+                Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2,
+                                         std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
                 if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
                 GpuFacts facts;
@@ -97,7 +101,8 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients do not overwrite s
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
                 const AttentionShape shape = attention_shape(config, setup.B, setup.T, setup.recipe.compute);
                 const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
-                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes == round_up(attention, GPU_ALIGNMENT));
+                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes ==
+                      round_up(attention, GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
                     CHECK(a.offset % GPU_ALIGNMENT == 0);
@@ -105,7 +110,9 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients do not overwrite s
                     CHECK(a.offset + a.bytes <= layout.total);
                     for (int j = 0; j < i; j++) {
                         const Place& b = layout.work[j];
-                        if (j > static_cast<int>(Work::CachedWeights)) continue;  // the ones up to CachedWeights are live all the time
+                        // Buffers up to CachedWeights are live during the whole step. Later ones may share
+                        // memory.
+                        if (j > static_cast<int>(Work::CachedWeights)) continue;
                         if (a.bytes == 0 || b.bytes == 0) continue;
                         CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
                     }

@@ -28,7 +28,8 @@ GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one roun
             check_sums(make_gpu, tiny_setup(config, recipe, "fp32"));
 }
 
-GPU_TEST_CASE("step, evaluate and next_logits: with delayed scaling, an operand without a history is scaled just in time") {
+GPU_TEST_CASE(
+    "step, evaluate and next_logits: operands without a history of amaxes are scaled just in time") {
     for (const Architecture& arch : {LLAMA, GPT2}) check_first_scales(make_gpu, arch);
 }
 
@@ -45,7 +46,8 @@ GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
                 const Floats b = read_as<float>(*cpu.model, t.name, t.size());
                 INFO(t.name, " ", accumulate);
                 CHECK(b[0] > 0);
-                CHECK(relative_error(a, b) <= 0.25);  // the largest element may differ by one or two roundings to FP8
+                // The largest element may differ by one or two roundings to FP8.
+                CHECK(relative_error(a, b) <= 0.25);
             }
         }
 }
@@ -81,8 +83,9 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
     // for a single batch of 256 tokens in bf16, and 0.01 in the mean.
     using Band = std::pair<double, double>;  // largest difference of a single step, and of the mean
     const Band fp8{0.06, 0.02};
-    const std::map<std::string, Band> bands = {{"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8}, {"te", fp8},
-                                               {"colossal", fp8},      {"rowwise", fp8},       {"deepseek", fp8}};
+    const std::map<std::string, Band> bands = {
+        {"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8},    {"te", fp8},
+        {"colossal", fp8},      {"rowwise", fp8},       {"deepseek", fp8}};
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
@@ -101,8 +104,8 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
         if (!setup.master) mode += " no master";
         if (!setup.keep_gradients) mode += " no gradients";
         if (setup.optimizer.granularity == PER_TENSOR) mode += " fp8lm";
-        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), mode, ": loss ", a.front(), " to ", a.back(),
-                ", reference to ", b.back(), ", largest difference ", worst);
+        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), mode, ": loss ", a.front(),
+                " to ", a.back(), ", reference to ", b.back(), ", largest difference ", worst);
         CHECK(worst <= single);
         CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
         CHECK(a.back() < a.front() - 1);
@@ -127,7 +130,8 @@ GPU_TEST_CASE("training: llama-tiny has the reference's loss within 0.02 nats") 
 GPU_TEST_CASE("training: two runs are bit-identical") {
     std::vector<Setup> setups;
     for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true), wide_heads(true)}) {
-        for (const char* recipe : RECIPES) setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
+        for (const char* recipe : RECIPES)
+            setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
         for (const char* optimizer : {"coat", "fp8lm"})
             setups.push_back(with_mode(tiny_setup(config, "coat", optimizer, 4, 48), "lean"));
     }
@@ -144,7 +148,8 @@ GPU_TEST_CASE("training: stop and resume is bit-identical, in every recipe and e
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
         for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", arch), mode));
-        for (const char* mode : {"gradients", "recompute"}) setups.push_back(with_mode(setup_of("te", arch), mode));
+        for (const char* mode : {"gradients", "recompute"})
+            setups.push_back(with_mode(setup_of("te", arch), mode));
         setups.push_back(setup_of("te", arch));
         setups.back().accumulate = 2;
     }
@@ -179,7 +184,8 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
     for (const std::string& recipe : runs)
         for (const bool on_gpu : {true, false}) {
             const Maker from = on_gpu ? make_gpu : make_reference, to = on_gpu ? make_reference : make_gpu;
-            const bool of_coat = recipe == "lean" || recipe == "fp8lm";  // a mode or an optimizer of the recipe coat
+            // "lean" and "fp8lm" are a memory mode and an optimizer for the recipe coat.
+            const bool of_coat = recipe == "lean" || recipe == "fp8lm";
             Setup setup = with_mode(setup_of(of_coat ? "coat" : recipe, LLAMA, true, 8, 32), recipe);
             if (recipe == "fp8lm") setup = with_optimizer(setup, recipe);
             Training first = training_on(from, setup), second = training_on(to, setup, 2);
@@ -190,7 +196,8 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
             CHECK((snapshot(*second.model) == state));
             second.text = first.text, second.adamw = first.adamw;
             const Doubles a = losses(first, 10), b = losses(second, 10);
-            for (size_t i = 0; i < a.size(); i++) CHECK(std::fabs(a[i] - b[i]) <= 0.06);  // as in the test of 50 steps
+            // The limit of the test of 50 steps.
+            for (size_t i = 0; i < a.size(); i++) CHECK(std::fabs(a[i] - b[i]) <= 0.06);
             CHECK(std::fabs(a[0] - b[0]) <= 0.02);
         }
 }
@@ -198,7 +205,8 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
 GPU_TEST_CASE("step: accumulated micro-batches equal one larger batch within rounding") {
     // As on the CPU: the gradient of each micro-batch is rounded to the compute dtype, and their sum is
     // rounded again.
-    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16}, {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
+    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16},
+                                                  {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
     for (const auto& row : bounds)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             const std::string recipe = row.first;
@@ -216,7 +224,8 @@ GPU_TEST_CASE("step: accumulated micro-batches equal one larger batch within rou
         }
 }
 
-GPU_TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless it is clipped, with every optimizer") {
+GPU_TEST_CASE(
+    "step: a gradient whose square exceeds FP32 skips the step unless clipped, with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (const OptimizerFormat& optimizer : optimizers()) {
             Training training = training_on(make_gpu, with_optimizer(setup_of(recipe), optimizer.name));
@@ -228,7 +237,9 @@ GPU_TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless 
 GPU_TEST_CASE("next_logits: equal the reference's, for any length") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            for (int64_t B : {1, 8}) {  // 1: falls back to BF16. 8: FP8, where the GEMMs pad the prompt's rows
+            // With B = 1 the linear layers fall back to BF16. With B = 8 they are FP8, and the prompt's rows
+            // are padded.
+            for (int64_t B : {1, 8}) {
                 const Setup setup = setup_of(recipe, arch, true, B, 50);
                 Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
                 losses(gpu, 5);
@@ -270,8 +281,8 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
         CHECK((snapshot(*gpu.model) == before));
         for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
             const QuantStats &on_gpu = a.kinds[kind], &on_cpu = b.kinds[kind];
-            INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", on_gpu.snr_db(), " and ",
-                 on_cpu.snr_db(), " dB");
+            INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", on_gpu.snr_db(),
+                 " and ", on_cpu.snr_db(), " dB");
             CHECK(on_gpu.elements == on_cpu.elements);
             const Kind k = static_cast<Kind>(kind);
             bool quantized = true;
