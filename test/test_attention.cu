@@ -65,11 +65,14 @@ std::vector<float> random(Format f, size_t n, Inputs kind, uint64_t seed) {
 //
 // Forward:  out = sum p v / sum p      |error| <= (u + 2 e) sum p |v|
 // Backward: dv = sum p dout            |error| <= (u + e) sum p |dout|
-//           ds = p (dp - delta)        |error| <= (2 u + e) |ds| + p times the errors of the sums dp and
-//           delta. In dq and dk the error of ds is multiplied by |k| or |q|, and by 1/sqrt(HS).
-// u: the rounding error of p, and later of ds, in BF16; 0 for FP32. e: the relative error of exp(s - max) and
-// exp(s - lse). The sum s, its scaling and the exponent are FP32: a few 2^-24 of
-//    the magnitudes of the terms of s. The fast exponential adds 2^-21, and results below 2^-126 become 0.
+//           ds = p (dp - delta)        |error| <= (2 u + e) |ds| + p times the errors of the sums dp, delta
+//           dq, dk                     the error of ds times |k| or |q|, and times 1/sqrt(HS)
+//
+// u: the rounding error of p, and later of ds, in BF16; 0 for FP32.
+// e: the relative error of exp(s - max) and exp(s - lse). The sum s, its scaling and the exponent are FP32:
+//    a few 2^-24 of the magnitudes of the terms of s. The fast exponential adds 2^-21, and results below
+//    2^-126 become 0.
+//
 // FP32 sums have an error of at most 2^-24 for each term.
 struct Bounds {
     std::vector<double> out, lse, dqkv;
@@ -82,8 +85,8 @@ void add_query(const AttentionShape& s, const std::vector<float>& qkv, const std
     const double sums = (s.T + s.HS) * 0x1p-24;
     const int64_t cols = s.qkv_cols(), HS = s.HS, kv = h / (s.NH / s.NKV);
     const int64_t kcol = (s.NH + kv) * HS, vcol = kcol + s.NKV * HS;
-    const int64_t row = b * s.T + t, q = row * cols + h * HS,
-                  o = (row * s.NH + h) * HS;  // q in qkv, o in out
+    const int64_t row = b * s.T + t;
+    const int64_t q = row * cols + h * HS, o = (row * s.NH + h) * HS;  // offsets in qkv and in out
     // dot = x y over the head size; magnitude is the same sum of |x y|.
     auto dot_product = [&](const float* x, const float* y, double& dot, double& magnitude) {
         for (int64_t i = 0; i < HS; i++) {

@@ -75,9 +75,8 @@ GPU_TEST_CASE("quantize_and_dequantize: groups equal those of quantize; the BF16
 
 namespace {
 
-// The error that one element of the activation and of its gradients may have. Both activations are x
-// sigmoid(z) up:
-//   SwiGLU: z = x, with x the gate.      GELU: z = 2 sqrt(2 / pi) (x + 0.044715 x^3), with up = 1.
+// The error that one element of the activation and of its gradients may have. An activation is
+//   x sigmoid(z) up, with    SwiGLU: x the gate, z = x    GELU: z = 2 sqrt(2 / pi) (x + 0.044715 x^3), up = 1
 // The derivative of x sigmoid(z) is sigmoid(z) (1 + x dz/dx (1 - sigmoid(z))).
 struct ActivationError {
     double act, dx, dup;
@@ -93,8 +92,7 @@ ActivationError activation_error(bool gated, double x, double up, double dact) {
     const double tanh_error = gated ? 0 : 0x1p-51;
     // The fast reciprocal returns zero for values beyond 2^126.
     const double absolute = 0x1p-110 * (1 + std::abs(x * up)) + std::abs(x) * tanh_error;
-    // The derivative with every term positive. 8 more times the second term: it contains the sigmoid twice,
-    // and a difference.
+    // The derivative, with every term positive. The factor 1 + 8 covers the error of 1 - sigmoid.
     const double derivative = sigmoid * (1 + std::abs(x) * dz * (1 - sigmoid + 8 * U) * (1 + 8));
     const double dz_error = sigmoid * std::abs(x) * dz * 16 * U;
     ActivationError error;

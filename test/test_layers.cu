@@ -91,8 +91,8 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
             Doubles forward = doubles(x), backward = doubles(x), bound(N * cols);
             reference::rope<double>(c, B, T, forward.data(), false);
             reference::rope<double>(c, B, T, backward.data(), true);
-            for (int64_t i = 0; i < N * cols;
-                 i++) {  // roundings: of the table, of two products, of their sum
+            // Roundings: of the table, of two products and of their sum.
+            for (int64_t i = 0; i < N * cols; i++) {
                 const int64_t col = i % cols, partner = col % HS < HS / 2 ? HS / 2 : -HS / 2;
                 if (col >= rope.rotated_cols) bound[i] = 0;
                 else bound[i] = 4 * U * (std::abs(x[i]) + std::abs(x[i + partner]));

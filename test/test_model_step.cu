@@ -1,4 +1,5 @@
-// test_model_step.cu - one whole training step on the GPU: its loss and gradients against the CPU reference.
+// test_model_step.cu - one training step of the model on the GPU: its loss and gradients against the CPU
+// reference.
 //
 // Both implementations of a recipe round in the same places, but they sum in different orders, and tensor
 // cores use BF16 probabilities in attention. So some values round in the other direction. In fp32 the
