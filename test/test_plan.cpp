@@ -68,18 +68,18 @@ TEST_CASE("why_unsupported: moment formats without a GPU kernel are rejected, th
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
     CHECK(why_unsupported(mixed) ==
-          "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or "
-          "--device cpu.");
+          "--v-format fp16 in groups of 128 is supported only on the CPU; use --optimizer fp8lm, or --device "
+          "cpu.");
     OptimizerFormat per_tensor = find_row(optimizers(), "fp8lm", "");
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
         per_tensor.m = per_tensor.v = f;
         CHECK(why_unsupported(per_tensor).empty());
     }
     per_tensor.expand = true;
-    CHECK(why_unsupported(per_tensor).find("--optimizer fp8lm expands") == 0);
+    CHECK(why_unsupported(per_tensor).find("--optimizer fp8lm has one scale per tensor with expansion") == 0);
     OptimizerFormat flushing = find_row(optimizers(), "fp8", "");
     flushing.keep_positive = false;
-    CHECK(why_unsupported(flushing).find("--optimizer fp8 lets least numbers") == 0);
+    CHECK(why_unsupported(flushing).find("--optimizer fp8 rounds small second moments") == 0);
 }
 
 TEST_CASE("why_unsupported: scaling that a GPU's GEMMs do not support is rejected; Hopper supports all") {
@@ -93,14 +93,43 @@ TEST_CASE("why_unsupported: scaling that a GPU's GEMMs do not support is rejecte
     Recipe blocks_4x4 = find_row(recipes(), "coat", "");
     blocks_4x4.nonlinear = {Format::E4M3, {4, 4}};
     CHECK(why_unsupported(blocks_4x4, 90) ==
-          "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep "
-          "e4m3 1x16 beside bf16, or use --device cpu.");
+          "--recipe coat saves e4m3 4x4 tensors with compute dtype bf16, which only the CPU supports; save "
+          "e4m3 1x16 "
+          "with compute dtype bf16, or the compute dtype, or use --device cpu.");
     Recipe groups = find_row(recipes(), "fp32", "");
     groups.nonlinear = Q_GROUP;
-    CHECK(why_unsupported(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
+    CHECK(why_unsupported(groups, 90).find("--recipe fp32 saves e4m3 1x16 tensors with compute dtype fp32") ==
+          0);
     CHECK(why_unsupported(find_row(recipes(), "rowwise", ""), 89) ==
-          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one "
-          "has 8.9; use --recipe colossal, or --device cpu.");
+          "--recipe rowwise has e4m3 row operands, which need a GPU of compute capability 9.0, but this one "
+          "has 8.9; "
+          "use --recipe colossal, or --device cpu.");
+}
+
+TEST_CASE("plan: formats for which there is no GPU kernel are rejected with a remedy") {
+    auto rejected = [](const char* name, const std::string& reason, auto change) {
+        Recipe r = find_row(recipes(), name, "");
+        change(r);
+        const std::string sentence = why_unsupported(r);
+        CAPTURE(reason);
+        CAPTURE(sentence);
+        CHECK(sentence.find(std::string("--recipe ") + name + " ") == 0);
+        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(sentence.find("--device cpu.") == sentence.size() - 13);
+    };
+    rejected("fp32", "e4m3 tensor operands with compute dtype fp32",
+             [](Recipe& r) { r.x = r.w = Q_E4M3, r.g = Q_E5M2; });
+    rejected("coat", "operands with compute dtype fp32", [](Recipe& r) { r.compute = Format::F32; });
+    rejected("te", "inputs of linear layers to e5m2", [](Recipe& r) { r.x = Q_E5M2, r.g = Q_E4M3; });
+    rejected("coat", "saves e5m2 1x16 tensors", [](Recipe& r) { r.nonlinear.format = Format::E5M2; });
+    rejected("coat", "saves e4m3 tensor tensors", [](Recipe& r) { r.attention = Q_E4M3; });
+    rejected("bf16", "saves fp32 tensors with compute dtype bf16", [](Recipe& r) { r.nonlinear = Q_F32; });
+    rejected("fp32", "saves e4m3 1x16 tensors", [](Recipe& r) { r.attention = Q_GROUP; });
+    for (const Quant& g : {Q_E4M3, Q_E5M2}) {  // gradients may be either
+        Recipe r = find_row(recipes(), "coat", "");
+        r.g = g;
+        CHECK(why_unsupported(r).empty());
+    }
 }
 
 TEST_CASE("validate: heads x head size is bounded, not only each factor") {
@@ -129,21 +158,23 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
         rejected.push_back({row(name), reason});
         what(rejected.back().first);
     };
-    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_128x128; });
-    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_128x128; });
+    change("deepseek", "fprop with operands e4m3 128x128 and e4m3 128x128",
+           [](Recipe& r) { r.x = Q_128x128; });
+    change("deepseek", "dgrad with operands e4m3 128x128 and e4m3 128x128",
+           [](Recipe& r) { r.g = Q_128x128; });
     change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
     for (int gemm = 0; gemm < 3; gemm++)
         change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[gemm] = true; });
-    change("rowwise", "delayed scaling knows one scale a tensor",
+    change("rowwise", "delayed scaling needs one scale per tensor",
            [](Recipe& r) { r.scaling = Scaling::Delayed; });
     change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
-    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) {
+    change("colossal", "fprop with operands e4m3 tensor and e4m3 1x16", [](Recipe& r) {
         r.w = {Format::E4M3, PER_GROUP};
     });
     change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
     change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
-    change("te", "give it 1 step or more", [](Recipe& r) { r.history = 0; });
+    change("te", "use 1 step or more", [](Recipe& r) { r.history = 0; });
     for (const auto& [recipe, reason] : rejected) {
         const std::string sentence = why(recipe);
         CAPTURE(reason);
@@ -230,12 +261,12 @@ TEST_CASE("why_unsupported: says why a GPU cannot be used, and what to do") {
     const std::pair<std::string, const char*> cases[] = {
         {message([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
         {message([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }),
-         "knows CUDA 12.4 and this program needs 13.0: update the driver"},
+         "supports CUDA 12.4, but this program needs 13.0: update the driver"},
         {message([](GpuFound& f) { f.error = "unknown error"; }),
          "CUDA does not start (unknown error): check nvidia-smi"},
         {message([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
         {message([](GpuFound& f) { f.capability = 75; }),
-         "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
+         "compute capability 7.5, but BF16 needs 8.0: use a newer one, or --device cpu"},
         {message([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }),
          "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
         {message([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
@@ -262,13 +293,13 @@ TEST_CASE("precision plan: says what each memory mode changes") {
     };
     for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1},
                                            {"attention", "rotary positions|bf16|e4m3 1x16", 1},
-                                           {"master", "bf16 stochastically", 1},
+                                           {"master", "bf16, stochastic", 1},
                                            {"recompute", "; e4m3 tensor output", 3}}) {
         CAPTURE(part);
         CHECK(matching_rows("", part) == 0);
         CHECK(matching_rows(flag, part) == rows);
     }
-    CHECK(matching_rows("", "bf16 and 16 bits: fp32|bf16 and 16 bits: fp32") == 1);
+    CHECK(matching_rows("", "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32") == 1);
     RunFolder folder;
     CHECK(train(folder, "--plan --gradients none").out.find("--clip goes by") != std::string::npos);
     CHECK(train(folder, "--plan").out.find("--clip goes by") == std::string::npos);
@@ -288,4 +319,97 @@ TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
     };
     CHECK(falls_back(64) == 0);
     CHECK(falls_back(65) == 6);  // four linear layers, and dgrad and wgrad of their backward
+}
+
+TEST_CASE("buffer plan: names every buffer of a GPU, and buffers that a phase uses together do not overlap") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (int mode = -1; mode < static_cast<int>(memory_modes().size()); mode++)
+                for (int accumulate : {1, 2}) {
+                    Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, 72};
+                    if (s.config.V == 0) s.config.V = 256;
+                    s.accumulate = accumulate;
+                    if (mode >= 0) memory_modes()[size_t(mode)].choose(s, false);
+                    INFO(model.name, " ", std::string(recipe.name), " mode ", mode, " accumulate ",
+                         accumulate);
+                    GpuFacts facts;
+                    facts.cache_fp8_weights = accumulate > 1;
+                    const GpuLayout layout = gpu_layout(s, facts);
+                    const std::vector<BufferRow> table = buffer_plan(s, facts);
+                    bool apart = true, inside = true, used = true;
+                    for (const BufferRow& a : table) {
+                        used &= a.phases != 0 && a.phases >> phase_names().size() == 0 && !a.contents.empty();
+                        inside &= a.place.offset >= 0 && a.place.bytes > 0 &&
+                                  a.place.offset + a.place.bytes <= layout.total;
+                        for (const BufferRow& b : table) {
+                            // Gradients lie over saved activations on purpose; test_model_memory.cu checks
+                            // over which.
+                            if (a.name == b.name || a.name == "gradients" || b.name == "gradients") continue;
+                            apart &= (a.phases & b.phases) == 0 ||
+                                     a.place.offset + a.place.bytes <= b.place.offset ||
+                                     b.place.offset + b.place.bytes <= a.place.offset;
+                        }
+                    }
+                    CHECK(used);
+                    CHECK(inside);
+                    CHECK(apart);
+                    for (const Place& place : layout.work)
+                        CHECK((place.bytes == 0 ||
+                               std::any_of(table.begin(), table.end(), [&](const BufferRow& row) {
+                                   return row.place.offset == place.offset && row.place.bytes == place.bytes;
+                               })));
+                }
+}
+
+TEST_CASE(
+    "operand plan: has every FP8 operand of a layer's GEMMs, with the functions that take amaxes and make "
+    "codes") {
+    const std::string headers = read_file("coat.cuh") + read_file("adamw.cuh") + read_file("gpu/layers.cuh");
+    REQUIRE(!headers.empty());
+    auto function = [](const std::string& text) { return text.substr(0, text.find_first_of(" ,")); };
+    for (const char* model : {"llama-2-7b", "gpt2"})
+        for (const Recipe& recipe : recipes())
+            for (bool recompute : {true, false}) {
+                Setup s{find_row(models(), model, ""), recipe, find_row(optimizers(), "coat", ""), 1, 64};
+                s.recompute = recompute;
+                INFO(std::string(model), " ", std::string(recipe.name), " ", recompute);
+                const std::vector<OperandRow> table = operand_plan(s, {});
+                CHECK(table.size() ==
+                      (recipe.x.fp8() ? 24 : 0));  // four linear layers, three GEMMs, two operands
+                std::map<std::string, int> operands;
+                for (const OperandRow& row : table) {
+                    CAPTURE(row.amax);
+                    const char of = row.operand[0];
+                    operands[row.gemm + of]++;
+                    CHECK(row.format == (of == 'x' ? recipe.x : of == 'w' ? recipe.w : recipe.g).text());
+                    CHECK(headers.find(" " + function(row.amax) + "(") != std::string::npos);
+                    CHECK(headers.find(" " + function(row.codes) + "(") != std::string::npos);
+                    const bool quantize = function(row.amax) == "quantize";  // needs no amax before
+                    CHECK(quantize ==
+                          (recipe.scaling == Scaling::Delayed || !(recipe.x.granularity == PER_TENSOR)));
+                    if (!quantize) CHECK((function(row.amax) == "adamw") == (of == 'w'));
+                }
+                for (const char* operand : {"fpropx", "fpropw", "dgradg", "dgradw", "wgradg", "wgradx"})
+                    CHECK(operands[operand] == (recipe.x.fp8() ? 4 : 0));
+            }
+    Setup fallback{find_row(models(), "gpt2", ""), find_row(recipes(), "coat", ""),
+                   find_row(optimizers(), "coat", ""), 1, 65};
+    CHECK(operand_plan(fallback, {}).empty());
+}
+
+TEST_CASE("train: --plan full also prints FP8 operands and buffers, and --plan does not") {
+    Folder folder;
+    for (const char* flags : {"--plan full", "--plan=full", "--recipe bf16 --plan full --batch 2"}) {
+        CAPTURE(flags);
+        const Ended ended = train(folder, flags);
+        require_success(ended);
+        CHECK((ended.out.find("residual_add") != std::string::npos) ==
+              (ended.out.find("recipe         coat") != std::string::npos));
+        CHECK(ended.out.find("  GemmScratch ") != std::string::npos);
+        CHECK(ended.out.find("phase 17") != std::string::npos);
+    }
+    const Ended usual = train(folder, "--plan --batch 2");
+    require_success(usual);
+    CHECK(usual.out.find("GemmScratch") == std::string::npos);
+    check_refused(folder, "--plan everything", "--plan everything");
 }

@@ -41,7 +41,7 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
     }
     CHECK(steps == 12);
     CHECK(ended.out.find("sample | step 6 | ") != std::string::npos);
-    CHECK(ended.out.find(" ms a token\n----------\nint ") != std::string::npos);
+    CHECK(ended.out.find(" ms per token\n----------\nint ") != std::string::npos);
     CHECK(ended.out.find("expansion factor k") != std::string::npos);
     CHECK(fs::exists(folder.path / "out" / "step-000012" / "model.safetensors"));
 
