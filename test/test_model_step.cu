@@ -14,6 +14,7 @@
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
+#include "model_checks.h"
 #include "random.h"
 #include "tiny.h"
 
