@@ -20,7 +20,7 @@ endif
 # same bits every time; another compiler or processor may not. -ffast-math stays off: NaN and infinity are part of the method.
 CXXFLAGS := -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-SOURCES := plan.cpp reference.cpp $(sort $(wildcard data/*.cpp))
+SOURCES := plan.cpp reference.cpp flags.cpp $(sort $(wildcard data/*.cpp))
 TESTS   := $(sort $(wildcard test/*.cpp test/robustness/*.cpp))
 LINK    := $(CXX) -fopenmp $(OPT)
 

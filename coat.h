@@ -1,12 +1,13 @@
-// coat.h - the vocabulary of COAT (arXiv 2410.19313): what both tellings of the method share.
+// coat.h - the data structures of COAT (arXiv 2410.19313) that the CPU reference and the GPU implementation
+// share: number formats, granularities, recipes, model shapes, parameters, optimizer state, saved
+// activations, and the Model that train.cpp drives.
 //
-// Here are the words: number formats, granularities, the recipe table, model shapes, the tables of parameters, of
-// optimizer state and of saved activations, and the Model that train.cpp drives. There is no arithmetic of the method in
-// this file, but for what must have the same bits on both sides: first weights, the random bits of stochastic rounding, the norm_correction of norms.
-// reference.cpp tells it on the CPU and coat.cu / model.cu tell it on the GPU, independently, so that a test that compares the two can fail.
+// reference.cpp implements the method on the CPU and model.cu on the GPU, independently, so that a test that
+// compares the two can fail. Arithmetic is here only where both must have the same bits: first weights, and
+// the random bits of stochastic rounding.
 //
-// Letters: B sequences, T tokens each, N = B*T tokens; L layers, C hidden size, NH query heads, NKV key/value heads,
-// HS head size, F feed-forward size, V vocabulary. All matrices are row-major; a weight is (out, in).
+// Letters: B sequences of T tokens, N = B*T; L layers, C hidden size, NH query heads, NKV key/value heads, HS
+// head size, F feed-forward size, V vocabulary. All matrices are row-major; a weight is (out, in).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -27,16 +28,17 @@
 
 namespace coat {
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Formats. FP8 as in the OCP specification: E4M3 has no infinity and one NaN; casts saturate. FP16 is for moments alone.
+// -----------------------------------------------------------------------------------------------------------
+// Formats (the paper's preliminaries). FP8 as in the OCP specification: casts saturate, E4M3 has no infinity.
+// FP16 is a format of moments only.
 
 enum class Format : uint8_t { F32, BF16, F16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;         // on the command line and in tables
-    const char* safetensors;  // in files
+    const char* safetensors;  // in checkpoints
     int bytes;
-    int mantissa;             // explicit mantissa bits: relative rounding error is at most 2^-(mantissa+1)
+    int mantissa;             // mantissa bits: the relative rounding error is at most 2^-(mantissa+1)
     float max;                // largest finite value: FMAX in the scale s = amax / FMAX
     float min;                // smallest positive value (subnormal)
 };
@@ -51,43 +53,50 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return info(f).bytes == 1; }
-constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  // its range is so short that codes come with a scale
+constexpr bool is_scaled(Format f) { return is_fp8(f) || f == Format::F16; }  // its small range needs a scale
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Granularity: one scale serves a block of rows x cols elements; 0 means all of them (paper section 5).
+// Blocks at the end of a row or column may be smaller.
 
 struct Granularity {
     int rows, cols;
     constexpr bool operator==(const Granularity& o) const { return rows == o.rows && cols == o.cols; }
-    constexpr bool symmetric() const { return rows == cols; }  // a matrix and its transpose have the same scales
+    constexpr bool symmetric() const { return rows == cols; }  // the same for the transpose
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
-inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // of operands, along what a product contracts
-inline constexpr Granularity PER_GROUP{1, 16};  // 1xG along the hidden dimension, never across tokens (paper figure 4a)
+inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
+inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// How one kind of tensor is held: its format, what a scale covers, and the format that scales are stored in.
+// How one kind of tensor is stored: its format, the block that shares a scale, and the format of the scales.
 struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
     Format scale = Format::F32;
 
-    constexpr bool operator==(const Quant& o) const { return format == o.format && granularity == o.granularity && scale == o.scale; }
+    constexpr bool operator==(const Quant& o) const {
+        return format == o.format && granularity == o.granularity && scale == o.scale;
+    }
     bool fp8() const { return is_fp8(format); }
-    // Scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix; tails get a scale of their own.
+    // The scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix.
     int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
     int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
-    int64_t scales(int64_t rows, int64_t cols) const { return fp8() ? scale_rows(rows) * scale_cols(cols) : 0; }
+    int64_t scales(int64_t rows, int64_t cols) const {
+        return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
+    }
     int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
     }
-    // Of an operand, as Hopper's products read it: rows of squares' scales are padded to a multiple of four. One scale a tensor lies elsewhere.
+    // The same for a GEMM operand on Hopper. Rows of 128x128 scales are padded to a multiple of 4. A
+    // per-tensor scale is stored elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
-        return scale_rows(rows) * (granularity == PER_128x128 ? round_up(scale_cols(cols), 4) : scale_cols(cols));
+        const int64_t across = scale_cols(cols);
+        return scale_rows(rows) * (granularity == PER_128x128 ? round_up(across, 4) : across);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
@@ -95,13 +104,14 @@ struct Quant {
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
         auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
-        return std::string(info(format).name) + (granularity == PER_TENSOR ? " tensor" : granularity == PER_ROW ? " row"
-                                                     : " " + side(granularity.rows) + "x" + side(granularity.cols));
+        const std::string sides = side(granularity.rows) + "x" + side(granularity.cols);
+        const bool tensor = granularity == PER_TENSOR, row = granularity == PER_ROW;
+        return info(format).name + (" " + (tensor ? "tensor" : row ? "row" : sides));
     }
 };
 
-// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. A scale is always the number that a code is
-// multiplied by to get the value back. Operators pass these views; moments have (max, k) in place of a scale (reference.h).
+// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. Operators take these views. Moments
+// have (max, k) in place of a scale (reference.h).
 struct QuantizedView {
     void* codes;   // (rows, cols) of quant.format
     void* scales;  // (scale_rows, scale_cols) of quant.scale; unused unless quant.fp8()
@@ -109,56 +119,64 @@ struct QuantizedView {
     Quant quant;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Recipes: which format and granularity each kind of tensor has. A recipe is a row, never a branch. What a GPU cannot multiply is refused
-// (plan.cpp, validate).
+// -----------------------------------------------------------------------------------------------------------
+// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table, never a branch
+// in the code. A combination that a GPU does not support is an error (plan.cpp, validate).
 //
-// Operands of linear layers: fprop contracts the columns of x and w, dgrad the columns of g and the rows of w, wgrad the rows of g and x (the
-// tokens). A scale must not change along what is contracted but in whole groups, so a granularity speaks of the operand as its product sees it: one
-// whose rows are contracted is transposed before it is quantized. Per tensor and in squares that makes no difference.
+// Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
+//   fprop  y = x w^T    over input features:  columns of x, columns of w
+//   dgrad  dx = g w     over output features: columns of g, rows of w
+//   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
+// A scale may vary along the reduction only in whole blocks. So the columns of a granularity run along the
+// reduction, and an operand that is reduced over its rows is transposed before it is quantized. Per-tensor
+// and 128x128 scales are the same for a matrix and its transpose.
 
-enum class Scaling : uint8_t { JustInTime, Delayed };  // the amax of this tensor now, or of the steps before
+enum class Scaling : uint8_t { JustInTime, Delayed };  // from this amax, or those of earlier steps
 
 struct Recipe {
     const char* name;
-    Format compute;       // compute dtype: residual stream, what attention reads and writes, outputs of products, gradients, head
+    Format compute;       // compute dtype: residual stream, attention, outputs of GEMMs, gradients, head
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;      // inputs of norms and activation functions, which are what is saved for backward
-    Quant attention;      // what attention reads (q, k, v) and its output, also saved: the compute dtype, or groups
+    Quant nonlinear;      // inputs of norms and activation functions, which are saved for backward
+    Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
     Scaling scaling;      // of x, w and g
-    bool fast_accumulation[3];  // fprop, dgrad, wgrad; matters to Hopper's FP8 tensor cores only
+    bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
     const char* about;
-    const char* optimizer = "fp32";  // row of optimizers() that is taken where none is asked for
-    int history = 1024, margin = 0;  // delayed scaling: steps whose amaxes are remembered; powers of two left free above their maximum
+    const char* optimizer = "fp32";  // the row of optimizers() that is the default
+    // Delayed scaling: steps in the history of amaxes, and powers of two that the scale leaves above them.
+    int history = 1024, margin = 0;
 };
 
 inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
 inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
-inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW}, Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
+inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
+inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
 
 inline const std::vector<Recipe>& recipes() {
+    constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
     static const std::vector<Recipe> table = {
-        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, Scaling::JustInTime, {false, false, false},
-         "everything in single precision: what the others are compared with"},
-        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
+        //  name, compute dtype, x, w, g, nonlinear, attention, scaling, fast accumulation, about, optimizer
+        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, {false, false, false},
+         "everything in FP32, to compare the others with"},
+        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, {false, false, false},
          "BF16 tensors, FP32 accumulation"},
-        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, Scaling::JustInTime, {true, false, false},
-         "mixed-granularity FP8 precision flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
-        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::Delayed, {true, false, false},
-         "FP8 GEMMs, scales from the amaxes of the steps before (TransformerEngine's delayed scaling)"},
-        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, Scaling::JustInTime, {true, true, true},
-         "FP8 GEMMs, one just-in-time scale a tensor, fast accumulation in all of them (Colossal-AI)"},
-        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, Scaling::JustInTime, {true, false, false},
-         "FP8 GEMMs, one just-in-time scale a row, not rounded to a power of two"},
-        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, Scaling::JustInTime, {false, false, false},
-         "FP8 GEMMs, a scale for 1x128 of activations and gradients and for 128x128 of weights (DeepSeek-V3)"},
+        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
+        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, {true, false, false},
+         "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
+        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, true, true},
+         "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
+        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, {true, false, false},
+         "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
+        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, {false, false, false},
+         "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
     };
     return table;
 }
 
-// Hopper's FP8 tensor cores add up in about 14 bits; "exact" carries the sums over to FP32 now and then, and takes longer. A recipe has
-// a choice of its own, and --accumulation another.
+// Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
+// intervals, which takes longer. --accumulation replaces the choice of the recipe.
 struct Accumulation {
     const char* name;
     bool fast[3];  // as Recipe::fast_accumulation
@@ -167,14 +185,15 @@ struct Accumulation {
 inline const std::vector<Accumulation>& accumulations() {
     static const std::vector<Accumulation> table = {
         {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
-        {"exact", {false, false, false}, "exact in all products"},
-        {"fast", {true, true, true}, "fast in all products"},
+        {"exact", {false, false, false}, "exact in all GEMMs"},
+        {"fast", {true, true, true}, "fast in all GEMMs"},
     };
     return table;
 }
 
-// The optimizer's moments (paper section 4): FP8 moments are held in groups of 128 consecutive elements, or with one scale a tensor as
-// MS-AMP has them (FP8-LM, arXiv 2310.18313). A granularity is that of a parameter's elements in flat order, a matrix of one row.
+// The optimizer's moments (paper section 4). FP8 moments have one scale for a group of 128 consecutive
+// elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313). The granularity sees a parameter as a
+// matrix of one row.
 inline constexpr int MOMENT_GROUP = 128;
 inline constexpr Granularity PER_MOMENT_GROUP{1, MOMENT_GROUP};
 
@@ -183,25 +202,28 @@ struct OptimizerFormat {
     Format m, v;
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
-    Granularity granularity = PER_MOMENT_GROUP;  // of the scales of moments that have any
-    bool keep_positive = true;  // a second moment that is not zero keeps at least the smallest code; else plain rounding, which may make it zero
+    Granularity granularity = PER_MOMENT_GROUP;
+    bool keep_positive = true;  // no positive second moment is rounded to zero
 
     bool expands(Format f) const { return expand && is_fp8(f); }
-    int64_t scales(Format f, int64_t n) const { return is_scaled(f) ? Quant{f, granularity}.scale_cols(n) : 0; }  // of n elements
+    int64_t scales(Format f, int64_t n) const {  // of n elements
+        return is_scaled(f) ? Quant{f, granularity}.scale_cols(n) : 0;
+    }
 };
 
 inline const std::vector<OptimizerFormat>& optimizers() {
     static const std::vector<OptimizerFormat> table = {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
-        {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments, one scale a group, no expansion"},
-        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments, one scale a tensor (FP8-LM)", PER_TENSOR, false},
+        {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
+        {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
+         PER_TENSOR, false},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };
     return table;
 }
 
-// Looks a row up by its name; the error lists the names there are.
+// The row of a table that has this name; an Error lists the names.
 template <class Table>
 const auto& find_row(const Table& table, std::string_view name, const char* flag) {
     std::string known;
@@ -209,10 +231,10 @@ const auto& find_row(const Table& table, std::string_view name, const char* flag
         if (name == row.name) return row;
         known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
-    throw Error(std::string(flag) + " " + shown(std::string(name)) + " is not known; choose one of " + known + ".");
+    throw Error(flag + (" " + escaped(std::string(name))) + " is not known; choose one of " + known + ".");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Models
 
 struct Architecture {
@@ -237,9 +259,9 @@ struct ModelConfig {
     int64_t HS() const { return head_size ? head_size : C / NH; }
     int64_t q_cols() const { return NH * HS(); }
     int64_t kv_cols() const { return NKV * HS(); }
-    int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }  // columns [q | k | v], heads side by side in each
-    int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }     // columns [gate | up], or one
-    int64_t padded_V() const { return round_up(V, 64); }           // rows of the embedding; those from V on stay zero
+    int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
+    int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
+    int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
 };
 
 inline const std::vector<ModelConfig>& models() {
@@ -261,40 +283,46 @@ inline const std::vector<ModelConfig>& models() {
     return table;
 }
 
-inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of logits in FP32 has room in what is lent to a GPU's products
+inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of FP32 logits fits a GPU's GEMM workspace
 
-// Shapes that cannot work, told before anything is allocated.
+// Throws Error if the shape is not supported, before anything is allocated.
 inline void validate(const ModelConfig& c) {
     auto require = [&](bool ok, const std::string& what) {
-        if (!ok) throw Error("Model " + c.name + " cannot work: " + what + ".");
+        if (!ok) throw Error("Model " + c.name + " is not supported: " + what + ".");
     };
+    auto text = [](int64_t n) { return std::to_string(n); };
     require(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
-         "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    require(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 && c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
-         "a size is larger than this program supports (2^12 layers, hidden size 2^14, heads 2^15, feed-forward 2^20, vocabulary 2^22, positions "
-         "2^21)");
-    constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs want 16; and no group lies in two tensors that share a row
-    require(c.C % side == 0 && c.F % side == 0, "hidden size " + std::to_string(c.C) + " and feed-forward size " + std::to_string(c.F) +
-                                                 " must be multiples of " + std::to_string(side));
+            "layers, sizes, heads, vocabulary and positions must all be at least 1");
+    require(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 &&
+                c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
+            "a size is above the limit (layers 2^12, hidden size 2^14, heads 2^15, feed-forward size 2^20, "
+            "vocabulary 2^22, positions 2^21)");
+    constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
+    require(c.C % side == 0 && c.F % side == 0,
+            "hidden size " + text(c.C) + " and feed-forward size " + text(c.F) + " must be multiples of " +
+                text(side));
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 256, "head size " + std::to_string(c.HS()) + " must be a multiple of 8 up to 256");
-    require(c.q_cols() <= 1 << 20, "heads x head size is " + std::to_string(c.q_cols()) + ", and this program supports at most 2^20");
-    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of " + std::to_string(side));
+    require(c.HS() % 8 == 0 && c.HS() <= 256,
+            "head size " + text(c.HS()) + " must be a multiple of 8 up to 256");
+    require(c.q_cols() <= 1 << 20, "heads x head size is " + text(c.q_cols()) + ", above the limit of 2^20");
+    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0,
+            "heads x head size must be a multiple of " + text(side));
     require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
-    const double a_layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F), around = 2.0 * c.C * (double(c.V) + c.max_T);
-    require(double(c.L) * a_layer + around < 0x1p50, "it has more parameters than this program supports (2^50)");
+    const double layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F);
+    const double parameters = double(c.L) * layer + 2.0 * c.C * (double(c.V) + c.max_T);
+    require(parameters < 0x1p50, "it has more parameters than the limit of 2^50");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Parameters: one table in the order of the forward pass. What a parameter's role implies is a column, not a branch.
+// -----------------------------------------------------------------------------------------------------------
+// Parameters: one table in the order of the forward pass. What follows from a parameter's role is a column.
 
 struct Role {
     bool decay;      // weight decay applies
-    bool fp8_state;  // its moments may be held in fewer bits; else FP32, whatever the optimizer's formats are
-    bool linear;     // an operand of the recipe's GEMMs
-    bool weight;       // starts at 1; others start random, or at 0 where init_std is 0
+    bool fp8_state;  // moments in the optimizer's formats; else in FP32
+    bool linear;     // weight of a linear layer, quantized as the recipe says
+    bool weight;     // of a norm: starts at 1; others start random, or at 0 if init_std is 0
 };
-inline constexpr Role EMBEDDING{true, true, false, false};  // and positions, and the head: a product in the compute dtype
+inline constexpr Role EMBEDDING{true, true, false, false};  // also positions and the head
 inline constexpr Role LINEAR{true, true, true, false};
 inline constexpr Role NORM_WEIGHT{false, false, false, true};
 inline constexpr Role BIAS{false, false, false, false};
@@ -304,8 +332,8 @@ struct Param {
     Role role;
     int64_t rows, cols;  // (out, in); a vector is (1, n)
     float init_std;
-    int64_t offset;      // first element in the flat order; a multiple of MOMENT_GROUP, so ranges cut at group boundaries
-    int64_t bucket;        // parameters of one bucket have their gradients complete at the same time; backward is done with the highest bucket first
+    int64_t offset;      // in the flat order of all parameters; a multiple of MOMENT_GROUP
+    int64_t bucket;      // gradients of a bucket are complete at the same time; backward ends with 0
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -335,12 +363,12 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         bucket++;
         norm(layer + "norm1");
-        linear(layer + "qkv", c.qkv_cols(), c.C, std);               // rows [q | k | v]
+        linear(layer + "qkv", c.qkv_cols(), c.C, std);  // rows [q | k | v]
         bucket++;
         linear(layer + "attention_out", c.C, c.q_cols(), residual_std);
         bucket++;
         norm(layer + "norm2");
-        linear(layer + "gate_up", c.gate_up_cols(), c.C, std);                 // rows [gate | up], or one
+        linear(layer + "gate_up", c.gate_up_cols(), c.C, std);  // rows [gate | up], or the input of GELU
         bucket++;
         linear(layer + "down", c.C, c.F, residual_std);
     }
@@ -361,37 +389,39 @@ inline int64_t parameter_count(const ModelConfig& c) {  // without the padding r
     return n;
 }
 
-// The value that element i of parameter p starts from: a sum of four uniform integers stands for a normal variate, so that
-// the CPU and the GPU start from the same bits (no logarithm, one rounding).
+// A random first value with standard deviation std, with the same bits on the CPU and the GPU: the sum of
+// four uniform integers approximates a normal variate without a logarithm and with one rounding.
 COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
     z ^= z >> 32;
-    const int64_t sum = int64_t(z & 0xFFFF) + int64_t(z >> 16 & 0xFFFF) + int64_t(z >> 32 & 0xFFFF) + int64_t(z >> 48);
-    return static_cast<float>(sum - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // four uniforms have variance 1/3
+    const uint64_t sum = (z & 0xFFFF) + (z >> 16 & 0xFFFF) + (z >> 32 & 0xFFFF) + (z >> 48);
+    return float(int64_t(sum) - 2 * 65535) * (std * (1.7320508f / 65536.0f));  // variance 1/3
 }
 
-// Stochastic rounding of a weight to BF16 (Setup::master is false): bf16 = (bits of the FP32 value + 16 random bits) >> 16, so that the expected
-// value is the value. The random bits of elements 4q .. 4q+3 of the flat order, 16 each from the lowest on, are rounding_bits(key, q).
+// Stochastic rounding of a weight to BF16 (without a master): bf16 = (FP32 bits + 16 random bits) >> 16, so
+// that the expected value is the FP32 value. rounding_bits(key, q) are those of elements 4q .. 4q+3 of the
+// flat order, from the lowest 16 bits on.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
     uint64_t z = (key + q) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // step as in AdamW
+inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // AdamW::step
     return rounding_bits(seed * 0x9E3779B97F4A7C15ull, static_cast<uint64_t>(step)) << 32;
 }
 
-// The value that parameter number `index` of the table starts from at element i; rows of the vocabulary's padding are 0.
+// The first value of element i of parameter number `index`. Padding of the vocabulary is 0.
 COAT_HD inline float initial(float std, bool weight, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
     if (weight) return 1.0f;
     return std == 0 || i >= live ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // One training run on one device.
+
 struct Setup {
     ModelConfig config;
     Recipe recipe;
@@ -399,28 +429,27 @@ struct Setup {
     int64_t B, T;            // one micro-batch
     int64_t accumulate = 1;  // micro-batches a step
     uint64_t seed = 1;
-    bool master = true;          // exact FP32 master weights; else BF16 weights alone, rounded stochastically by the update
-    bool keep_gradients = true;  // update after backward; else each bucket as soon as its gradients are there: none is kept
-    bool recompute = true;       // outputs of norms and activation functions are computed again in backward; else kept as operands
+    bool master = true;          // FP32 master weights; else BF16 weights only, rounded stochastically
+    bool keep_gradients = true;  // update after backward; else update and free each bucket during backward
+    bool recompute = true;       // of norm and activation outputs in backward; else they are saved
 };
 
-// The format that gradients are summed and kept in. A BF16 sum loses what is below half a unit of its last place, so a
-// BF16 gradient is rounded at most four times: once a micro-batch, and twice where it is both the head's and the
-// embedding's. More terms are summed in FP32.
+// The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
+// four additions: one for each micro-batch, two if the head is the embedding. More are summed in FP32.
 inline Format gradient_format(const Setup& s) {
     return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// State: everything that a run needs to go on, by name. Both tellings read and write exactly these tensors, so a run may
-// stop on one and resume on the other.
+// -----------------------------------------------------------------------------------------------------------
+// State: all tensors that a run needs to resume, by name. The CPU and the GPU read and write the same
+// tensors, so that a run may stop on one and resume on the other.
 
 struct StateTensor {
-    std::string name;         // "layers.0.qkv" (weight), and with suffixes .remainder .m .v .m.max .m.k .v.max .v.k .x.history .x.scale ...
-    const char* dtype;        // safetensors' name
-    int bytes;                // of one element
+    std::string name;   // "layers.0.qkv" (weight), or with a suffix: .remainder .m .v .m.max .m.k .x.scale ...
+    const char* dtype;  // safetensors' name
+    int bytes;          // of one element
     std::vector<int64_t> shape;
-    size_t param;             // index into parameters()
+    size_t param;  // index into parameters()
 
     int64_t size() const {
         int64_t n = 1;
@@ -430,19 +459,17 @@ struct StateTensor {
     int64_t total_bytes() const { return size() * bytes; }
 };
 
-// "layers.0.qkv.m.max" -> number of "layers.0.qkv": the longest parameter name that begins the tensor's name.
+// "layers.0.qkv.m.max" -> index of "layers.0.qkv", the longest parameter name that begins the tensor's name.
 inline size_t param_of(const std::vector<Param>& params, const std::string& tensor) {
-    size_t best = params.size();
-    for (size_t i = 0; i < params.size(); i++) {
-        const std::string& p = params[i].name;
-        const bool begins = tensor.compare(0, p.size(), p) == 0 && (tensor.size() == p.size() || tensor[p.size()] == '.');
-        if (begins && (best == params.size() || p.size() > params[best].name.size())) best = i;
-    }
+    size_t best = params.size();  // a bias follows its weight, so the last match is the longest
+    for (size_t i = 0; i < params.size(); i++)
+        if ((tensor + ".").compare(0, params[i].name.size() + 1, params[i].name + ".") == 0) best = i;
     if (best == params.size()) throw Error("The model has no tensor " + tensor + ".");
     return best;
 }
 
-// Weights are BF16; with the signed 16-bit remainder they are the exact FP32 master: bits = (bf16 << 16) + remainder.
+// Weights are BF16. With the signed 16-bit remainder they are the FP32 master: bits = (bf16 << 16) +
+// remainder.
 inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     std::vector<StateTensor> table;
     const std::vector<Param> params = parameters(c);
@@ -451,12 +478,15 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     return table;
 }
 
-// Where scales are delayed: of each operand of each linear layer the amaxes of the last steps, the newest first, and the
-// scale of the next one. It is 0 as long as the history is empty: then the operand is scaled just in time.
+// Delayed scaling, for each operand of each linear layer: the amaxes of the last steps, the newest first, and
+// the scale of the next step. The scale is 0 as long as the history is empty: then the operand is scaled just
+// in time.
 enum class LinearOperand : uint8_t { X, W, G };
 inline constexpr int OPERANDS = 3;
 inline constexpr const char* OPERAND_NAMES[] = {".x", ".w", ".g"};
-inline const Quant& quant_of(const Recipe& r, LinearOperand o) { return o == LinearOperand::X ? r.x : o == LinearOperand::W ? r.w : r.g; }
+inline const Quant& quant_of(const Recipe& r, LinearOperand o) {
+    return o == LinearOperand::X ? r.x : o == LinearOperand::W ? r.w : r.g;
+}
 
 inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Recipe& r) {
     std::vector<StateTensor> table;
@@ -470,14 +500,15 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
     return table;
 }
 
-// What a run needs beside its weights to go on: the rest of the masters, the moments, delayed scales.
+// The state besides the weights: remainders of the masters, moments, delayed scales.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
     const std::vector<Param> params = parameters(s.config);
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
-        for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, std::pair{".v", s.optimizer.v}}) {
+        const std::pair<const char*, Format> moments[] = {{".m", s.optimizer.m}, {".v", s.optimizer.v}};
+        for (const auto& [moment, wanted] : moments) {
             const Format f = p.moment(wanted);
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
             const int64_t scales = s.optimizer.scales(f, p.size());
@@ -489,12 +520,13 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     return table;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What a layer saves for backward: what elementwise work cannot compute again from something else saved; the rest only without Setup::recompute.
+// -----------------------------------------------------------------------------------------------------------
+// What a layer saves for backward (paper table 2): the tensors that cheap elementwise work cannot compute
+// from another saved tensor, and without Setup::recompute also the others.
 
-// The operands of a linear layer's three GEMMs. Hopper's FP8 GEMM needs every dimension to be a multiple of 16. Sides of
-// weights are (validate). Where the tokens of a micro-batch are not, all linear layers run in the compute dtype, and the
-// precision plan says so. This is decided once for a run: what trains in BF16 also samples and evaluates in BF16.
+// The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16.
+// Weights comply (validate). If the tokens of a micro-batch do not, all linear layers of the run use the
+// compute dtype.
 struct LinearFormats {
     Quant x, w, g;
     bool fallback;
@@ -505,15 +537,19 @@ inline LinearFormats linear_formats(const Setup& s) {
     return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
 }
 
-enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput };
+enum class Saved : uint8_t {
+    Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput
+};
 struct SavedTensor {
     Saved which;
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
-    bool transposed = false;  // held as its transpose, an operand of wgrad, with the scales of that
+    bool transposed = false;  // saved as the transpose that wgrad reads
 
-    int64_t bytes(int64_t tokens) const { return transposed ? quant.operand_bytes(cols, tokens) : quant.bytes(tokens, cols); }
+    int64_t bytes(int64_t tokens) const {
+        return transposed ? quant.operand_bytes(cols, tokens) : quant.bytes(tokens, cols);
+    }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
@@ -532,78 +568,92 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
     const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
     table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
     table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
-    table.push_back({Saved::ActivationOutput, c.arch.gated ? "SiLU(gate) x up" : "GELU output", c.F, x, transposed});
+    const char* act = c.arch.gated ? "SiLU(gate) x up" : "GELU output";
+    table.push_back({Saved::ActivationOutput, act, c.F, x, transposed});
     return table;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// How well FP8 did
+// -----------------------------------------------------------------------------------------------------------
+// Quantization error, by kind of tensor.
 
-struct QuantStats {  // of one kind of tensor
+struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
-    int64_t elements = 0, saturated = 0, flushed = 0;  // |x| well beyond the largest code (add_stats); non-zero x that became zero
+    int64_t elements = 0;
+    int64_t saturated = 0;  // |x| clearly above the largest value of the format times the scale
+    int64_t flushed = 0;    // x was not zero and became zero
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
 };
 
-enum class Kind : uint8_t { NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count };
-inline constexpr const char* KIND_NAMES[] = {"norm inputs", "q, k, v, output", "activation inputs", "linear inputs", "weights",
-                                             "gradients",   "first moments",     "second moments"};
+enum class Kind : uint8_t {
+    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
+};
+inline constexpr const char* KIND_NAMES[] = {
+    "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
+    "weights", "gradients", "first moments", "second moments"};
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(Kind::Count)];
     std::vector<float> k_m, k_v;  // expansion factors of all groups, sorted
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Model: one training run's weights, gradients, moments and activations on one device. train.cpp, data/ and the tests
-// know models through this alone; reference.cpp and model.cu implement it.
+// -----------------------------------------------------------------------------------------------------------
+// Model: the weights, gradients, moments and activations of one training run on one device. train.cpp, data/
+// and most tests see no other interface; reference.cpp and model.cu implement it.
 
-struct AdamW {  // one step's numbers; step counts from 1, for the bias correction
-    int64_t step;
+struct AdamW {    // the arguments of one step
+    int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    float clip = 1.0f;      // largest global norm of the gradient; 0: no clipping
-    // Where no gradients are kept, the norm is known only when backward is done. What clips a bucket's gradients is that of its own and all later
-    // buckets', times this: by how much it grew from here on in the last step (StepResult::norm_correction). Empty: 1. Infinity clips to nothing.
+    float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
+    // Only without keep_gradients, when the global norm is not known before the updates. A bucket is clipped
+    // by the norm of its gradients and those of later buckets, times norm_correction[bucket], the
+    // StepResult's of the step before. Empty: 1. Infinity clips the gradients to zero.
     std::vector<double> norm_correction = {};
 };
 
 struct StepResult {
     double loss;       // nats per token, mean over the micro-batches
     double grad_norm;  // before clipping
-    // The loss, a gradient or what went to FP8 was not finite, or the clipped norm was 2^62 or more: nothing was changed. Where no
-    // gradients are kept, neither the bucket where that was found nor any later one of the step was updated; earlier ones were.
+    // Nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not finite,
+    // or a clipped norm was 2^62 or more. Without keep_gradients, buckets that were updated before that stay
+    // updated.
     bool skipped;
-    std::vector<double> norm_correction = {};  // where no gradients are kept, by bucket: grad_norm over the norm of that bucket's and all later ones' gradients
+    // Without keep_gradients, by bucket: grad_norm / norm of the gradients of this and all later buckets.
+    std::vector<double> norm_correction = {};
 };
-// From those norms, by bucket.
+// norms: by bucket, of its gradients and those of all later buckets.
 inline std::vector<double> norm_corrections_of(std::vector<double> norms) {
-    const double total = norms.at(0);  // backward ends with bucket 0
+    const double total = norms.at(0);  // backward ends with bucket 0: all gradients
     for (double& norm : norms) norm = norm > 0 ? total / norm : 1;
     return norms;
 }
-inline double norm_correction_at(const AdamW& a, int64_t bucket) { return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket); }
+inline double norm_correction_at(const AdamW& a, int64_t bucket) {
+    return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket);
+}
 
+// Tokens and targets are in [0, V); every function throws Error if they are not, or if a tensor name is
+// unknown.
 class Model {
 public:
     virtual ~Model() = default;
-    // Tokens and targets lie in [0, V), else Error. Where a name is that of no tensor: Error.
     // Forward, backward and update. tokens and targets: (accumulate, B, T).
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
-    // Mean loss of one micro-batch, no gradient; NaN where what went to FP8 was not finite. tokens and targets: (B, T).
+    // Mean loss of one micro-batch (B, T) without gradients; NaN if a tensor that was quantized to FP8 was
+    // not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // Logits (V) of the token that follows these n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
-    // One micro-batch, forward and backward without an update, with every quantization measured; and the state's k.
+    // Measures every quantization in forward and backward of one micro-batch, without an update.
     virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // Any tensor of weight_tensors() or optimizer_tensors(), or "<param>.gradient" (FP32, read only; of the last step, until the next forward
-    // pass; only with Setup::keep_gradients), by name, contiguous.
+    // A tensor of weight_tensors() or optimizer_tensors() by name, contiguous. "<param>.gradient" (FP32) is
+    // the gradient of the last step, until the next forward pass; it is read-only and exists only with
+    // keep_gradients.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;
 };
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: the CPU
-std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; throws Error where no GPU can run it
-std::string why_no_gpu();                                   // model.cu; empty where make_gpu can run, else why not and the cure
+std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; Error if no GPU can run it
+std::string why_no_gpu();  // model.cu; empty if a GPU can be used, else the reason and what to do
 
 }  // namespace coat

@@ -1,7 +1,7 @@
 // error.h - errors for the user, and text that is safe to print.
 //
-// A file, a path or a flag can say anything. What is printed of it goes through printable() or shown(), and so does the
-// text of every Error.
+// A file, a path or a flag can contain any bytes, also those that control a terminal. Text from them is
+// printed through printable() or escaped(); the message of an Error is always escaped.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -9,7 +9,8 @@
 
 namespace coat {
 
-// The number of bytes of the UTF-8 character at text[at], and its code point; 0 where the bytes are not valid UTF-8.
+// The number of bytes of the UTF-8 character at text[at], and its code point; 0 if the bytes are not valid
+// UTF-8.
 inline size_t utf8_character(const std::string& text, size_t at, uint32_t* point) {
     constexpr uint32_t SMALLEST[] = {0, 0, 0x80, 0x800, 0x10000};  // code point that needs so many bytes
     const auto first = static_cast<unsigned char>(text[at]);
@@ -36,8 +37,9 @@ inline bool is_utf8(const std::string& text) {
     return true;
 }
 
-// Text that is safe for a terminal: without control characters, characters that change the direction of writing, and
-// bytes that are not UTF-8. Line breaks and tabs stay, or the whole is on one line.
+// Text that is safe for a terminal: control characters, characters that change the direction of writing, and
+// bytes that are not UTF-8 are replaced. Lines::Many: line breaks and tabs remain. Lines::One: they are
+// replaced, too.
 enum class Lines : uint8_t { One, Many };
 inline std::string printable(const std::string& text, Lines lines = Lines::One) {
     std::string out;
@@ -55,19 +57,20 @@ inline std::string printable(const std::string& text, Lines lines = Lines::One) 
     return out;
 }
 
-// A value in a message: on one line, and without its middle where it has many more bytes than `most`.
-inline std::string shown(const std::string& text, size_t most = 200) {
+// A value in a message: on one line. If it has more than `most` bytes, the middle is left out.
+inline std::string escaped(const std::string& text, size_t most = 200) {
     if (text.size() <= most) return printable(text);
-    auto inside = [&](size_t at) { return (text[at] & 0xC0) == 0x80; };  // a character
+    auto inside = [&](size_t at) { return (text[at] & 0xC0) == 0x80; };  // not the first byte of a character
     size_t head = most / 2, tail = text.size() - most / 2;
     for (int i = 0; i < 3 && inside(head); i++) head--;
     for (int i = 0; i < 3 && tail < text.size() && inside(tail); i++) tail++;
     return printable(text.substr(0, head)) + "..." + printable(text.substr(tail));
 }
 
-// What a user can fix: one sentence that names the file or flag and says what to do. train.cpp prints it and exits with 1.
+// An error that the user can correct: one sentence that names the file or flag and says what to do. train.cpp
+// prints it and exits with 1.
 struct Error : std::runtime_error {
-    explicit Error(const std::string& sentence) : std::runtime_error(shown(sentence, 1500)) {}
+    explicit Error(const std::string& sentence) : std::runtime_error(escaped(sentence, 1500)) {}
 };
 
 }  // namespace coat

@@ -1,53 +1,59 @@
-// plan.cpp - the tables of plan.h, each computed from the tables of coat.h: a new recipe or model is a new row there.
+// plan.cpp - the tables of plan.h, computed from those of coat.h: a new recipe or model is a new row there.
+//
+// In order: learning rate, memory modes and checks, precision plan, memory plan, layout of a GPU's memory,
+// the two maps of ./train --plan full (buffers, FP8 operands), what a GPU does not support, printing.
 #include "plan.h"
 
 #include <algorithm>
 
 namespace coat {
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The learning rate. Cosine and linear end at a tenth of the peak, as the paper's runs do (alpha_f = 0.1).
+// -----------------------------------------------------------------------------------------------------------
+// The learning rate. Cosine and linear end at a tenth of the peak, as in the paper's runs (alpha_f = 0.1).
 
 const std::vector<Schedule>& schedules() {
     constexpr double FLOOR = 0.1;
     static const std::vector<Schedule> table = {
-        {"cosine", [](double p) { return FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(p * 3.14159265358979323846)); },
-         "down half a cosine to a tenth"},
-        {"linear", [](double p) { return 1 - (1 - FLOOR) * p; }, "down a line to a tenth"},
-        {"constant", [](double) { return 1.0; }, "stays"},
+        {"cosine",
+         [](double p) { return FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(p * 3.14159265358979323846)); },
+         "falls along half a cosine to a tenth of the peak"},
+        {"linear", [](double p) { return 1 - (1 - FLOOR) * p; }, "falls linearly to a tenth of the peak"},
+        {"constant", [](double) { return 1.0; }, "stays at the peak"},
     };
     return table;
 }
 
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step) {
-    if (step < warmup) return static_cast<float>(peak * static_cast<double>(step + 1) / static_cast<double>(warmup));
-    const double progress = static_cast<double>(step - warmup) / static_cast<double>(std::max<int64_t>(1, steps - warmup));
+    if (step < warmup)
+        return static_cast<float>(peak * static_cast<double>(step + 1) / static_cast<double>(warmup));
+    const int64_t after = step - warmup, length = std::max<int64_t>(1, steps - warmup);
+    const double progress = static_cast<double>(after) / static_cast<double>(length);
     return static_cast<float>(peak * schedule.factor(std::min(1.0, progress)));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Memory modes, and what cannot work
+// -----------------------------------------------------------------------------------------------------------
+// Memory modes, and what no device supports
 
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
         {"attention", true,
-         {{"stream", "q, k, v and the output are kept for backward in the recipe's compute dtype"},
-          {"groups", "in FP8 groups of 16, which the forward pass reads too"}},
+         {{"compute", "q, k, v and attention's output are saved in the compute dtype"},
+          {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}},
          [](const Setup& s) { return !s.recipe.attention.fp8(); },
          [](Setup& s, bool first) { s.recipe.attention = first ? Quant{s.recipe.compute} : Q_GROUP; }},
         {"master", true,
-         {{"exact", "16 bits beside each BF16 weight make its FP32 master"},
-          {"none", "BF16 weights alone, which the update rounds stochastically"}},
+         {{"exact", "16 bits beside each BF16 weight make an exact FP32 master weight"},
+          {"none", "BF16 weights alone; the update rounds them stochastically"}},
          [](const Setup& s) { return s.master; },
          [](Setup& s, bool first) { s.master = first; }},
         {"gradients", true,
-         {{"kept", "all of them, until the update after the backward pass"},
-          {"none", "backward updates a linear layer as soon as it has its gradient: one micro-batch a step, clipped by what is known of the norm by then"}},
+         {{"kept", "all gradients are kept until the update, which follows the backward pass"},
+          {"none", "backward updates each layer once its gradient is complete; clipping estimates the norm"}},
          [](const Setup& s) { return s.keep_gradients; },
          [](Setup& s, bool first) { s.keep_gradients = first; }},
         {"recompute", false,
-         {{"on", "outputs of norms and activation functions are computed again in the backward pass"},
-          {"off", "they are kept, on a GPU: the same bits in less time and more memory (a CPU always computes them again)"}},
+         {{"on", "backward recomputes the outputs of norms and activation functions"},
+          {"off", "a GPU saves them: the same bits in less time and more memory (a CPU always recomputes)"}},
          [](const Setup& s) { return s.recompute; },
          [](Setup& s, bool first) { s.recompute = first; }},
     };
@@ -56,34 +62,39 @@ const std::vector<MemoryMode>& memory_modes() {
 
 namespace {
 
-// What one product of a linear layer may read: the scale modes of Hopper's FP8 products in cuBLASLt. Squares go beside vectors alone.
-constexpr struct { Granularity a, b; } MULTIPLIED[] = {
-    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128}, {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
+// Granularities of the two operands of one GEMM: the scale modes of cuBLASLt's FP8 GEMMs on Hopper.
+constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
+    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128},
+    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
 
-void validate_product(const Recipe& r, const std::string& name, const Quant& a, const Quant& b, bool fast) {
-    const std::string product = "Recipe " + std::string(r.name) + " cannot have " + name + " multiply " + a.text() + " by " + b.text() + ": ";
-    if (a.fp8() != b.fp8()) throw Error(product + "both operands must be FP8, or none.");
+void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
+    auto require = [&](bool ok, const char* what) {
+        if (!ok)
+            throw Error("Recipe " + std::string(r.name) + " cannot run " + gemm + " with operands " +
+                        a.text() + " and " + b.text() + ": " + what + ".");
+    };
+    require(a.fp8() == b.fp8(), "both operands must be FP8, or neither");
     if (!a.fp8()) return;
-    if (a.format == Format::E5M2 && b.format == Format::E5M2)
-        throw Error(product + "a GPU has no product of two E5M2 matrices; make one of them E4M3.");
-    bool known = a.scale == Format::F32 && b.scale == Format::F32;
-    known = known && std::any_of(std::begin(MULTIPLIED), std::end(MULTIPLIED),
-                                 [&](const auto& m) { return m.a == a.granularity && m.b == b.granularity; });
-    if (!known)
-        throw Error(product + "Hopper's products know FP32 scales for tensor by tensor, row by row, 1x128 by 1x128 and 1x128 by 128x128; "
-                              "choose one of these.");
-    if (fast && (a.granularity.cols == PER_1x128.cols || b.granularity.cols == PER_1x128.cols))
-        throw Error(product + "groups of 128 go with exact accumulation alone; use --accumulation exact.");
-    if (r.scaling == Scaling::Delayed && !(a.granularity == PER_TENSOR))
-        throw Error(product + "delayed scaling knows one scale a tensor; make them per tensor, or scale just in time.");
+    require(a.format != Format::E5M2 || b.format != Format::E5M2,
+            "no GPU multiplies two E5M2 matrices; make one of them E4M3");
+    const bool known = std::any_of(std::begin(GEMM_SCALES), std::end(GEMM_SCALES), [&](const auto& m) {
+        return m.a == a.granularity && m.b == b.granularity;
+    });
+    require(known && a.scale == Format::F32 && b.scale == Format::F32,
+            "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128 or 1x128 by 128x128");
+    require(!fast || (a.granularity.cols != PER_1x128.cols && b.granularity.cols != PER_1x128.cols),
+            "blocks of 128 need exact accumulation; use --accumulation exact");
+    require(r.scaling != Scaling::Delayed || a.granularity == PER_TENSOR,
+            "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
 }
 
 void validate(const Recipe& r) {
-    validate_product(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
-    validate_product(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
-    validate_product(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
+    validate_gemm(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
+    validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
+    validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
     if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
-        throw Error("Recipe " + std::string(r.name) + " cannot scale by its history; give it 1 step or more, and a margin from 0 to 64.");
+        throw Error("Recipe " + std::string(r.name) +
+                    " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
 }
 
 }  // namespace
@@ -92,136 +103,137 @@ void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
     if (s.T > s.config.max_T)
-        throw Error("--seq " + std::to_string(s.T) + " is longer than the " + std::to_string(s.config.max_T) + " positions of " +
-                    s.config.name + "; use at most --seq " + std::to_string(s.config.max_T) + ".");
-    // A GPU has 65,535 blocks in the second and third direction of a grid: of sequences, and of tiles of 128 tokens.
+        throw Error("--seq " + std::to_string(s.T) + " is too long for " + s.config.name +
+                    "; use at most --seq " + std::to_string(s.config.max_T) + ".");
+    // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
     if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
-        throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) + " is more than " + std::to_string(MAX_SEQUENCES) +
-                    " sequences or " + std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
-    const std::string recipe = s.recipe.name;
-    const std::string in_fp32 = " goes with BF16, but --recipe " + recipe + " is all FP32; leave it out, or choose --recipe coat.";
-    if (s.recipe.compute == Format::F32 && s.recipe.attention.fp8()) throw Error("--attention groups" + in_fp32);
-    if (s.recipe.compute == Format::F32 && !s.master) throw Error("--master none" + in_fp32);
+        throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) +
+                    " is more than " + std::to_string(MAX_SEQUENCES) + " sequences or " +
+                    std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
+    const bool groups = s.recipe.attention.fp8(), fp32 = s.recipe.compute == Format::F32;
+    if (fp32 && (groups || !s.master))
+        throw Error(std::string(groups ? "--attention groups" : "--master none") +
+                    " needs BF16, but --recipe " + s.recipe.name +
+                    " computes in FP32; leave the flag out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
-        throw Error("--gradients none spends each gradient at once, so that --accumulate " + std::to_string(s.accumulate) +
-                    " has nothing to add up in; use --accumulate 1 with a larger --batch, or --gradients kept.");
+        throw Error("--gradients none keeps no gradients to which --accumulate " +
+                    std::to_string(s.accumulate) +
+                    " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The precision flow, in the order of a step (paper section 5)
 
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const std::string stream = info(r.compute).name, fp32 = info(Format::F32).name;
-    const std::string nonlinear = r.nonlinear.text(), pair = r.nonlinear.fp8() ? stream + " and " + nonlinear : stream;
-    const std::string attention = r.attention.text();
-    const std::string layers = "each of " + std::to_string(c.L) + " layers", none = "-";
-
-    std::vector<PrecisionRow> table;
-    auto row = [&](const std::string& part, const std::string& name, const std::string& input, const std::string& weights,
-                   const std::string& output, const std::string& saved) {
-        table.push_back({part, name, input, weights, output, saved});
-    };
     const LinearFormats q = linear_formats(s);
-    auto named = [&](const std::string& name) { return q.fallback ? name + " (falls back)" : name; };
-    auto linear = [&](const std::string& name, const std::string& output) {
-        row(layers, named(name), q.x.text(), q.w.text(), output, none);
-    };
-    auto recomputed = [&](const std::string& name, const std::string& weights) {  // the operand of a linear layer
-        const std::string x = q.x.text();
-        row(layers, name, nonlinear, weights, x, nonlinear + " input" + (s.recompute ? "" : "; " + x + " output"));
-    };
+    const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-";
+    const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
+    const std::string sum =
+        compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");  // written by residual adds
+    const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
+    const std::string layers = "each of " + std::to_string(c.L) + " layers";
+    const std::string up = c.arch.gated ? "gate and up" : "up";
+    auto linear = [&](const std::string& name) { return name + (q.fallback ? " (falls back)" : ""); };
+    const bool remainder = s.master && r.compute != Format::F32;
+    const std::string weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
+    const std::string dw = std::string(info(gradient_format(s)).name) + " gradient";
 
-    row("", "embedding", "tokens", stream, pair, none);
-    recomputed("norm 1", stream);
-    linear("q, k, v projection", c.arch.rope ? stream : attention);
-    if (c.arch.rope) row(layers, "rotary positions", stream, none, attention, none);
-    row(layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp");
-    linear("attention output projection", stream);
-    row(layers, "residual add", stream, none, pair, none);
-    recomputed("norm 2", stream);
-    linear(c.arch.gated ? "gate and up projection" : "up projection", stream);
-    recomputed(c.arch.gated ? "SiLU(gate) x up" : "GELU", none);
-    linear("down projection", stream);
-    row(layers, "residual add", stream, none, pair, none);
-    row("", "final norm", stream, stream, stream, stream + " input");
-    row("", "head", stream, stream, stream, none);
-    row("", "cross-entropy", stream, none, fp32, none);
-
-    // Every linear layer has the same pair of GEMMs in backward.
-    row("backward", named("linear layers, dgrad"), q.g.text(), q.w.text(), stream, none);
-    row("backward", named("linear layers, wgrad"), q.g.text() + " x " + q.x.text(), none, std::string(info(gradient_format(s)).name) + " gradient", none);
-    row("backward", "norms, activations", nonlinear + ", " + stream, stream, stream, none);
-    row("backward", "attention", r.attention.fp8() ? attention + ", " + stream : stream, none, stream, none);
-    row("backward", "head", stream, stream, stream, none);
-    const bool halves = s.master && r.compute != Format::F32;
-    const std::string held = halves ? stream + " and 16 bits: fp32" : stream;
-    row("update", "AdamW, weights", held, none, s.master ? held : held + " stochastically", none);
-    for (const auto& [name, format] : {std::pair{"AdamW, first moment", s.optimizer.m}, std::pair{"AdamW, second moment", s.optimizer.v}})
-        row("update", name, info(format).name, none, info(format).name,
-            !is_scaled(format) ? none : std::string(s.optimizer.expands(format) ? "fp32 max, k" : "fp32 max") + " each " +
-                                        (s.optimizer.granularity == PER_TENSOR ? "tensor" : std::to_string(MOMENT_GROUP)));
+    std::vector<PrecisionRow> table = {
+        {"", "embedding", "tokens", compute, sum, none},
+        {layers, "norm 1", nonlinear, compute, x, saved},
+        {layers, linear("q, k, v projection"), x, q.w.text(), c.arch.rope ? compute : attention, none},
+        {layers, "rotary positions", compute, none, attention, none},
+        {layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp"},
+        {layers, linear("attention output projection"), x, q.w.text(), compute, none},
+        {layers, "residual add", compute, none, sum, none},
+        {layers, "norm 2", nonlinear, compute, x, saved},
+        {layers, linear(up + " projection"), x, q.w.text(), compute, none},
+        {layers, c.arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, x, saved},
+        {layers, linear("down projection"), x, q.w.text(), compute, none},
+        {layers, "residual add", compute, none, sum, none},
+        {"", "final norm", compute, compute, compute, compute + " input"},
+        {"", "head", compute, compute, compute, none},
+        {"", "cross-entropy", compute, none, fp32, none},
+        // Every linear layer has the same pair of GEMMs in backward.
+        {"backward", linear("linear layers, dgrad"), q.g.text(), q.w.text(), compute, none},
+        {"backward", linear("linear layers, wgrad"), q.g.text() + " x " + x, none, dw, none},
+        {"backward", "norms, activations", nonlinear + ", " + compute, compute, compute, none},
+        {"backward", "attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute, none},
+        {"backward", "head", compute, compute, compute, none},
+        {"update", "AdamW, weights", weights, none, s.master ? weights : weights + ", stochastic", none},
+    };
+    if (!c.arch.rope) table.erase(table.begin() + 3);
+    const OptimizerFormat& o = s.optimizer;
+    const std::string of = o.granularity == PER_TENSOR ? "tensor" : "group of 128";
+    for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
+        const std::string scales = (o.expands(f) ? "fp32 max and k per " : "fp32 max per ") + of;
+        table.push_back({"update", name, info(f).name, none, info(f).name, is_scaled(f) ? scales : none});
+    }
     return table;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Memory
 
 namespace {
 
-// Elements of the flat order that have a gradient at one time. A tied embedding's is added to from the head on, all through backward.
+// Elements whose gradients exist at the same time. With --gradients none that is the largest bucket, and in
+// addition the bucket of a tied embedding, to which the head adds first and the embedding last.
 int64_t gradient_elements(const Setup& s) {
     int64_t all = 0, largest = 0;
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
-    for (size_t u = 0; u < buckets.size(); u++) {
-        all += buckets[u].elements;
-        if (u > 0 || !s.config.tied) largest = std::max(largest, buckets[u].elements);
+    for (size_t b = 0; b < buckets.size(); b++) {
+        all += buckets[b].elements;
+        if (b > 0 || !s.config.tied) largest = std::max(largest, buckets[b].elements);
     }
     return s.keep_gradients ? all : largest + (s.config.tied ? buckets[0].elements : 0);
 }
 
-int64_t scaling_bytes(const Setup& s) {
-    int64_t bytes = 0;
-    for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) bytes += t.total_bytes();
-    return bytes;
+int64_t padded_elements(const ModelConfig& c) {
+    const Param last = parameters(c).back();
+    return last.offset + last.padded_size();
 }
 
 }  // namespace
 
-// What only a run with a mode has comes last, so that a row has the same place in every plan.
+// A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
-    const int64_t N = s.B * s.T, live = parameter_count(c);
-    const Format stream = s.recipe.compute;
+    const int64_t N = s.B * s.T, live = parameter_count(c), elements = padded_elements(c);
+    const Format compute = s.recipe.compute, gradient = gradient_format(s);
 
-    // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is held in FP32 is
-    // its own master; a BF16 one has a 16-bit remainder beside it.
-    int64_t elements = 0, moment[2] = {0, 0}, moment_scales = 0;
-    for (const Param& p : parameters(c)) {
-        elements += p.padded_size();
-        int which = 0;
-        for (Format wanted : {s.optimizer.m, s.optimizer.v}) {
-            const Format f = p.moment(wanted);
-            moment[which++] += p.padded_size() * info(f).bytes;
-            moment_scales += s.optimizer.scales(f, p.size()) * info(Format::F32).bytes * (s.optimizer.expands(f) ? 2 : 1);
+    // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
+    // stored in FP32 is its own master; a BF16 weight has a 16-bit remainder beside it.
+    int64_t moment[2] = {0, 0}, moment_scales = 0, scaling = 0;
+    for (const Param& p : parameters(c))
+        for (int i = 0; i < 2; i++) {
+            const Format f = p.moment(i == 0 ? s.optimizer.m : s.optimizer.v);
+            moment[i] += p.padded_size() * info(f).bytes;
+            moment_scales += s.optimizer.scales(f, p.size()) * 4 * (s.optimizer.expands(f) ? 2 : 1);
         }
-    }
+    for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     auto format = [](Format f) { return std::string(" (") + info(f).name + ")"; };
+    const std::string scales = std::string(s.optimizer.expand ? "max and k" : "max") +
+                               (s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
+    const int64_t gradients = gradient_elements(s) * info(gradient).bytes;
+    const std::string kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : elements * 2;
     std::vector<MemoryRow> plan = {
-        {Category::Weights, "weights" + format(stream), elements * info(stream).bytes, "parameter", live},
-        {Category::Weights, "rest of the FP32 master", stream == Format::F32 || !s.master ? 0 : elements * 2, "parameter", live},
-        {Category::Gradients, (s.keep_gradients ? "gradients" : "gradients of the largest bucket") + format(gradient_format(s)),
-         gradient_elements(s) * info(gradient_format(s)).bytes, "parameter", live},
+        {Category::Weights, "weights" + format(compute), elements * info(compute).bytes, "parameter", live},
+        {Category::Weights, "rest of the FP32 master weights", remainder, "parameter", live},
+        {Category::Gradients, kept + format(gradient), gradients, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
-        {Category::Optimizer, std::string(s.optimizer.expand ? "max and k" : "max") + " of each " +
-                                  (s.optimizer.granularity == PER_TENSOR ? "tensor" : "group"), moment_scales, "parameter", live},
-        {Category::Activations, "final norm input" + format(stream), N * c.C * info(stream).bytes, "token", N},
+        {Category::Optimizer, scales, moment_scales, "parameter", live},
+        {Category::Activations, "final norm input" + format(compute), N * c.C * info(compute).bytes, "token",
+         N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")", t.bytes(N) * c.L, "token, layer", N * c.L});
-    if (const int64_t scaling = scaling_bytes(s)) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
+        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")",
+                        t.bytes(N) * c.L, "token and layer", N * c.L});
+    if (scaling) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
     return plan;
 }
 
@@ -238,7 +250,8 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
 }
 
 double optimizer_bytes_per_parameter(const Setup& s) {
-    return static_cast<double>(total_bytes(memory_plan(s), Category::Optimizer)) / static_cast<double>(parameter_count(s.config));
+    const int64_t bytes = total_bytes(memory_plan(s), Category::Optimizer);
+    return static_cast<double>(bytes) / static_cast<double>(parameter_count(s.config));
 }
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
@@ -254,113 +267,179 @@ Setup bf16_baseline(Setup s) {
     return s;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// One GPU
+// -----------------------------------------------------------------------------------------------------------
+// The workspace of a GPU: buffers that operators need only while they run.
+//
+// A step is cut into phases. A phase is a few operators that run one after the other and use the same
+// buffers, such as "backward: down projection, wgrad". What a buffer contains is needed only in its phases.
+// So two buffers may lie in the same memory if they have no phase in common: for example, the logits and the
+// FP32 sums of attention's backward. All layers go through the same phases. pack() gives each buffer its
+// place.
 
 namespace {
 
-enum Phase : uint32_t {  // of a step; backward has one for each of a linear layer's two GEMMs
-    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_UP = 1 << 2, FORWARD_DOWN = 1 << 3, HEAD = 1 << 4,
-    DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6, ACTIVATION_BACKWARD = 1 << 7, UP_DGRAD = 1 << 8, UP_WGRAD = 1 << 9,
-    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11, ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14,
-    QKV_WGRAD = 1 << 15, EMBEDDING_BACKWARD = 1 << 16
+enum Phase : uint32_t {  // in the order of phase_names()
+    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
+    HEAD = 1 << 4,
+    DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6,
+    ACTIVATION_BACKWARD = 1 << 7, UP_DGRAD = 1 << 8, UP_WGRAD = 1 << 9,
+    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11,
+    ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
+    EMBEDDING_BACKWARD = 1 << 16
 };
-constexpr uint32_t ALWAYS = ~0u;
+constexpr uint32_t ALWAYS = (1u << 17) - 1;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | FORWARD_DOWN;
 constexpr uint32_t DGRADS = DOWN_DGRAD | UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
-constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD, QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
+constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD;
+constexpr uint32_t QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
 
+struct Use {
+    uint32_t phases;
+    std::string contents;
+};
 struct WorkRow {
     Work work;
-    uint32_t phases;
+    const char* name;
     int64_t bytes;
+    std::vector<Use> uses;
+    uint32_t phases() const {
+        uint32_t all = 0;
+        for (const Use& use : uses) all |= use.phases;
+        return all;
+    }
 };
 
-// What attention's backward needs on any GPU (attention.cu): FP32 sums of dq and statistics by tiles of queries, and a counter
-// (attention_sm90.cu, Layout), where the tensor cores do it, a number for each query and head elsewhere.
-int64_t attention_bytes(const ModelConfig& c, Format stream, int64_t B, int64_t T) {
-    const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64, tiles = B * c.NH * ceil_div(T, tile);
-    const bool tensor_cores = stream == Format::BF16 && (c.HS() == 64 || c.HS() == 128);
-    return tensor_cores ? std::max(simple, round_up((tiles * (2 * tile + tile * c.HS() + 1) + 1) * 4, GPU_ALIGNMENT)) : simple;
+// The FP8 gradient of gate and up replaces the saved gate and up, if its codes are as large and have one
+// scale.
+bool gate_up_gradient_in_place(const Setup& s) {
+    const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
+    return same_size && s.recipe.x.granularity == PER_TENSOR;
+}
+// The gradient of q, k, v replaces what is left there, if it fits.
+bool qkv_gradient_in_place(const Setup& s) {
+    const int64_t N = gpu_tokens(s), bytes = N * s.config.qkv_cols() * info(s.recipe.compute).bytes;
+    return bytes <= s.recipe.nonlinear.bytes(N, s.config.gate_up_cols());
 }
 
+// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Layout): FP32 sums of dq,
+// statistics by tiles of queries, and counters. Without (attention.cu): a value for each query and head.
+int64_t attention_bytes(const ModelConfig& c, Format compute, int64_t B, int64_t T) {
+    const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64;
+    const int64_t tiles = B * c.NH * ceil_div(T, tile);
+    const bool tensor_cores = compute == Format::BF16 && (c.HS() == 64 || c.HS() == 128);
+    if (!tensor_cores) return simple;
+    return std::max(simple, round_up((tiles * (2 * tile + tile * c.HS() + 1) + 1) * 4, GPU_ALIGNMENT));
+}
+
+// N: gpu_tokens(); Q, QKV, U: columns of attention's output, of q, k and v, and of gate and up (ModelConfig).
 std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const int64_t N = gpu_tokens(s);
-    const int64_t V = c.padded_V(), C = c.C, Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols(), F = c.F;
-    const int64_t stream = info(r.compute).bytes, parameter_rows = static_cast<int64_t>(parameters(c).size());
+    const int64_t N = gpu_tokens(s), V = c.padded_V(), C = c.C, F = c.F;
+    const int64_t Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols();
+    const int64_t compute = info(r.compute).bytes, params = static_cast<int64_t>(parameters(c).size());
     const LinearFormats q = linear_formats(s);
-    const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR, groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
-    const bool made_from_o = fp8 || attention_groups;  // else attention's output is the operand as it lies
+    const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR;
+    const bool groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
+    const bool gate_up_in_place = gate_up_gradient_in_place(s), cached = facts.cache_fp8_weights;
+    const std::string transposed = fp8 ? ", transposed" : "";
 
-    // Gradients of what the activation function and attention read take the place of what was saved, where they fit.
-    const int64_t up_bytes = r.nonlinear.bytes(N, U);
-    const bool du_in_place = info(q.g.format).bytes == info(r.nonlinear.format).bytes && per_tensor, dqkv_in_place = N * QKV * stream <= up_bytes;
-    const uint32_t codes_phases = (fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0) | (fp8 || c.arch.rope ? QKV_BACKWARD : 0) |
-                                  (du_in_place ? 0 : UP_BACKWARD);
-    auto either_way = [](const Quant& held, int64_t rows, int64_t cols) {
-        return std::max(held.operand_bytes(rows, cols), held.operand_bytes(cols, rows));
+    auto either_way = [](const Quant& format, int64_t rows, int64_t cols) {  // row-major or transposed
+        return std::max(format.operand_bytes(rows, cols), format.operand_bytes(cols, rows));
     };
-    auto operand = [&](int64_t cols) { return either_way(q.x, N, cols); };
-    auto gradient = [&](int64_t cols) { return either_way(q.g, N, cols); };
-    int64_t weight = 0, weights_both_ways = 0;  // a weight in the compute dtype is used where it lies
+    int64_t weight = 0, all_weights = 0;  // FP8 operands; a weight in the compute dtype is used in place
     for (const Param& p : parameters(c)) {
         if (!p.role.linear || !q.w.fp8()) continue;
         weight = std::max(weight, either_way(q.w, p.rows, p.cols));
-        weights_both_ways += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
+        all_weights += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
     }
+    // Attention's output is an operand in place if both are in the compute dtype.
+    const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
+    const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
+    const uint32_t qkv_gradient = fp8 || c.arch.rope ? QKV_BACKWARD : 0;
+    const uint32_t gate_up_gradient = gate_up_in_place ? 0 : UP_BACKWARD;
+    const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
+    const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
 
+    // W(name) is the buffer and its name in the print-out.
+#define W(name) Work::name, #name
     return {
-        {Work::GemmScratch, ALWAYS, 32 << 20},
-        {Work::NormPartials, ALWAYS, 8 * facts.multiprocessors * C * 4},
-        {Work::Tokens, ALWAYS, N * 4},
-        {Work::Targets, ALWAYS, N * 4},
-        {Work::EmbeddingOrder, ALWAYS, s.B * s.T * 4},
-        {Work::EmbeddingChunks, ALWAYS, s.B * s.T * 16},
-        {Work::Losses, ALWAYS, N * 4},
-        {Work::NormStatistics, ALWAYS, N * 8},
-        {Work::RopeTable, ALWAYS, c.arch.rope ? s.T * c.HS() / 2 * 8 : 0},
-        {Work::Scales, ALWAYS, (parameter_rows + 12 * c.L) * 16},
-        {Work::Segments, ALWAYS, parameter_rows * 128},
-        {Work::Results, ALWAYS, 16 << 10},
-        {Work::CachedWeights, ALWAYS, facts.cache_fp8_weights ? weights_both_ways : 0},
-        {Work::Residual, FORWARD, groups ? N * C * stream : 0},
-        // Without recomputation prompts and evaluation still need them.
-        {Work::Operand, FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | QKV_WGRAD | OUT_WGRAD | UP_WGRAD, operand(std::max(C, made_from_o ? Q : 0))},
-        {Work::Hidden, FORWARD_DOWN | DOWN_WGRAD, operand(F)},
-        {Work::Weight, FORWARD | DGRADS, facts.cache_fp8_weights ? 0 : weight},
-        {Work::Qkv, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * QKV * stream : 0},
-        {Work::AttentionOutput, FORWARD_ATTENTION | ATTENTION_BACKWARD, attention_groups ? N * Q * stream : 0},
-        {Work::Up, FORWARD_UP, groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * stream : 0},
-        {Work::Branch, FORWARD_OUT | FORWARD_DOWN | HEAD | UP_DGRAD | OUT_DGRAD | ATTENTION_BACKWARD | QKV_DGRAD, N * std::max(C, Q) * stream},
-        {Work::FinalNorm, HEAD, std::min(N, HEAD_TOKENS) * C * stream},
-        {Work::Logits, HEAD, std::min(N, HEAD_TOKENS) * V * stream},
-        {Work::HeadGradient, HEAD, head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0},
-        {Work::Gradient, codes_phases, codes_phases ? gradient(std::max({fp8 ? C : 0, QKV, du_in_place ? 0 : U})) : 0},
-        {Work::GradientTransposed, DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, fp8 ? gradient(std::max({C, U, QKV})) : 0},
-        {Work::HiddenGradient, DOWN_DGRAD | ACTIVATION_BACKWARD, N * F * stream},
-        {Work::QkvGradient, ATTENTION_BACKWARD | ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD,
-         dqkv_in_place ? 0 : N * QKV * stream},
-        {Work::Attention, ATTENTION_BACKWARD, attention_bytes(c, r.compute, s.B, s.T)},
-        {Work::ColumnPartials, DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD,
-         c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0},
-        {Work::EmbeddingPartials, EMBEDDING_BACKWARD, s.B * s.T * C * 4},
+        {W(GemmScratch), 32 << 20, {{ALWAYS, "cuBLASLt's workspace; FP32 pieces of copied tensors"}}},
+        {W(NormPartials), 8 * facts.multiprocessors * C * 4, {{ALWAYS, "partial sums of norms' gradients"}}},
+        {W(Tokens), N * 4, {{ALWAYS, "tokens"}}},
+        {W(Targets), N * 4, {{ALWAYS, "targets"}}},
+        {W(EmbeddingOrder), s.B * s.T * 4, {{ALWAYS, "the batch's positions, sorted by token"}}},
+        {W(EmbeddingChunks), s.B * s.T * 16, {{ALWAYS, "runs of equal tokens among them"}}},
+        {W(Losses), N * 4, {{ALWAYS, "loss of each token, FP32"}}},
+        {W(NormStatistics), N * 8, {{ALWAYS, "mean and 1 / standard deviation of a norm's rows"}}},
+        {W(RopeTable), c.arch.rope ? s.T * c.HS() / 2 * 8 : 0, {{ALWAYS, "cosines and sines of RoPE"}}},
+        {W(Scales), (params + 12 * c.L) * 16, {{ALWAYS, "TensorScale of weights and operands"}}},
+        {W(Segments), params * 128, {{ALWAYS, "AdamW's table of parameters"}}},
+        {W(Results), 16 << 10, {{ALWAYS, "loss, gradient norm and report, for the host"}}},
+        {W(CachedWeights), cached ? all_weights : 0, {{ALWAYS, "FP8 weights of all layers, and transposes"}}},
+
+        {W(Residual), groups ? N * C * compute : 0, {{FORWARD, "residual stream in the compute dtype"}}},
+        {W(Operand), either_way(q.x, N, operand_cols),
+         {{FORWARD_ATTENTION | FORWARD_UP, "operand x: output of norm 1 or 2"},
+          {FORWARD_OUT, "operand x: attention's output"},
+          {QKV_WGRAD | OUT_WGRAD | UP_WGRAD, "the same operands again" + transposed + " for wgrad"}}},
+        {W(Hidden), either_way(q.x, N, F),
+         {{FORWARD_DOWN, "operand x: the activation's output"},
+          {DOWN_WGRAD, "the same operand again" + transposed + " for wgrad"}}},
+        {W(Weight), cached ? 0 : weight,
+         {{FORWARD, "operand w of one GEMM"}, {DGRADS, "operand w, transposed for dgrad"}}},
+        {W(Qkv), attention_groups ? N * QKV * compute : 0,
+         {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "q, k, v"}}},
+        {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
+         {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "attention's output"}}},
+        {W(Up), groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * compute : 0,
+         {{FORWARD_UP, "gate and up, before they are quantized in groups"}}},
+        {W(Branch), N * std::max(C, Q) * compute,
+         {{FORWARD_OUT | FORWARD_DOWN, "what is added to the residual stream"},
+          {HEAD, "gradient of the final norm's output"},
+          {UP_DGRAD, "gradient of norm 2's output"},
+          {OUT_DGRAD | ATTENTION_BACKWARD, "gradient of attention's output"},
+          {QKV_DGRAD, "gradient of norm 1's output"}}},
+        {W(FinalNorm), std::min(N, HEAD_TOKENS) * C * compute,
+         {{HEAD, "final norm's output, a piece of it"}}},
+        {W(Logits), std::min(N, HEAD_TOKENS) * V * compute, {{HEAD, "its logits, then their gradients"}}},
+        {W(HeadGradient), head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0,
+         {{HEAD, "gradient of the head's weight, summed in FP32"}}},
+        {W(Gradient), gradient ? either_way(q.g, N, gradient_cols) : 0,
+         {{residual_gradients, "operand g: gradient of the residual stream"},
+          {gate_up_gradient, "operand g: gradient of gate and up"},
+          {qkv_gradient, "operand g: gradient of q, k, v"}}},
+        {W(GradientTransposed),
+         fp8 ? either_way(q.g, N, std::max({C, U, QKV})) : 0,
+         {{DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, "operand g, transposed for wgrad"}}},
+        {W(HiddenGradient), N * F * compute,
+         {{DOWN_DGRAD | ACTIVATION_BACKWARD, "gradient of the activation's output"}}},
+        {W(QkvGradient), qkv_gradient_in_place(s) ? 0 : N * QKV * compute,
+         {{ATTENTION_BACKWARD | QKV_BACKWARD, "gradient of q, k, v"}}},
+        {W(Attention), attention_bytes(c, r.compute, s.B, s.T),
+         {{ATTENTION_BACKWARD, "FP32 sums of dq, and statistics"}}},
+        {W(ColumnPartials),
+         c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0,
+         {{DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD, "partial sums of bias gradients"}}},
+        {W(EmbeddingPartials), s.B * s.T * C * 4, {{EMBEDDING_BACKWARD, "partial sums of its gradient"}}},
     };
+#undef W
 }
 
-// Each buffer, large ones first, at the lowest place where nobody is who shares a phase with it. Returns the end of the highest.
+// Packs the buffers, large ones first: each goes to the lowest offset where it overlaps no buffer that is
+// used in one of its phases. Returns the size of the whole.
 int64_t pack(std::vector<WorkRow> rows, Place* places) {
-    std::stable_sort(rows.begin(), rows.end(), [](const WorkRow& a, const WorkRow& b) { return a.bytes > b.bytes; });
+    auto larger = [](const WorkRow& a, const WorkRow& b) { return a.bytes > b.bytes; };
+    std::stable_sort(rows.begin(), rows.end(), larger);
     int64_t end = 0;
     for (size_t i = 0; i < rows.size(); i++) {
         Place& here = places[static_cast<int>(rows[i].work)];
         here = {0, round_up(rows[i].bytes, GPU_ALIGNMENT)};
         for (size_t j = 0; j < i;) {
             const Place& there = places[static_cast<int>(rows[j].work)];
-            const bool overlap = here.offset < there.offset + there.bytes && there.offset < here.offset + here.bytes;
-            const bool meet = overlap && (rows[i].phases & rows[j].phases) != 0;
-            if (meet) here.offset = there.offset + there.bytes, j = 0;
+            const int64_t end_of_there = there.offset + there.bytes;
+            const bool overlap = here.offset < end_of_there && there.offset < here.offset + here.bytes;
+            if (overlap && (rows[i].phases() & rows[j].phases())) here.offset = end_of_there, j = 0;
             else j++;
         }
         end = std::max(end, here.offset + here.bytes);
@@ -368,26 +447,23 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
     return end;
 }
 
-// How many layers' saved activations are still wanted when the gradient of this parameter is first written.
+// -----------------------------------------------------------------------------------------------------------
+// The whole allocation of a GPU
+
+// How many layers' saved activations are still needed when the gradient of this parameter is first written.
 int64_t layers_alive(const ModelConfig& c, const Param& p) {
     const std::string prefix = "layers.";
     if (p.name.compare(0, prefix.size(), prefix) == 0) return std::stoll(p.name.substr(prefix.size())) + 1;
-    const bool first = p.name == "positions" || (p.name == "embedding" && !c.tied);  // written last
-    return first ? 0 : c.L;
+    return p.name == "positions" || (p.name == "embedding" && !c.tied) ? 0 : c.L;  // these are written last
 }
 
-int64_t padded_elements(const ModelConfig& c) {
-    const Param last = parameters(c).back();
-    return last.offset + last.padded_size();
-}
-
-// The lowest place of all gradients, from the first byte of the saved activations.
-int64_t gradients_after(const Setup& s, int64_t layer_bytes) {
+// The lowest offset from the first saved activation at which all gradients may begin.
+int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     if (s.accumulate > 1) return s.config.L * layer_bytes;
-    int64_t place = 0;
+    int64_t offset = 0, each = info(gradient_format(s)).bytes;
     for (const Param& p : parameters(s.config))
-        place = std::max(place, layers_alive(s.config, p) * layer_bytes - p.offset * info(gradient_format(s)).bytes);
-    return round_up(place, GPU_ALIGNMENT);
+        offset = std::max(offset, layers_alive(s.config, p) * layer_bytes - p.offset * each);
+    return round_up(offset, GPU_ALIGNMENT);
 }
 
 class Allocation {
@@ -403,34 +479,39 @@ private:
     int64_t end_ = 0;
 };
 
-// All buckets' gradients in one place, one after the other; but a tied embedding's are added to from the head on, all through backward.
+// The gradients of all buckets share one place; those of a tied embedding have their own (gradient_elements).
 void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const int64_t each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
-    int64_t largest = 0;
-    for (size_t u = s.config.tied ? 1 : 0; u < buckets.size(); u++) largest = std::max(largest, buckets[u].elements);
-    const int64_t shared = memory.take(largest * each).offset;
-    const int64_t embedding = s.config.tied ? memory.take(buckets[0].elements * each).offset : shared;
-    for (const Param& p : params) layout.gradients.push_back((p.bucket ? shared : embedding) + (p.offset - buckets[p.bucket].offset) * each);
+    const int64_t own = s.config.tied ? buckets[0].elements : 0;
+    const int64_t shared = memory.take((gradient_elements(s) - own) * each).offset;
+    const int64_t embedding = s.config.tied ? memory.take(own * each).offset : shared;
+    for (const Param& p : params) {
+        const int64_t in_bucket = (p.offset - buckets[p.bucket].offset) * each;
+        layout.gradients.push_back((p.bucket ? shared : embedding) + in_bucket);
+    }
 }
 
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::vector<Param> params = parameters(s.config);
+    const OptimizerFormat& o = s.optimizer;
+    const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
     const int64_t first = memory.end();
-    for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
-        for (const Param& p : params) places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
+    for (const auto& [places, wanted] : moments)
+        for (const Param& p : params)
+            places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
     layout.moments = {first, memory.end() - first};
-    // Of a whole tensor's maximum there are two: until all is encoded with the new one, the old one decodes.
-    const int64_t copies = s.optimizer.granularity == PER_TENSOR ? 2 : 1;
-    for (const auto& [places, wanted] : {std::pair{&layout.m, s.optimizer.m}, std::pair{&layout.v, s.optimizer.v}})
+    // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
+    const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
+    for (const auto& [places, wanted] : moments)
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
-            const int64_t scales = s.optimizer.scales(format, params[i].size());
+            const int64_t scales = o.scales(format, params[i].size());
             if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
-            if (s.optimizer.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
+            if (o.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
         }
-    layout.scales = {layout.moments.offset + layout.moments.bytes, memory.end() - layout.moments.offset - layout.moments.bytes};
+    layout.scales = {first + layout.moments.bytes, memory.end() - first - layout.moments.bytes};
 }
 
 }  // namespace
@@ -448,13 +529,14 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
 int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
-    const int64_t stream = info(s.recipe.compute).bytes, elements = padded_elements(s.config);
+    const int64_t compute = info(s.recipe.compute).bytes, elements = padded_elements(s.config);
     GpuLayout layout{};
     Allocation memory;
-    layout.weights = memory.take(elements * stream);
+    layout.weights = memory.take(elements * compute);
     layout.remainder = memory.take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
-    layout.delayed = memory.take(s.recipe.scaling == Scaling::Delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
+    const bool delayed = s.recipe.scaling == Scaling::Delayed;
+    layout.delayed = memory.take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
     const int64_t N = layout.tokens = gpu_tokens(s);
     for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
@@ -462,47 +544,140 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     }
     const int64_t saved = s.config.L * layout.layer_bytes;
     if (s.keep_gradients) {
-        const int64_t after = gradients_after(s, layout.layer_bytes), each = info(gradient_format(s)).bytes, gradients = elements * each;
-        const Place both = memory.take(std::max(saved, after + gradients));
+        const int64_t first = gradients_offset(s, layout.layer_bytes), each = info(gradient_format(s)).bytes;
+        const Place both = memory.take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
-        for (const Param& p : parameters(s.config)) layout.gradients.push_back(both.offset + after + p.offset * each);
-        layout.shared = saved + gradients - both.bytes;
+        for (const Param& p : parameters(s.config))
+            layout.gradients.push_back(both.offset + first + p.offset * each);
+        layout.shared = saved + elements * each - both.bytes;
     } else {
         layout.saved = memory.take(saved);
         place_bucket_gradients(s, memory, layout);
     }
-    layout.final_norm_input = memory.take(N * s.config.C * stream);
-    const int64_t work = memory.end(), work_bytes = pack(work_rows(s, facts), layout.work);
+    layout.final_norm_input = memory.take(N * s.config.C * compute);
+    const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = memory.take(work_bytes).offset;
     for (Place& place : layout.work) place.offset += work;
-    layout.total = memory.take(work_bytes).offset + work_bytes;
+    layout.total = work + work_bytes;
     return layout;
 }
 
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const GpuLayout layout = gpu_layout(s, facts);
-    const int64_t tokens = s.B * s.T;
+    const int64_t tokens = s.B * s.T, parameters = parameter_count(s.config);
     Place unused[static_cast<int>(Work::Count)];
-    int64_t always = 0, kept = 0;
+    int64_t always = 0, cached = 0;
     for (const WorkRow& row : work_rows(s, facts))
-        if (row.phases == ALWAYS) (row.work == Work::CachedWeights ? kept : always) += row.bytes;
-    const int64_t shifting = pack(work_rows(s, facts), unused) - always - kept;
-    if (kept) plan.push_back({Category::Workspace, "FP8 weights and transposes, kept", kept, "parameter", parameter_count(s.config)});
-    plan.push_back({Category::Workspace, "operands, gradients of one layer, logits", shifting, "token", tokens});
-    plan.push_back({Category::Workspace, "GEMM scratch, scales, tokens", always, "token", tokens});
-    if (layout.shared) plan.push_back({Category::Workspace, "gradients where activations were", -layout.shared, "parameter", parameter_count(s.config)});
-    const int64_t rest = layout.total - total_bytes(plan);  // alignment; room for a prompt that is longer than the batch
-    plan.push_back({Category::Workspace, "alignment", rest, "token", tokens});
-    plan.push_back({Category::Workspace, "CUDA context and loaded kernels, about", GPU_CONTEXT, "token", tokens});
+        if (row.phases() == ALWAYS) (row.work == Work::CachedWeights ? cached : always) += row.bytes;
+    const int64_t others = pack(work_rows(s, facts), unused) - always - cached;
+    auto add = [&](const char* name, int64_t bytes, const char* per, int64_t count) {
+        plan.push_back({Category::Workspace, name, bytes, per, count});
+    };
+    if (cached) add("cached FP8 weights and their transposes", cached, "parameter", parameters);
+    add("operands, gradients of one layer, logits", others, "token", tokens);
+    add("GEMM scratch, scales, tokens", always, "token", tokens);
+    if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
+    add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
+    add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
     return plan;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Why a GPU cannot
+// -----------------------------------------------------------------------------------------------------------
+// The maps of ./train --plan full
+
+const std::vector<std::string>& phase_names() {
+    static const std::vector<std::string> names = {
+        "forward: norm 1, q, k, v projection, attention",  "forward: attention output projection, residual add",
+        "forward: norm 2, gate and up projection",         "forward: activation, down projection, residual add",
+        "head and loss, forward and backward",             "backward: down projection, wgrad",
+        "backward: down projection, dgrad",                "backward: activation",
+        "backward: gate and up projection, dgrad; norm 2", "backward: gate and up projection, wgrad",
+        "backward: attention output projection, wgrad",    "backward: attention output projection, dgrad",
+        "backward: attention",                             "backward: rotary positions",
+        "backward: q, k, v projection, dgrad; norm 1",     "backward: q, k, v projection, wgrad",
+        "backward: embedding"};
+    return names;
+}
+
+std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
+    const GpuLayout layout = gpu_layout(s, facts);
+    const uint32_t backward = ALWAYS & ~FORWARD & ~HEAD;
+    const Place gate_up = gate_up_gradient_in_place(s) ? layout.saved : Place{};
+    const Place qkv = qkv_gradient_in_place(s) ? layout.saved : Place{};
+    const Place gradients{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
+                          gradient_elements(s) * info(gradient_format(s)).bytes};
+    const std::vector<BufferRow> all = {
+        {"weights", "weights", layout.weights, ALWAYS},
+        {"remainder", "rest of the FP32 master weights", layout.remainder, ALWAYS},
+        {"moments", "first and second moments", layout.moments, ALWAYS},
+        {"scales", "max and k of the moments", layout.scales, ALWAYS},
+        {"delayed", "amaxes of earlier steps", layout.delayed, ALWAYS},
+        {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD},
+        {"saved", "over the saved gate and up: operand g, their gradient", gate_up, UP_BACKWARD},
+        {"saved", "over the saved gate and up: gradient of q, k, v", qkv, ATTENTION_BACKWARD | QKV_BACKWARD},
+        {"gradients", layout.shared ? "gradients, over activations that are no longer needed" : "gradients",
+         gradients, backward | HEAD},
+        {"final_norm_input", "input of the final norm", layout.final_norm_input, FORWARD_DOWN | HEAD},
+        {"final_norm_input", "gradient of the residual stream", layout.final_norm_input, backward | HEAD}};
+    std::vector<BufferRow> table;
+    for (const BufferRow& row : all)
+        if (row.place.bytes) table.push_back(row);
+    for (const WorkRow& row : work_rows(s, facts))
+        for (const Use& use : row.uses)
+            if (const Place& place = layout.work[static_cast<int>(row.work)]; row.bytes && use.phases)
+                table.push_back({row.name, use.contents, place, use.phases});
+    return table;
+}
+
+std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
+    const LinearFormats q = linear_formats(s);
+    if (!q.x.fp8()) return {};
+    const Architecture& arch = s.config.arch;
+    const std::string pass = "amax, a pass of its own";
+    const std::string bias_pass = arch.bias ? "column_sums, with the bias's gradient" : pass;
+    const std::string stream = "residual stream's gradient", act = "gradient of the activation's input";
+    const struct {
+        std::string layer, x, x_amax, g, g_amax;
+    } linears[] = {
+        {"q, k, v", "norm 1 output", "residual_add (first: embedding_forward)", "gradient of q, k, v",
+         arch.rope ? "rope_backward" : bias_pass},
+        {"attention output", "attention output", pass, stream, "norm_backward of norm 2"},
+        {arch.gated ? "gate and up" : "up", "norm 2 output", "residual_add", act, bias_pass},
+        {"down", arch.gated ? "SiLU(gate) x up" : "GELU output",
+         s.recipe.nonlinear.fp8() ? "quantize_gate_up" : pass, stream, "norm_backward of the next norm"},
+    };
+    // Per-tensor scaling just in time needs the amax first. All other scaling takes it while it quantizes.
+    auto amax = [&](const std::string& just_in_time) {
+        if (s.recipe.scaling == Scaling::Delayed) return std::string("quantize, for the next step");
+        return q.x.granularity == PER_TENSOR ? just_in_time : "quantize";
+    };
+    const std::string both = "quantize, both orientations in one pass";
+    const std::string weight = facts.cache_fp8_weights ? "quantize, once per step" : "quantize";
+    std::vector<OperandRow> table;
+    for (const auto& l : linears) {
+        const bool saved = !s.recompute && l.layer != "attention output";
+        auto add = [&](const char* gemm, const std::string& operand, const Quant& q_of,
+                       const std::string& amax_by, const std::string& codes) {
+            table.push_back({l.layer, gemm, operand, q_of.text(), amax(amax_by), codes});
+        };
+        add("fprop", "x    " + l.x, q.x, l.x_amax, saved ? both : "quantize");
+        add("fprop", "w    weight", q.w, "adamw", weight);
+        add("dgrad", "g    " + l.g, q.g, l.g_amax, both);
+        add("dgrad", "w^T  weight", q.w, "adamw", weight);
+        add("wgrad", "g^T  " + l.g, q.g, l.g_amax, "quantize, with g");
+        add("wgrad", "x^T  " + l.x, q.x, l.x_amax, saved ? "quantize, with x" : "quantize, again");
+    }
+    return table;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What a GPU does not support
 
 namespace {
 
-std::string version_text(int number, int major) { return std::to_string(number / major) + "." + std::to_string(number % major); }
+std::string version_text(int number, int major) {
+    return std::to_string(number / major) + "." + std::to_string(number % major);
+}
 
 }  // namespace
 
@@ -513,30 +688,42 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 }
 
 std::string why_unsupported(const OptimizerFormat& o) {
-    const bool whole = o.granularity == PER_TENSOR;
-    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, std::pair{"--v-format ", o.v}}) {
-        if (format == Format::F16 && !whole)
+    const bool per_tensor = o.granularity == PER_TENSOR;
+    const std::string optimizer = "--optimizer " + std::string(o.name);
+    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, {"--v-format ", o.v}}) {
+        if (format == Format::F16 && !per_tensor)
             return std::string(flag) + info(format).name +
-                   " in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.";
-        if (!whole && is_fp8(format) && !o.expand && !o.keep_positive)
-            return "--optimizer " + std::string(o.name) +
-                   " lets least numbers in groups of 128 become zero, which the CPU reference alone does; use --device cpu.";
-        if (whole && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
-            return "--optimizer " + std::string(o.name) +
-                   " expands whole tensors or keeps their least numbers, which the CPU reference alone does; use --device cpu.";
+                   " in groups of 128 is supported only on the CPU; use --optimizer fp8lm, or --device cpu.";
+        if (!per_tensor && is_fp8(format) && !o.expand && !o.keep_positive)
+            return optimizer +
+                   " rounds small second moments to zero, which only the CPU supports; use --device cpu.";
+        if (per_tensor && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
+            return optimizer + " has one scale per tensor with expansion or a smallest positive code, which "
+                               "only the CPU supports; use --device cpu.";
     }
     return "";
 }
 
 std::string why_unsupported(const Recipe& r, int capability) {
-    for (const Quant& q : {r.x, r.w, r.g})
+    const std::string recipe = "--recipe " + std::string(r.name), compute = info(r.compute).name;
+    const bool bf16 = r.compute == Format::BF16;
+    for (const Quant& q : {r.x, r.w, r.g}) {
+        if (q.fp8() && !bf16)
+            return recipe + " has " + q.text() + " operands with compute dtype " + compute +
+                   ", which only the CPU supports; use compute dtype bf16, or --device cpu.";
         if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
-            return "--recipe " + std::string(r.name) + " multiplies " + q.text() +
-                   ", which GPUs of compute capability 9.0 alone do, and this one has " + version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+            return recipe + " has " + q.text() +
+                   " operands, which need a GPU of compute capability 9.0, but this one has " +
+                   version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+    }
+    if (r.x.format == Format::E5M2)
+        return recipe + " quantizes inputs of linear layers to e5m2, which only the CPU supports; use e4m3, "
+                        "or --device cpu.";
     for (const Quant& q : {r.nonlinear, r.attention})
-        if (q.fp8() && !(q == Q_GROUP && r.compute == Format::BF16))
-            return "--recipe " + std::string(r.name) + " keeps " + q.text() + " beside " + info(r.compute).name +
-                   " for backward, which the CPU reference alone does; keep " + Q_GROUP.text() + " beside bf16, or use --device cpu.";
+        if (!(q == Quant{r.compute}) && !(q == Q_GROUP && bf16))
+            return recipe + " saves " + q.text() + " tensors with compute dtype " + compute +
+                   ", which only the CPU supports; save " + Q_GROUP.text() +
+                   " with compute dtype bf16, or the compute dtype, or use --device cpu.";
     return "";
 }
 
@@ -545,106 +732,170 @@ std::string why_unsupported(const GpuFound& found) {
     const std::string capability = version_text(found.capability, 10);
     if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
     if (found.driver_too_old)
-        return "the NVIDIA driver knows CUDA " + version(found.driver) + " and this program needs " + version(found.runtime) +
-               ": update the driver, or run make again with an older CUDA toolkit";
+        return "the NVIDIA driver supports CUDA " + version(found.driver) + ", but this program needs " +
+               version(found.runtime) + ": update the driver, or run make again with an older CUDA toolkit";
     if (!found.error.empty()) return "CUDA does not start (" + found.error + "): check nvidia-smi";
     if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
     if (found.capability < BF16_CAPABILITY)
-        return "this GPU has compute capability " + capability + ", and BF16 begins with 8.0: use a newer one, or --device cpu";
+        return "this GPU has compute capability " + capability +
+               ", but BF16 needs 8.0: use a newer one, or --device cpu";
     if (!found.kernels_fit)
-        return "this program was built for another GPU than this one of compute capability " + capability + ": run make clean, then make GPU_ARCH=" +
-               std::to_string(found.capability) + (found.capability >= 90 ? "a" : "");
+        return "this program was built for another GPU, not for compute capability " + capability +
+               ": run make clean, then make GPU_ARCH=" + std::to_string(found.capability) +
+               (found.capability >= 90 ? "a" : "");
     return "";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Printing
 
 namespace {
 
 double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
-void print_memory_line(const char* name, int64_t bytes, double of_one, int64_t beside, double beside_of_one, const char* per) {
-    std::printf("  %-38s %11.1f MiB %10.3f   %11.1f MiB %10.3f   %s\n", name, mib(bytes), of_one, mib(beside), beside_of_one, per);
-}
-
-// As far as it can be told without a GPU.
-void print_gpu_lines(const Setup& s) {
+GpuFacts facts_without_gpu(const Setup& s) {  // weights are cached where memory allows
     GpuFacts facts;
-    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();  // where memory allows
-    const std::vector<MemoryRow> plan = gpu_memory_plan(s, facts);
-    for (const MemoryRow& row : plan)
-        if (row.category == Category::Workspace) std::printf("  on one GPU: %-42s %11.1f MiB\n", row.name.c_str(), mib(row.bytes));
-    std::printf("  on one GPU: %-42s %11.1f MiB\n", "total", mib(total_bytes(plan)));
+    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();
+    return facts;
 }
 
-// What the table has no column for.
-void print_scaling(const Setup& s) {
-    const Recipe& r = s.recipe;
-    if (!linear_formats(s).x.fp8()) return;
-    auto adds = [&](int product) { return r.fast_accumulation[product] ? "fast" : "exact"; };
-    std::printf("  Products of FP8 on a Hopper GPU accumulate %s in fprop, %s in dgrad, %s in wgrad.\n", adds(0), adds(1), adds(2));
-    if (r.scaling == Scaling::Delayed)
-        std::printf("  Scales of linear layers are delayed: from the largest amax of the last %d steps, with a margin of %d powers of two;\n"
-                    "  just in time as long as there is none, as in the first step.\n", r.history, r.margin);
-    if (!r.x.granularity.symmetric() || !r.g.granularity.symmetric())
-        std::printf("  Rows and groups of operands lie along what a product contracts; wgrad's are of the same feature of many tokens.\n");
+void print_note(const std::string& text) {  // in lines of at most 110 columns
+    size_t column = 0;
+    for (size_t at = 0, end; at < text.size(); at = end + 1) {
+        end = std::min(text.find(' ', at), text.size());
+        const char* const before = column == 0 ? "  " : column + end - at > 108 ? "\n  " : " ";
+        column = *before == '\n' ? 2 : column;
+        column += size_t(std::printf("%s%s", before, text.substr(at, end - at).c_str()));
+    }
+    std::printf("\n");
+}
+
+std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
+    if (phases == ALWAYS) return "all";
+    std::string text;
+    for (int first = 0, last; first < 17; first = last + 1) {
+        last = first;
+        if (!(phases >> first & 1)) continue;
+        while (phases >> (last + 1) & 1) last++;
+        text += (text.empty() ? "" : ", ") + std::to_string(first + 1);
+        if (last > first) text += "-" + std::to_string(last + 1);
+    }
+    return text;
 }
 
 }  // namespace
 
 void print_precision_plan(const Setup& s) {
-    std::printf("\nPrecision plan: format and granularity of every operator (recipe %s: %s)\n", s.recipe.name, s.recipe.about);
-    std::printf("  %-40s %-25s %-12s %-21s %s\n", "operator", "input", "weights", "output", "saved for backward");
+    const Recipe& r = s.recipe;
+    const LinearFormats q = linear_formats(s);
+    std::printf("\nPrecision plan: formats and scales of what operators read, write and save for backward\n");
+    std::printf("  recipe %s: %s\n", r.name, r.about);
+    if (q.x.fp8() || r.nonlinear.fp8() || r.attention.fp8())
+        print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), per 16 values of a token "
+                   "(\"1x16\"), or per block (\"1x128\", \"128x128\")");
+    const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
+    std::printf("\n");
+    std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     std::string part;
-    bool falls_back = false;
     for (const PrecisionRow& row : precision_plan(s)) {
         if (row.part != part && !row.part.empty()) std::printf("  %s\n", row.part.c_str());
         part = row.part;
         const std::string name = (part.empty() ? "" : "  ") + row.name;
-        std::printf("  %-40s %-25s %-12s %-21s %s\n", name.c_str(), row.input.c_str(), row.weights.c_str(), row.output.c_str(),
+        std::printf(format, name.c_str(), row.input.c_str(), row.weights.c_str(), row.output.c_str(),
                     row.saved.c_str());
-        falls_back |= row.name.find("falls back") != std::string::npos;
     }
-    print_scaling(s);
-    if (falls_back)
-        std::printf("  Linear layers fall back to %s for the whole run, sampling and evaluation included: --batch x --seq is %lld tokens,\n"
-                    "  which is no multiple of 16.\n",
-                    info(s.recipe.compute).name, static_cast<long long>(s.B * s.T));
+    std::printf("\n");
+    auto adds = [&](int gemm) { return std::string(r.fast_accumulation[gemm] ? "fast" : "exact"); };
+    if (q.x.fp8())
+        print_note("FP8 GEMMs on Hopper accumulate: " + adds(0) + " in fprop, " + adds(1) + " in dgrad, " +
+                   adds(2) + " in wgrad.");
+    if (q.x.fp8() && r.scaling == Scaling::Delayed)
+        print_note("Linear layers use delayed scaling: a scale comes from the largest amax of the last " +
+                   std::to_string(r.history) + " steps, with a margin of " + std::to_string(r.margin) +
+                   " powers of two. Without any amax, as in the first step, they are scaled just in time.");
+    if (q.x.fp8() && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
+        print_note("Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in wgrad, "
+                   "along the tokens.");
+    if (q.fallback)
+        print_note("Linear layers fall back to " + std::string(info(r.compute).name) + " for the whole run, also "
+                   "for samples and evaluation: --batch x --seq is " + std::to_string(s.B * s.T) +
+                   " tokens, which is not a multiple of 16.");
     if (!s.keep_gradients)
-        std::printf("  Backward updates each linear layer as soon as it has its gradient. The norm of all is not known by then: --clip goes by the\n"
-                    "  norm so far, times what it grew by from there on in the last step (the first step is passed through twice for that). Once a\n"
-                    "  gradient is not finite, neither its bucket nor any later one of the step is updated; earlier ones were.\n");
+        print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
+                   "gradients is known. So --clip goes by an estimate: the norm so far, times its growth from "
+                   "there in the last step. The first step runs twice to measure this growth. If a gradient is "
+                   "not finite, its bucket and all later ones of the step are not updated.");
 }
 
 void print_memory_plan(const Setup& s) {
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = memory_plan(s), beside = memory_plan(other);
-    auto title = [](const char* which, const Setup& t) {
-        return std::string(which) + t.recipe.name + ", moments " + info(t.optimizer.m).name + " " + info(t.optimizer.v).name;
+    auto title = [](const Setup& t) {
+        const char *recipe = t.recipe.name, *m = info(t.optimizer.m).name, *v = info(t.optimizer.v).name;
+        return std::string("recipe ") + recipe + ", moments " + m + " " + v;
     };
-    std::printf("\nMemory plan: %lld parameters, %lld tokens a micro-batch, %lld layers\n",
-                static_cast<long long>(parameter_count(s.config)), static_cast<long long>(s.B * s.T), static_cast<long long>(s.config.L));
-    std::printf("  %-38s %26s   %26s\n", "", title("", s).c_str(), title("beside ", other).c_str());
-    std::printf("  %-38s %26s   %26s   per\n", "", "bytes", "bytes");
+    std::printf("\nMemory plan: %lld parameters, %lld layers, %lld tokens per micro-batch\n\n",
+                static_cast<long long>(parameter_count(s.config)), static_cast<long long>(s.config.L),
+                static_cast<long long>(s.B * s.T));
+    std::printf("  %-33s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
+    std::printf("  %-33s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
-        const MemoryRow& row = plan[i];
-        const bool both = i < beside.size();
-        print_memory_line(row.name.c_str(), row.bytes, row.of_one(), both ? beside[i].bytes : 0, both ? beside[i].of_one() : 0, row.per);
+        const MemoryRow none{plan[i].category, "", 0, "", 1}, &row = plan[i];
+        const MemoryRow& same = i < beside.size() ? beside[i] : none;
+        std::printf("  %-33s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
+                    row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
-    for (int category = 0; category < static_cast<int>(Category::Workspace); category++) {
-        const Category which = static_cast<Category>(category);
-        std::printf("  %-38s %11.1f MiB %10s   %11.1f MiB\n", CATEGORY_NAMES[category], mib(total_bytes(plan, which)), "",
-                    mib(total_bytes(beside, which)));
+    auto sum = [](const char* name, int64_t bytes, int64_t baseline) {
+        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(bytes), "", mib(baseline));
+    };
+    for (Category c : {Category::Weights, Category::Gradients, Category::Optimizer, Category::Activations})
+        sum(CATEGORY_NAMES[static_cast<int>(c)], total_bytes(plan, c), total_bytes(beside, c));
+    sum("total without workspace", total_bytes(plan), total_bytes(beside));
+
+    const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_without_gpu(s));
+    auto line = [](const std::string& name, int64_t bytes) {
+        std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
+    };
+    std::printf("\n  On one GPU                                    MiB\n");
+    line("total without workspace", total_bytes(plan));
+    for (const MemoryRow& row : gpu)
+        if (row.category == Category::Workspace) line(row.name, row.bytes);
+    line("total", total_bytes(gpu));
+    const double C = static_cast<double>(s.config.C);
+    std::printf("\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %.0f\n"
+                "  optimizer states: %.3f bytes per parameter (BF16: %.3f)\n",
+                saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
+                optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));
+}
+
+void print_operands(const Setup& s) {
+    const std::vector<OperandRow> table = operand_plan(s, facts_without_gpu(s));
+    std::printf("\nFP8 operands of a layer's GEMMs on a GPU: who takes their amax, and who makes their codes\n");
+    if (table.empty()) return print_note("There are none.");
+    print_note("The names are functions of coat.cuh, adamw.cuh and gpu/layers.cuh. A Hopper GEMM reads both "
+               "operands along the dimension that it reduces over, so dgrad and wgrad need transposes (^T).");
+    const char* const format = "  %-16s %-5s %-39s %-12s %-38s %s\n";
+    std::printf("\n");
+    std::printf(format, "linear layer", "GEMM", "operand", "format", "amax is taken by", "codes are made by");
+    for (const OperandRow& row : table)
+        std::printf(format, row.layer.c_str(), row.gemm.c_str(), row.operand.c_str(), row.format.c_str(),
+                    row.amax.c_str(), row.codes.c_str());
+}
+
+void print_buffers(const Setup& s) {
+    std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
+    for (size_t i = 0; i < phase_names().size(); i++)
+        std::printf("  phase %2zu  %s\n", i + 1, phase_names()[i].c_str());
+    std::printf("\n  %-18s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
+    std::string last;
+    for (const BufferRow& row : buffer_plan(s, facts_without_gpu(s))) {
+        const double size = mib(row.place.bytes), offset = mib(row.place.offset);
+        if (row.name == last) std::printf("  %-18s %10s %12s", "", "", "");
+        else std::printf("  %-18s %10.1f %12.1f", row.name.c_str(), size, offset);
+        std::printf("  %-15s %s\n", phase_numbers(row.phases).c_str(), row.contents.c_str());
+        last = row.name;
     }
-    std::printf("  %-38s %11.1f MiB %10s   %11.1f MiB   and workspace\n", "total", mib(total_bytes(plan)), "", mib(total_bytes(beside)));
-    print_gpu_lines(s);
-    std::printf("\n  saved activations: %.2f C bytes per token and layer (beside %.2f C)\n",
-                saved_bytes_per_token_and_layer(s) / static_cast<double>(s.config.C),
-                saved_bytes_per_token_and_layer(other) / static_cast<double>(s.config.C));
-    std::printf("  optimizer states: %.3f bytes per parameter (beside %.3f)\n", optimizer_bytes_per_parameter(s),
-                optimizer_bytes_per_parameter(other));
 }
 
 }  // namespace coat

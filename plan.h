@@ -1,26 +1,31 @@
-// plan.h - what can be said of a run before it starts: the learning rate of every step, the format of every tensor and the
-// bytes of every category (the paper's table of memory, for any model). Nothing here allocates or trains; but model.cu allocates by gpu_layout().
+// plan.h - what is known of a run before it starts: the learning rate of every step, the format of every
+// tensor, the bytes of every category (the paper's table of memory, for any model), and where each buffer
+// lies in a GPU's memory.
+//
+// Nothing here allocates or trains. ./train --plan prints these tables; model.cu allocates by gpu_layout().
 #pragma once
 #include "coat.h"
 
 namespace coat {
 
-// A schedule is a linear warm-up to the peak, then the peak times a factor of the progress in [0, 1] from there to the end.
+// A schedule: linear warm-up to the peak, then peak * factor(progress), with progress from 0 to 1 over the
+// remaining steps.
 struct Schedule {
     const char* name;
     double (*factor)(double progress);
     const char* about;
 };
 const std::vector<Schedule>& schedules();
-float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);  // step counts from 0
+// Of one step, counted from 0.
+float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// What trades memory beyond a recipe and an optimizer: a flag of two values each, the first of which is the default and loses nothing.
+// A flag with two values that trades memory for precision or time. The first is the default and loses nothing.
 struct Choice {
     const char *name, *about;
 };
 struct MemoryMode {
     const char* flag;
-    bool changes_numbers;  // so that a checkpoint is of one choice
+    bool changes_numbers;  // a checkpoint can only be resumed with the value that it was saved with
     std::vector<Choice> choices;
     bool (*is_first)(const Setup&);
     void (*choose)(Setup&, bool first);
@@ -28,17 +33,18 @@ struct MemoryMode {
 };
 const std::vector<MemoryMode>& memory_modes();
 
-// Sizes of a run, or modes, that cannot work, told before anything is allocated. The model's own sizes have their validate in coat.h.
+// Error if the sizes or modes of a run are not supported on any device. Allocates nothing.
 void validate(const Setup& s);
 
-// The precision flow (paper section 5): format and granularity of what every operator reads, writes and keeps for backward.
+// The precision flow (paper section 5): formats of what operators read, write and save for backward.
 struct PrecisionRow {
     std::string part, name, input, weights, output, saved;
 };
 std::vector<PrecisionRow> precision_plan(const Setup& s);
 
-// Everything that is held from one operator to the next. What an operator needs only while it runs (one layer's operands in FP8,
-// logits, attention's partial sums) is workspace: it differs from device to device, and the device that has it adds the row.
+// The memory of a run. Everything but the workspace lives from one operator to the next. The workspace is
+// what operators need only while they run (one layer's FP8 operands, logits, partial sums). It depends on the
+// device: gpu_memory_plan() adds its rows.
 enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace };
 inline constexpr const char* CATEGORY_NAMES[] = {"weights", "gradients", "optimizer", "activations", "workspace"};
 
@@ -46,8 +52,8 @@ struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per;  // what the figure beside the bytes is of one of
-    int64_t count;    // how many of those there are
+    const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
+    int64_t count;    // how many of these there are
     double of_one() const { return static_cast<double>(bytes) / static_cast<double>(count); }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
@@ -55,58 +61,33 @@ std::vector<MemoryRow> memory_plan(const Setup& s);
 int64_t total_bytes(const std::vector<MemoryRow>& plan);
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category);
 double optimizer_bytes_per_parameter(const Setup& s);
-double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input, which is not a layer's
+double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input
 
-Setup bf16_baseline(Setup s);  // the same run in the bf16 recipe with FP32 moments and no mode that saves memory, which the plan is printed beside
+// The run that the plan is compared with: recipe bf16, FP32 moments, no memory mode.
+Setup bf16_baseline(Setup s);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// One GPU: everything lies in one allocation, laid out here, so that the plan can be printed where there is no GPU.
+// -----------------------------------------------------------------------------------------------------------
+// One GPU. All tensors lie in one allocation. It is laid out here, so that this can be printed without a GPU.
 
-// What operators need only while they run, in the order of a step. Two of them share memory unless a phase needs both; what a recipe does not need
-// has 0 bytes. N here: gpu_tokens(); Q, QKV, U: columns of attention's output, of q, k and v, and of what the up product makes (ModelConfig).
+// Buffers of the workspace, in the order of a step. work_rows() in plan.cpp has their sizes, and what each
+// contains when; ./train --plan full prints that table. A buffer that a recipe does not need has 0 bytes.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch,         // cuBLASLt's workspace, and between products room for what becomes FP32
-    NormPartials,        // (2 x 4 a multiprocessor, C) partial sums of norm weights' and biases' gradients, FP32
-    Tokens,              // (N)
-    Targets,             // (N)
-    EmbeddingOrder,      // (B T) places of the batch in the order of their tokens
-    EmbeddingChunks,     // (B T) runs of equal tokens among them
-    Losses,              // (N) FP32
-    NormStatistics,      // (N, 2) a norm's mean and reciprocal deviation
-    RopeTable,           // (T, HS/2) cosine and sine
-    Scales,              // TensorScale, of every parameter and then of 12 operands of every layer (max and k of moments: GpuLayout::scales)
-    Segments,            // AdamW's table of parameters
-    Results,             // numbers that the host reads
-    CachedWeights,         // FP8 weights of all layers, and their transposes
-    // in some phases of it
-    Residual,            // (N, C) residual stream
-    Operand,             // (N, C or Q) operand x, or its transpose
-    Hidden,              // (N, F) operand x of the down projection, or its transpose
-    Weight,              // operand w of one linear layer, or its transpose
-    Qkv,                 // (N, QKV) q, k, v of one layer
-    AttentionOutput,     // (N, Q) of one layer
-    Up,                  // (up to UP_TOKENS, U; all N unless scales are per tensor) what activation functions read, before it goes to groups
-    Branch,              // (N, C or Q) a branch's output, or its gradient
-    FinalNorm,           // (up to HEAD_TOKENS, C) final norm's output
-    Logits,              // (up to HEAD_TOKENS, V)
-    HeadGradient,        // (V, C) the head's gradient in FP32, summed over chunks
-    Gradient,            // operand g
-    GradientTransposed,  // operand g, transposed
-    HiddenGradient,      // (N, F) gradient of the activation's output
-    QkvGradient,         // (N, QKV) gradient of q, k, v
-    Attention,           // what attention's backward needs
-    ColumnPartials,      // partial sums of biases' gradients
-    EmbeddingPartials,   // (B T, C) partial sums of the embedding's gradient
+    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics,
+    RopeTable, Scales, Segments, Results, CachedWeights,
+    // in some of its phases
+    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient,
+    Gradient, GradientTransposed, HiddenGradient, QkvGradient, Attention, ColumnPartials, EmbeddingPartials,
     Count
 };
 
 struct Place {
     int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
 };
-inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
 inline constexpr int64_t GPU_ALIGNMENT = 256;
-// What CUDA, cuBLASLt and the loaded kernels take beside it: measured on an H200 with CUDA 13.0; it depends on the driver and the GPU.
+inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
+// What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
+// on driver and GPU.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 
 struct MomentPlace {
@@ -114,61 +95,89 @@ struct MomentPlace {
 };
 
 struct GpuFacts {
-    int64_t multiprocessors = 132;   // an H200 has as many
-    bool cache_fp8_weights = false;   // make FP8 weights and their transposes once a step; else whenever they are needed
+    int64_t multiprocessors = 132;   // of an H100 or H200
+    bool cache_fp8_weights = false;  // make all FP8 weights once per step; else when needed
 };
 
 struct GpuLayout {
     int64_t tokens;                  // gpu_tokens()
     Place weights, remainder, moments, scales, saved, final_norm_input;
-    Place delayed;                   // histories of delayed scaling, by operand and linear layer; their scales are among Work::Scales
+    Place delayed;                   // histories of delayed scaling, by operand and linear layer
     Place work[static_cast<int>(Work::Count)];
-    std::vector<int64_t> gradients;  // offsets, by parameter; where none are kept, one bucket's lie where another's have been
+    std::vector<int64_t> gradients;  // offsets by parameter; if not kept, buckets share a place
     std::vector<MomentPlace> m, v;   // by parameter
-    std::vector<Place> saved_codes;  // in the order of saved_per_layer(), from the layer's first byte; scales lie right behind
+    std::vector<Place> saved_codes;  // as in saved_per_layer(), from the layer's first byte; scales follow
     int64_t layer_bytes;             // of saved, for one layer
-    int64_t shared;                  // bytes of gradients that lie where activations were
+    int64_t shared;                  // bytes of gradients that lie where saved activations were
     int64_t total;
 };
 
-// The parameters [first, last) of a bucket (Param::bucket), and the elements of the flat order that are theirs.
+// The parameters [first, last) of a bucket (Param::bucket), and their elements in the flat order.
 struct BucketRange {
     size_t first, last;
     int64_t offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-int64_t gpu_tokens(const Setup& s);     // rows that buffers are made for: a micro-batch's, up to a multiple of 16, as FP8 GEMMs want them of a prompt
-// Kept gradients: a layer's are written when what later layers had saved is no longer needed: with one micro-batch a step they may lie there.
-// (With more, the sum over micro-batches has to outlive the next forward pass.)
+// Rows that buffers are made for: the tokens of a micro-batch, rounded up to a multiple of 16, because FP8
+// GEMMs need that.
+int64_t gpu_tokens(const Setup& s);
+// With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
+// those are no longer needed when the gradients are written. With more micro-batches they may not, because
+// the sums must outlive a forward pass.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
-// memory_plan with the rows that a GPU adds; the total less GPU_CONTEXT is the allocation's, byte for byte.
+// memory_plan() with the rows that a GPU adds. Its total, less GPU_CONTEXT, is exactly the size of the
+// allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
-// A GPU without FP8 products runs the recipe's linear layers in the compute dtype.
-Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
-// A batch's logits, and what activation functions read before it is quantized, never exist whole: so many tokens' at a time do.
-inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
-// The head's gradient is a sum over those pieces, apart in FP32 where a BF16 sum would be rounded more often than four times.
-inline bool head_sum_apart(Format gradient, int64_t tokens) { return gradient == Format::BF16 && tokens > 4 * HEAD_TOKENS; }
 
-// Moments that no kernel holds, scales that a GPU's products do not know: one sentence with the cure; empty where it has them. A capability of
-// 90 is 9.0.
+// Every buffer of the allocation, and what it contains in which phases of a step; a buffer with several uses
+// has several rows.
+struct BufferRow {
+    std::string name, contents;
+    Place place;
+    uint32_t phases;  // bit i: phase_names()[i]
+};
+const std::vector<std::string>& phase_names();
+std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts);
+
+// Every FP8 operand of every GEMM of a layer: its format, what takes its amax and what makes its codes
+// (functions of coat.cuh, adamw.cuh and gpu/layers.cuh). Empty if the linear layers are not FP8.
+struct OperandRow {
+    std::string layer, gemm, operand, format, amax, codes;
+};
+std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
+
+// The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
+Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
+// Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
+// quantized in groups.
+inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
+// The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
+// than four times.
+inline bool head_sum_apart(Format gradient, int64_t tokens) {
+    return gradient == Format::BF16 && tokens > 4 * HEAD_TOKENS;
+}
+
+// Why the GPU kernels do not support these moments, or this recipe on this GPU (capability 90 is 9.0): one
+// sentence with a remedy; empty if they do.
 inline constexpr int HOPPER_CAPABILITY = 90, FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
 std::string why_unsupported(const OptimizerFormat& o);
 std::string why_unsupported(const Recipe& r, int capability = HOPPER_CAPABILITY);
 
-// What a machine's CUDA says of itself, and why no GPU of it can be used: one phrase with the cure; empty where one can.
+// What CUDA says about this machine; and why no GPU can be used: a phrase with a remedy, empty if one can.
 struct GpuFound {
-    int driver, runtime;     // CUDA versions, as CUDA tells them: 1000 major + 10 minor; driver 0: there is none
+    int driver, runtime;     // CUDA versions, 1000 major + 10 minor; driver 0: there is none
     bool driver_too_old;     // for this runtime
     std::string error;       // of starting CUDA, if any
     int gpus;
     int capability;
-    bool kernels_fit;        // this program has code for it
+    bool kernels_fit;        // this program has code for this GPU
 };
 std::string why_unsupported(const GpuFound& found);
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);
+void print_operands(const Setup& s);
+void print_buffers(const Setup& s);
 
 }  // namespace coat

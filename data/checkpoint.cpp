@@ -158,8 +158,8 @@ void write_json(const std::string& path, const ordered_json& value) {
     file.finish();
 }
 
-using coat::shown;
-std::string shown(const json& value) { return shown(value.dump()); }
+using coat::escaped;
+std::string escaped(const json& value) { return escaped(value.dump()); }
 
 // The fields of one JSON file, checked. A field that is null counts as absent, as in Hugging Face's configurations.
 struct Fields {
@@ -174,7 +174,7 @@ struct Fields {
         if (!has(field)) refuse(field, "is missing; download or save the folder again");
         const json& value = object[field];
         if (!value.is_number_unsigned() || value.get<uint64_t>() > MOST)
-            refuse(field, "must be a whole number up to 10^15, not " + shown(value));
+            refuse(field, "must be a whole number up to 10^15, not " + escaped(value));
         return value.get<int64_t>();
     }
     int64_t natural(const std::string& field, int64_t otherwise) const { return has(field) ? natural(field) : otherwise; }
@@ -182,20 +182,20 @@ struct Fields {
         if (!has(field)) return otherwise;
         const json& value = object[field];
         const float number = value.is_number() ? value.get<float>() : 0;
-        if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + shown(value));
+        if (!(number > 0 && std::isfinite(number))) refuse(field, "must be a positive number, not " + escaped(value));
         return number;
     }
     std::vector<double> not_negatives(const std::string& field) const {
         std::vector<double> numbers;
         for (const json& value : object.value(field, json::array())) {
             numbers.push_back(value.is_number() ? value.get<double>() : -1);
-            if (!(numbers.back() >= 0 && std::isfinite(numbers.back()))) refuse(field, "must be numbers of at least 0, not " + shown(value));
+            if (!(numbers.back() >= 0 && std::isfinite(numbers.back()))) refuse(field, "must be numbers of at least 0, not " + escaped(value));
         }
         return numbers;
     }
     bool flag(const std::string& field, bool otherwise) const {
         if (!has(field)) return otherwise;
-        if (!object[field].is_boolean()) refuse(field, "must be true or false, not " + shown(object[field]));
+        if (!object[field].is_boolean()) refuse(field, "must be true or false, not " + escaped(object[field]));
         return object[field].get<bool>();
     }
     std::string text(const std::string& field) const {
@@ -204,7 +204,7 @@ struct Fields {
     }
     Fields inner(const std::string& field) const {
         if (!has(field)) return {path, json::object()};
-        if (!object[field].is_object()) refuse(field, "must be an object, not " + shown(object[field]));
+        if (!object[field].is_object()) refuse(field, "must be an object, not " + escaped(object[field]));
         return {path, object[field]};
     }
 };
@@ -232,7 +232,7 @@ const std::vector<Implemented> ROPE_IMPLEMENTED = {{"rope_type", {"default"}}, {
 void need_implemented(const Fields& f, const std::vector<Implemented>& table) {
     for (const auto& [field, values] : table) {
         if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
-        f.refuse(field, "is " + shown(f.object[field]) + ", which this program does not implement" +
+        f.refuse(field, "is " + escaped(f.object[field]) + ", which this program does not implement" +
                             (values.empty() ? "" : " (it has " + values[0].dump() + ")") + "; start from another model");
     }
 }
@@ -338,7 +338,7 @@ const Tensor& expect(const Safetensors& file, const std::string& name, const std
     const Tensor* t = file.find(name);
     if (!t) throw Error(file.path() + " has no tensor " + name + "; it is of another model or version.");
     if (t->dtype != dtype || t->shape != shape)
-        throw Error(file.path() + " has tensor " + name + " as " + t->dtype + " " + shown(shape_text(t->shape)) + " where " + dtype + " " + shape_text(shape) +
+        throw Error(file.path() + " has tensor " + name + " as " + t->dtype + " " + escaped(shape_text(t->shape)) + " where " + dtype + " " + shape_text(shape) +
                     " is needed; it is of another model or version.");
     return *t;
 }
@@ -371,7 +371,7 @@ private:
         files_.push_back(std::make_unique<Safetensors>(join(folder_, file)));
         for (const Tensor& tensor : files_.back()->tensors())
             if (!files_of_.emplace(tensor.name, files_.back().get()).second)
-                throw Error(join(folder_, file) + " has tensor " + shown(tensor.name) + ", which another shard has too; download the folder again.");
+                throw Error(join(folder_, file) + " has tensor " + escaped(tensor.name) + ", which another shard has too; download the folder again.");
     }
 
     void add_shards() {
@@ -383,15 +383,15 @@ private:
         require(map.is_object() && !map.empty(), "has no weight_map");
         std::set<std::string> shards;
         for (const auto& [name, file] : map.items()) {
-            require(file.is_string(), "names no file for tensor " + shown(name));
+            require(file.is_string(), "names no file for tensor " + escaped(name));
             shards.insert(file.get<std::string>());
         }
         for (const std::string& shard : shards) {
-            require(!shard.empty() && shard.find('/') == std::string::npos, "names " + shown(shard) + ", which is not a file in the folder");
+            require(!shard.empty() && shard.find('/') == std::string::npos, "names " + escaped(shard) + ", which is not a file in the folder");
             add(shard);
         }
         for (const auto& [name, file] : map.items())
-            require(files_of_.count(name), "says that " + shown(file) + " has tensor " + shown(name) + ", and it has not");
+            require(files_of_.count(name), "says that " + escaped(file) + " has tensor " + escaped(name) + ", and it has not");
     }
 
     std::string folder_;
@@ -430,7 +430,7 @@ void need_nothing_else(const WeightFiles& files, const ModelConfig& c, const Fam
         const std::string& n = name;
         const bool ignored = std::any_of(family.ignored.begin(), family.ignored.end(), [&](const char* end) { return ends_with(n, end); });
         if (!ignored && !names.count(name))
-            throw Error(file->path() + " has tensor " + shown(name) + ", which this program does not implement; start from another model.");
+            throw Error(file->path() + " has tensor " + escaped(name) + ", which this program does not implement; start from another model.");
     }
 }
 
@@ -528,12 +528,12 @@ void need_same_run(const Safetensors& file, const Setup& setup) {
     Metadata theirs = file.metadata(), ours = run_metadata(setup);
     for (const MemoryMode& mode : memory_modes()) theirs.emplace(mode.flag, mode.choices[0].name);  // older files do not say
     if (theirs["coat_version"] != ours["coat_version"])
-        throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : shown(theirs["coat_version"])) +
+        throw Error(file.path() + " is of checkpoint version " + (theirs["coat_version"].empty() ? "unknown" : escaped(theirs["coat_version"])) +
                     ", this program reads version " + ours["coat_version"] + "; resume it with the program that wrote it.");
     for (const auto& [key, flag] : RUN_FIELDS)
         if (theirs[key] != ours[key])
-            throw Error(file.path() + " is of a run with " + flag + " " + shown(theirs[key]) + ", not " + ours[key] + "; resume with " + flag + " " +
-                        shown(theirs[key]) + ".");
+            throw Error(file.path() + " is of a run with " + flag + " " + escaped(theirs[key]) + ", not " + ours[key] + "; resume with " + flag + " " +
+                        escaped(theirs[key]) + ".");
 }
 
 // Numbers that no run leaves behind, and that would spread through all others: NaN and infinity, magnitudes below zero, k outside its bounds.
@@ -781,7 +781,7 @@ ModelConfig read_model_config(const std::string& folder) {
     if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a Hugging Face model folder.");
     const Fields f{join(folder, CONFIG), read_json(join(folder, CONFIG))};
     const std::string type = f.text("model_type");
-    if (type != LLAMA.name && type != GPT2.name) f.refuse("model_type", "is \"" + shown(type) + "\"; this program implements llama and gpt2");
+    if (type != LLAMA.name && type != GPT2.name) f.refuse("model_type", "is \"" + escaped(type) + "\"; this program implements llama and gpt2");
     ModelConfig c = type == LLAMA.name ? read_llama(f) : read_gpt2(f);
     c.name = folder;
     validate(c);
@@ -837,7 +837,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
     const Fields f{join(checkpoint, TRAINER), read_json(join(checkpoint, TRAINER))};
     if (f.text("format") != "coat checkpoint") f.refuse("format", "is not \"coat checkpoint\"; give another --resume");
     if (f.natural("version") != CHECKPOINT_VERSION)
-        f.refuse("version", "is " + shown(f.object["version"]) + ", this program reads version " + std::to_string(CHECKPOINT_VERSION) +
+        f.refuse("version", "is " + escaped(f.object["version"]) + ", this program reads version " + std::to_string(CHECKPOINT_VERSION) +
                                 "; resume it with the program that wrote it");
     LoopState s;
     s.step = f.natural("step");

@@ -34,7 +34,7 @@ constexpr Dtype DTYPES[] = {
     throw Error(path + " is not a whole safetensors file (" + why + "); download it again, or choose another.");
 }
 
-std::string quoted(const std::string& name) { return "'" + shown(name) + "'"; }
+std::string quoted(const std::string& name) { return "'" + escaped(name) + "'"; }
 
 // Bytes of a tensor; -1 if the type is unknown or no such tensor fits into memory.
 int64_t bytes_of(const TensorInfo& t) {

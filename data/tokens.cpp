@@ -174,7 +174,7 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
         if (!length) {  // of a character of several bytes all
             uint32_t point;
             const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
-            throw Error("The vocabulary has no piece for \"" + shown(text.substr(at, bytes)) + "\"; give another --prompt.");
+            throw Error("The vocabulary has no piece for \"" + escaped(text.substr(at, bytes)) + "\"; give another --prompt.");
         }
         tokens.push_back(static_cast<int32_t>(best));
         at += length;
@@ -308,7 +308,7 @@ Corpus load_text(const std::string& data, const std::vector<std::string>& paths)
         texts.add(file);
     }
     if (texts.empty()) throw Error("--data " + data + " holds no text; give text files, folders of them, or token files (*.bin).");
-    return texts.corpus(shown(data));
+    return texts.corpus(escaped(data));
 }
 
 // llm.c's token files: 256 int32 (magic, version, number of tokens), then the tokens.
@@ -363,7 +363,7 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
             throw Error("--data " + paths[0] + ": token " + std::to_string(c.tokens_in_use - 1) + " is beyond the " + std::to_string(c.vocabulary.size()) +
                         " of " + table + "; write both again with data/tokenize.py.");
     }
-    c.description = shown(data) + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
+    c.description = escaped(data) + ": " + std::to_string(paths.size()) + " token files, " + std::to_string(c.train.size()) + " tokens to train on, " +
                     std::to_string(c.validation.size()) + " held out (" + (named ? "the files named val" : "the last tenth") + ")";
     return c;
 }

@@ -24,8 +24,11 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "../adamw.cuh"
+#include "../coat.cuh"
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
+#include "../gpu/layers.cuh"
 #include "../plan.h"
 
 namespace {
@@ -356,7 +359,7 @@ private:
             check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice), "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
-        if (x.rule == Rule::Stored && !q.fp8()) return;  // used without a copy
+        if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && !(q.granularity == PER_GROUP) && use != Use::Fprop;
         const bool plain = !transposed || use == Use::Both;
         const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
@@ -425,7 +428,7 @@ private:
     Norm random_norm(const Quant& q) {
         const void *weight = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
         const Norm n{random(N_, c_.C, q), weight, bias, memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
-        norm_statistics(n, nullptr, nullptr);
+        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, nullptr, nullptr);  // leaves stats
         return n;
     }
     void norms() {
@@ -434,7 +437,7 @@ private:
         const View dweight = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
         float* workspace = memory_.take<float>(static_cast<int64_t>(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
-             [&] { residual_add(x, a, groups_ ? out : View{}, n, slot_, nullptr, nullptr); });
+             [&] { residual_add(x, a, groups_ ? out : View{}, n, slot_, nullptr); });
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
@@ -452,12 +455,13 @@ private:
                 size(qkv) * static_cast<double>(rope.rotated_cols) / static_cast<double>(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope_forward(rope, qkv, nullptr); });
         }
-        const Lazy o = stored(random(N_, c_.q_cols())),
-                       dqkv = c_.arch.rope ? rope_backward(rope, qkv) : stored(qkv);
+        const Lazy o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
         amax_pass("attention out", layers_, o);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
-        bias_pass("q, k, v backward", layers_, dqkv, true);
+        if (c_.arch.rope)
+            pass(BETWEEN, "RoPE backward, and the amax", layers_, 2 * size(qkv), [&] { rope_backward(rope, qkv, slot_, nullptr); });
+        bias_pass("q, k, v backward", layers_, dqkv, !c_.arch.rope);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     void feed_forward() {
@@ -528,7 +532,7 @@ private:
         float* workspace = floats(chunks * c_.C);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
             embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, slot_,
-                              nullptr, nullptr);
+                              nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * static_cast<double>(distinct * c_.C * info(stream_).bytes),

@@ -20,10 +20,6 @@ void succeed(cublasStatus_t status, const char* what) {
 
 void succeed(cudaError_t error, const char* what) { check(error, what); }
 
-void require(bool ok, const char* what) {
-    if (!ok) throw Error(std::string("A matrix product was called wrongly: ") + what + ".");
-}
-
 cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
     return types[static_cast<int>(f)];

@@ -14,7 +14,7 @@
 #include <memory>
 #include <tuple>
 
-#include "../coat.cuh"
+#include "tensor.cuh"
 
 namespace coat::gpu {
 

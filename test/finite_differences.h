@@ -1,7 +1,7 @@
-// finite_differences.h - gradients by central differences in double, shared by tests.
+// finite_differences.h - gradients by central differences in double.
 //
-// A central difference with step h = 1e-5 is wrong by about h^2 |f'''| / 6 = 1e-10 and by eps |f| / h = 1e-11.
-// The tolerance of 1e-7 leaves room for third derivatives of 1000.
+// A central difference with step h = 1e-5 has an error of about h^2 |f'''| / 6 = 1e-10 and of eps |f| / h =
+// 1e-11. The tolerance of 1e-7 allows third derivatives of 1000.
 #pragma once
 #include <functional>
 

@@ -1,6 +1,8 @@
-// gpu.h - what tests of the GPU share: whether there is one, and poisoned device memory.
+// gpu.h - what all tests of the GPU need: whether there is a GPU, device memory with guard bytes, and the
+// layout of scales.
 //
-// A test case on the GPU is GPU_TEST_CASE("name"): its name begins with "gpu: ", and where there is no GPU it is skipped by name.
+// GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU doctest
+// skips it.
 #pragma once
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
@@ -25,8 +27,9 @@ inline bool gpu_available() {
 
 inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGetErrorString(e)); }
 
-// Device memory. Fresh memory is all ones, NaN in every format here: an element that nobody writes is found. Behind it lie guard
-// bytes, which nobody may write: intact() checks them.
+// An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
+// so a test notices an element that no kernel has written. Guard bytes follow the array; intact() checks that
+// they are unchanged.
 template <class T>
 class Buffer {
 public:
@@ -41,7 +44,9 @@ public:
 
     T* get() const { return static_cast<T*>(data_); }
     void zero() { succeeded(cudaMemset(data_, 0, n_ * sizeof(T))); }
-    void write(const std::vector<T>& host) { succeeded(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice)); }
+    void write(const std::vector<T>& host) {
+        succeeded(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
     std::vector<T> read() const {
         std::vector<T> host(n_);
         succeeded(cudaMemcpy(host.data(), data_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
@@ -49,7 +54,8 @@ public:
     }
     bool intact() const {
         std::vector<uint8_t> guard(GUARD);
-        succeeded(cudaMemcpy(guard.data(), static_cast<uint8_t*>(data_) + n_ * sizeof(T), GUARD, cudaMemcpyDeviceToHost));
+        const uint8_t* end = static_cast<const uint8_t*>(data_) + n_ * sizeof(T);
+        succeeded(cudaMemcpy(guard.data(), end, GUARD, cudaMemcpyDeviceToHost));
         return std::all_of(guard.begin(), guard.end(), [](uint8_t b) { return b == 0xFF; });
     }
 
@@ -72,17 +78,20 @@ std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
     return t;
 }
 
-// The scales of rows, vectors and squares as cuBLASLt reads them (its manual, "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block
-// Scaling"): vectors' with the rows next to each other, and a row of squares' padded to a multiple of four, with 1, as the kernels leave it.
-inline std::vector<float> scales_for_products(const reference::Quantized& q) {
+// Per-row, 1x128 and 128x128 scales in the layout that cuBLASLt expects (its manual: "Outer Vector Scaling",
+// "128-element 1D and 128x128 2D Block Scaling"). 1x128 scales are transposed: neighbours belong to
+// neighbouring rows. Each row of 128x128 scales is padded to a multiple of four; the kernels fill the padding
+// with 1.
+inline std::vector<float> scales_for_gemm(const reference::Quantized& q) {
     const float* from = reinterpret_cast<const float*>(q.scales.data());
-    const int64_t down = q.quant.scale_rows(q.rows), across = q.quant.scale_cols(q.cols);
-    if (q.quant.granularity == PER_ROW) return std::vector<float>(from, from + down);
-    const bool vectors = q.quant.granularity == PER_1x128;
-    const int64_t padded = vectors ? across : round_up(across, 4);
-    std::vector<float> to(static_cast<size_t>(down * padded), 1.0f);
-    for (int64_t r = 0; r < down; r++)
-        for (int64_t c = 0; c < across; c++) to[static_cast<size_t>(vectors ? c * down + r : r * padded + c)] = from[r * across + c];
+    const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);
+    if (q.quant.granularity == PER_ROW) return std::vector<float>(from, from + rows);
+    const bool transpose = q.quant.granularity == PER_1x128;
+    const int64_t padded = transpose ? cols : round_up(cols, 4);
+    std::vector<float> to(static_cast<size_t>(rows * padded), 1.0f);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++)
+            to[static_cast<size_t>(transpose ? c * rows + r : r * padded + c)] = from[r * cols + c];
     return to;
 }
 

@@ -1,4 +1,4 @@
-// gpu_models.h - recipes, small models and training on either device, for the tests of the whole model.
+// gpu_models.h - recipes, small models, and training on the GPU or the CPU, for the tests of the whole model.
 #pragma once
 #include <cmath>
 #include <string>
@@ -12,12 +12,14 @@
 namespace coat::test::gpu_models {
 
 using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
 inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek"};
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
-inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true, int64_t B = 4, int64_t T = 16) {
+inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,
+                      int64_t B = 4, int64_t T = 16) {
     return tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), B, T);
 }
 
@@ -26,7 +28,8 @@ inline Setup with_optimizer(Setup s, const std::string& name) {
     return s;
 }
 
-// Heads of 64, as tensor cores want them; few key/value heads.
+// A model that uses attention on tensor cores, which needs heads of 64. Two query heads share a key/value
+// head.
 inline ModelConfig wide_heads(bool tied) { return {"test-wide", LLAMA, 2, 256, 4, 2, 352, 130, 128, tied}; }
 
 inline Training training_on(Maker make, const Setup& setup, uint64_t seed = 1) {
@@ -35,10 +38,15 @@ inline Training training_on(Maker make, const Setup& setup, uint64_t seed = 1) {
     return t;
 }
 
-inline Floats gradient(Model& model, const Param& p) { return read_as<float>(model, p.name + ".gradient", p.size()); }
+inline Floats gradient(Model& model, const Param& p) {
+    return read_as<float>(model, p.name + ".gradient", p.size());
+}
 
-// FP32 in two orders of summation: the longest way through the network has about 10 sums of up to F terms a layer and direction, whose
-// roundings add up as the root of their number (as in test_gradients.cpp, which compares with double; here both sides round).
-inline double fp32_bound(const ModelConfig& c) { return 2 * 0x1p-24 * 10 * 2 * double(c.L) * std::sqrt(double(std::max(c.F, c.C))); }
+// The relative error between two FP32 implementations that sum in different orders. The longest path through
+// the network has about 10 sums of up to max(F, C) terms for each layer and direction. Rounding errors are
+// random, so a sum of n terms has an error of sqrt(n) roundings. Both sides round, hence the factor 2.
+inline double fp32_bound(const ModelConfig& c) {
+    return 2 * 0x1p-24 * 10 * 2 * double(c.L) * std::sqrt(double(std::max(c.F, c.C)));
+}
 
 }  // namespace coat::test::gpu_models

@@ -1,77 +1,28 @@
-// model_files.h - temporary folders, a model that only holds its tensors, and small setups, for tests of files.
+// model_files.h - a Model that only stores its tensors, and small setups, for tests of checkpoints and
+// safetensors files.
 #pragma once
-#include <doctest/doctest.h>
-
-#include <algorithm>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <map>
-#include <unistd.h>
 
 #include "../coat.h"
 #include "../data/checkpoint.h"
 #include "../data/file.h"
 #include "../data/safetensors.h"
 #include "../plan.h"
+#include "files.h"
 #include "random.h"
 
 namespace coat::test::model_files {
 
-namespace fs = std::filesystem;
-
-struct Folder {  // removed when the test ends
-    fs::path path;
-    Folder() {
-        std::string name = (fs::temp_directory_path() / "coat-data-XXXXXX").string();
-        REQUIRE(mkdtemp(name.data()));
-        path = name;
-    }
-    ~Folder() { fs::remove_all(path); }
-    std::string operator/(const std::string& name) const { return (path / name).string(); }
-};
-
-inline std::string read_bytes(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-}
-
-inline void write_bytes(const std::string& path, const std::string& bytes) {
-    fs::remove(path);  // ext4 waits for the disk where a file is cut to nothing and written again, 20,000 times in one test below
-    std::ofstream(path, std::ios::binary | std::ios::trunc).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-}
-
-// The error's text; "" if there was none.
-inline std::string error_of(const std::function<void()>& f) {
-    try {
-        f();
-    } catch (const Error& e) {
-        return e.what();
-    }
-    return "";
-}
-
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-// One line that names `who` and whatever else is expected in it.
-inline void check_refused(const std::string& error, const std::string& who, const std::string& what = "") {
-    CAPTURE(error);
-    CHECK(contains(error, who));
-    CHECK(contains(error, what));
-    CHECK(!contains(error, "\n"));
-    CHECK((!error.empty() && error.back() == '.'));
-}
-
-// A safetensors file from a header's text and so many bytes of data.
+// A safetensors file with this header and so many bytes of data.
 inline std::string raw_file(const std::string& header, size_t data_bytes) {
     const uint64_t length = header.size();
-    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header + std::string(data_bytes, '\1');
+    return std::string(reinterpret_cast<const char*>(&length), sizeof length) + header +
+           std::string(data_bytes, '\1');
 }
 
-// Random bytes as a run may leave them in its optimizer's state: finite, and only first moments with signs. In every format the top byte's second bit
-// is the exponent's first.
-inline void make_sound(const StateTensor& t, Random& random, std::string& bytes) {
+// Makes random bytes valid for the optimizer state: finite, and only first moments with signs. In every
+// format the second bit of the top byte is the first bit of the exponent.
+inline void make_valid(const StateTensor& t, Random& random, std::string& bytes) {
     if (t.dtype == std::string("I16")) return;
     for (size_t i = static_cast<size_t>(t.bytes) - 1; i < bytes.size(); i += static_cast<size_t>(t.bytes))
         bytes[i] = static_cast<char>(bytes[i] & (ends_with(t.name, ".m") ? 0xBF : 0x3F));
@@ -81,7 +32,7 @@ inline void make_sound(const StateTensor& t, Random& random, std::string& bytes)
     }
 }
 
-// A Model that only remembers its tensors.
+// A Model that only stores its tensors, with random bits.
 class MemoryModel : public Model {
 public:
     MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
@@ -91,19 +42,24 @@ public:
                 std::string& bytes = tensors_[t.name];
                 bytes.resize(static_cast<size_t>(t.total_bytes()));
                 for (char& b : bytes) b = static_cast<char>(random.bits());
-                if (table.front().name != "embedding") make_sound(t, random, bytes);
+                if (table.front().name != "embedding") make_valid(t, random, bytes);
             }
         for (const Param& p : parameters(setup.config)) {
             std::string& bytes = tensors_[p.name];
             for (size_t i = 1; i < bytes.size(); i += 2) bytes[i] &= '\xBF';  // weights are finite
             const size_t live = static_cast<size_t>(live_elements(setup.config, p)) * 2;
-            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(), '\0');  // padding rows are always zero
+            // Padding rows are zero.
+            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(), '\0');
         }
     }
-    StepResult step(const int32_t*, const int32_t*, const AdamW&) override { throw std::logic_error("no steps here"); }
+    StepResult step(const int32_t*, const int32_t*, const AdamW&) override {
+        throw std::logic_error("no steps here");
+    }
     double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses here"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits here"); }
-    QuantReport quantization(const int32_t*, const int32_t*) override { throw std::logic_error("no quantization here"); }
+    QuantReport quantization(const int32_t*, const int32_t*) override {
+        throw std::logic_error("no quantization here");
+    }
     void read(const std::string& name, void* out) override {
         const std::string& bytes = tensors_.at(name);
         std::memcpy(out, bytes.data(), bytes.size());
@@ -138,22 +94,26 @@ private:
 };
 
 inline ModelConfig small_config(const Architecture& arch, bool tied) {
-    ModelConfig c{"small", arch, 2, 32, 4, arch.rope ? 2 : 4, 48, 50, 16, tied};  // 50 of 64 rows of the vocabulary are live
+    // 50 rows of the vocabulary, padded to 64
+    ModelConfig c{"small",           arch, 2,  32, 4, arch.rope ? 2 : 4, 48,   50, 16, tied};
     if (arch.rope) c.rope_theta = 500000.0f;
     c.norm_eps = 1e-6f;
     return c;
 }
 
 inline Setup small_setup(const Architecture& arch, bool tied = true, const char* optimizer = "coat") {
-    return {small_config(arch, tied), find_row(recipes(), "coat", "recipe"), find_row(optimizers(), optimizer, "optimizer"), 1, 16};
+    return {small_config(arch, tied), find_row(recipes(), "coat", "recipe"),
+            find_row(optimizers(), optimizer, "optimizer"), 1, 16};
 }
 
 inline const Param& param(const std::vector<Param>& table, const std::string& name) {
     return *std::find_if(table.begin(), table.end(), [&](const Param& p) { return p.name == name; });
 }
 
-inline LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef", double validation = std::numeric_limits<double>::quiet_NaN()) {
-    return {step, step - 1, {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}", run, validation};
+inline LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef",
+                            double validation = std::numeric_limits<double>::quiet_NaN()) {
+    return {step, step - 1,  {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}",
+            run,  validation};
 }
 
 }  // namespace coat::test::model_files

@@ -1,8 +1,9 @@
-// moments.h - encoding of moments, shared by the tests of expansion and AdamW.
+// moments.h - lengths, magnitudes and encoding of moments, for the tests of expansion and of Moment.
 #pragma once
+#include <doctest/doctest.h>
+
 #include "../reference.h"
 #include "random.h"
-#include "tiny.h"
 
 namespace coat::test::moments {
 
@@ -13,6 +14,25 @@ inline constexpr int64_t LENGTHS[] = {1, 2, 3, 5, 31, 64, 100, 127, 128, 129, 25
 inline std::vector<float> magnitudes(std::vector<float> x) {
     for (float& v : x) v = std::fabs(v);
     return x;
+}
+
+// Codes, (max, k) and decoded values of n elements. Checks that nothing is written beyond the end.
+struct Encoded {
+    std::vector<uint8_t> codes;
+    std::vector<float> max, k, values;
+};
+
+inline Encoded encode_all(Format f, bool expand, bool positive, const std::vector<float>& x,
+                   QuantStats* stats = nullptr) {
+    const int64_t n = int64_t(x.size()), groups = ceil_div(n, MOMENT_GROUP);
+    Encoded e{std::vector<uint8_t>(size_t(n) + 1, 0xA5), std::vector<float>(size_t(groups) + 1, -7),
+              std::vector<float>(size_t(groups) + 1, 1), std::vector<float>(size_t(n) + 1, -7)};
+    e.k.back() = -7;
+    encode_moment(f, expand, positive, x.data(), n, e.codes.data(), e.max.data(), e.k.data(), stats);
+    decode_moment(f, expand, e.codes.data(), e.max.data(), e.k.data(), n, e.values.data());
+    CHECK((e.codes.back() == 0xA5 && e.max.back() == -7 && e.k.back() == -7 && e.values.back() == -7));
+    e.codes.pop_back(), e.max.pop_back(), e.k.pop_back(), e.values.pop_back();
+    return e;
 }
 
 }  // namespace coat::test::moments

@@ -1,7 +1,8 @@
-// oracle.h - number formats from their definition, in double: what the encoders of both tellings are held against.
+// oracle.h - number formats by their definition, in double, to test the encoders of the CPU reference and the
+// GPU.
 //
-// A value is written down from sign, exponent and mantissa; a code is found by searching for the nearest value. Nothing is
-// shared with the encoders under test, which work on bits.
+// A value is computed from sign, exponent and mantissa; a code is found by a search for the nearest value. No
+// arithmetic is shared with the encoders, which work on bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,18 +25,19 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
-// OCP 8-bit floating point, section 5: (-1)^s 2^(e - bias) (1 + m / 2^M), and (-1)^s 2^(1 - bias) m / 2^M where e = 0.
+// OCP 8-bit floating point, section 5: (-1)^s 2^(e - bias) (1 + m / 2^M); for e = 0, (-1)^s 2^(1 - bias) m /
+// 2^M.
 inline double fp8_value(Format f, int code) {
     const bool e4m3 = f == Format::E4M3;
     const int M = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15, top = e4m3 ? 15 : 31;
     const int s = code >> 7, e = (code & 0x7F) >> M, m = code & ((1 << M) - 1);
     const double sign = s ? -1 : 1;
-    if (e4m3 && e == top && m == 7) return std::numeric_limits<double>::quiet_NaN();  // S.1111.111 alone
+    if (e4m3 && e == top && m == 7) return std::numeric_limits<double>::quiet_NaN();  // only S.1111.111
     if (!e4m3 && e == top) return m ? std::numeric_limits<double>::quiet_NaN() : sign * HUGE_VAL;
     return sign * std::ldexp(e ? 1 + std::ldexp(m, -M) : std::ldexp(m, -M), (e ? e : 1) - bias);
 }
 
-// IEEE 754 binary16: 5 bits of exponent and 10 of mantissa; the top exponent has infinities and NaN.
+// IEEE 754 binary16: 5 bits of exponent and 10 of mantissa. The top exponent encodes infinities and NaN.
 inline double fp16_value(int code) {
     const int e = (code & 0x7FFF) >> 10, m = code & 0x3FF;
     const double sign = code >> 15 ? -1 : 1;
@@ -43,11 +45,13 @@ inline double fp16_value(int code) {
     return sign * std::ldexp(e ? 1024 + m : m, (e ? e : 1) - 25);
 }
 
-// The code of the nearest finite value; of two equally near, the even code. Beyond the largest: the largest.
+// The code of the nearest finite value; of two equally near, the even code; beyond the largest value, its
+// code.
 class NearestCode {
 public:
     explicit NearestCode(Format f) {
-        for (int code = 0; code < 128 && std::isfinite(fp8_value(f, code)); code++) values_.push_back(fp8_value(f, code));
+        for (int code = 0; code < 128 && std::isfinite(fp8_value(f, code)); code++)
+            values_.push_back(fp8_value(f, code));
     }
     int of(float x) const {
         if (std::isnan(x)) return NOT_A_NUMBER;
@@ -62,7 +66,8 @@ private:
     size_t nearest(double magnitude, size_t above) const {
         if (above == values_.size()) return above - 1;
         if (above == 0 || values_[above] == magnitude) return above;
-        const double down = magnitude - values_[above - 1], up = values_[above] - magnitude;  // exact in double
+        // Exact in double.
+        const double down = magnitude - values_[above - 1], up = values_[above] - magnitude;
         return down < up || (down == up && above % 2 == 1) ? above - 1 : above;
     }
     std::vector<double> values_;

@@ -1,48 +1,26 @@
-// program.h - runs ./train in a folder of its own, and looks at what it prints, leaves behind and exits with.
+// program.h - runs ./train in a folder of its own, and checks what it prints, writes and returns.
 #pragma once
-#include <doctest/doctest.h>
-
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <map>
-#include <string>
+#include <nlohmann/json.hpp>
+#include <sstream>
 #include <vector>
 #include <sys/wait.h>
-#include <unistd.h>
+
+#include "files.h"
 
 namespace coat::test {
 
-namespace fs = std::filesystem;
-
-inline std::string read_file(const fs::path& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
+inline std::string text_of_lines() {  // large enough for the tiny runs below
+    std::string text;
+    for (int i = 0; i < 1500; i++)
+        text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
+    return text;
 }
 
-inline void write_file(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
-
-// An empty folder with a text in it that is large enough for the tiny runs here; it goes when the test ends.
-struct Folder {
-    fs::path path;
-    Folder() {
-        std::string name = (fs::temp_directory_path() / "coat-test-XXXXXX").string();
-        REQUIRE(mkdtemp(name.data()) != nullptr);
-        path = name;
-        std::string text;
-        for (int i = 0; i < 1500; i++) text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
-        write_file(path / "text", text);
-    }
-    ~Folder() { fs::remove_all(path); }
-    Folder(const Folder&) = delete;
-
-    std::map<std::string, std::string> files() const {  // every file's bytes
-        std::map<std::string, std::string> all;
-        for (const auto& entry : fs::recursive_directory_iterator(path))
-            if (entry.is_regular_file()) all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
-        return all;
-    }
+// A folder with the file "text" to train on.
+struct RunFolder : Folder {
+    RunFolder() { write("text", text_of_lines()); }
 };
 
 struct Ended {
@@ -51,28 +29,35 @@ struct Ended {
 };
 
 inline std::string program() {
-    const char* named = std::getenv("COAT_TRAIN");
-    return fs::absolute(named ? named : "./train").string();
+    const char* path = std::getenv("COAT_TRAIN");
+    return fs::absolute(path ? path : "./train").string();
 }
 
-// A shell command in the folder; what it prints is kept outside it. One thread: these runs are too small to share.
+// Runs a shell command in the folder. Its output is captured in files outside the folder. One thread: these
+// runs are too small for more.
 inline Ended shell(const Folder& folder, const std::string& command) {
-    const std::string kept = folder.path.string() + "-printed";
-    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && { " + command + "\n} >'" + kept + ".out' 2>'" + kept + ".err'";
-    using Handler = void (*)(int);  // the child has the usual signals, also where the tests run under nohup
+    const std::string printed = folder.path.string() + "-printed";
+    const std::string whole = "cd '" + folder.path.string() + "' && export OMP_NUM_THREADS=1 && { " +
+                              command + "\n} >'" + printed + ".out' 2>'" + printed + ".err'";
+    // The child has the default signal handlers, also if the tests run under nohup.
+    using Handler = void (*)(int);
     const Handler hangup = std::signal(SIGHUP, SIG_DFL), pipe = std::signal(SIGPIPE, SIG_DFL);
     const int status = std::system(whole.c_str());
     std::signal(SIGHUP, hangup);
     std::signal(SIGPIPE, pipe);
-    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(kept + ".out"), read_file(kept + ".err")};
-    fs::remove(kept + ".out");
-    fs::remove(kept + ".err");
+    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(printed + ".out"),
+                read_file(printed + ".err")};
+    fs::remove(printed + ".out");
+    fs::remove(printed + ".err");
     return ended;
 }
 
-// A run that takes a fraction of a second; flags may be given again by the test only if they are not these.
-inline constexpr const char* TINY = " --device cpu --data text --batch 2 --seq 16 --sample-every 0 ";
-inline Ended train(const Folder& folder, const std::string& flags) { return shell(folder, "'" + program() + "' " + flags); }
+// Flags of a run that takes a fraction of a second. A test must not repeat these flags: a flag given twice is
+// an error.
+inline const std::string TINY = " --device cpu --data text --batch 2 --seq 16 --sample-every 0 ";
+inline Ended train(const Folder& folder, const std::string& flags) {
+    return shell(folder, "'" + program() + "' " + flags);
+}
 inline Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
 
 inline void require_success(const Ended& ended) {
@@ -80,28 +65,37 @@ inline void require_success(const Ended& ended) {
     REQUIRE(ended.code == 0);
 }
 
-inline void check_one_sentence(const Ended& ended, const std::string& names) {
+// A program that failed with exit code 1 and one line on stderr.
+inline void check_failed(const Ended& ended, const std::string& who, const std::string& what = "") {
     CAPTURE(ended.error);
     CHECK(ended.code == 1);
-    CHECK(ended.error.find(names) != std::string::npos);
-    CHECK(ended.error.compare(0, 7, "train: ") == 0);
     REQUIRE(ended.error.size() > 2);
-    CHECK(ended.error.find('\n') == ended.error.size() - 1);  // one line
-    CHECK(ended.error.find(". ") == std::string::npos);        // one sentence
-    CHECK(ended.error[ended.error.size() - 2] == '.');
+    CHECK(ended.error.back() == '\n');
+    check_error(ended.error.substr(0, ended.error.size() - 1), who, what);
 }
 
-inline void check_refused(const Folder& folder, const std::string& flags, const std::string& names) {
+// As above, of ./train, in one sentence.
+inline void check_one_sentence(const Ended& ended, const std::string& who) {
+    check_failed(ended, who);
+    CHECK(ended.error.compare(0, 7, "train: ") == 0);
+    CHECK(ended.error.find(". ") == std::string::npos);
+}
+
+// The flags are rejected in one sentence, and no file is lost, changed or left half-written.
+inline void check_rejected(const Folder& folder, const std::string& flags, const std::string& who) {
     CAPTURE(flags);
     const auto before = folder.files();
-    check_one_sentence(train(folder, flags), names);
-    CHECK(folder.files() == before);  // nothing lost, nothing half-written
+    check_one_sentence(train(folder, flags), who);
+    CHECK(folder.files() == before);
 }
 
-inline std::string token_file(uint32_t magic, uint32_t count, const std::vector<uint16_t>& tokens) {
-    uint32_t header[256] = {magic, 1, count};
-    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
-    return bytes.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
+// The lines of one kind in the file "log" of the folder.
+inline std::vector<nlohmann::json> logged(const Folder& folder, const std::string& kind) {
+    std::vector<nlohmann::json> lines;
+    std::istringstream log(read_file(folder.path / "log"));
+    for (std::string line; std::getline(log, line);)
+        if (auto parsed = nlohmann::json::parse(line); parsed.at("kind") == kind) lines.push_back(parsed);
+    return lines;
 }
 
 inline double number_after(const std::string& text, const std::string& words) {
@@ -110,14 +104,16 @@ inline double number_after(const std::string& text, const std::string& words) {
     return std::strtod(text.c_str() + at + words.size(), nullptr);
 }
 
+// Everything in a checkpoint that two equal runs have in common: all but the random name of the run.
 inline std::string weights_and_state(const fs::path& checkpoint) {
     for (const char* file : {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"})
         REQUIRE(fs::exists(checkpoint / file));
     std::string trainer = read_file(checkpoint / "trainer.json");
-    const size_t run = trainer.find("\"run\": \"");  // a random name, the only thing that two equal runs differ in
+    const size_t run = trainer.find("\"run\": \"");
     REQUIRE(run != std::string::npos);
     trainer.erase(run, trainer.find(',', run) - run);
-    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors") + trainer;
+    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors") +
+           trainer;
 }
 
 }  // namespace coat::test

@@ -10,7 +10,8 @@ using namespace coat::reference;
 
 inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat"};
 
-inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, int64_t B = 4, int64_t T = 16) {
+inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, int64_t B = 4,
+                      int64_t T = 16) {
     return tiny_setup(tiny_config(arch, true), recipe, optimizer_of(recipe), B, T);
 }
 

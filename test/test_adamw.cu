@@ -1,8 +1,8 @@
-// test_adamw.cu - adamw, gradient_norm, initialize, split_master and join_master on the GPU, against double and the
-// CPU reference.
+// test_adamw.cu - adamw, gradient_norm, initialize, split_master and join_master on the GPU, against double
+// and the CPU reference.
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../adamw.cuh"
 #include "adamw_run.h"
 #include "device_tensors.h"
 #include "gpu.h"
@@ -23,26 +23,31 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
         Buffer<uint8_t> values(total * info(f).bytes);
         Buffer<int16_t> remainder(total);
         for (size_t i = 0; i < params.size(); i++)
-            gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i], i, live_elements(c, params[i]), 7, 0);
+            gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i], i,
+                            live_elements(c, params[i]), 7, 0);
         const Bytes got = values.read();
-        const auto rest = remainder.read();
+        const auto remainders = remainder.read();
         int64_t wrong = 0;
         for (size_t i = 0; i < params.size(); i++)
             for (int64_t e = 0; e < params[i].padded_size(); e++) {
                 const Param& p = params[i];
-                const float expected = e < p.size() ? initial(p.init_std, p.role.weight, live_elements(c, p), 7, i, e) : 0.0f;
+                float expected = 0;
+                if (e < p.size()) expected = initial(p.init_std, p.role.weight, live_elements(c, p), 7, i, e);
                 uint16_t weight;
-                int16_t remains;
-                reference::split_master(expected, &weight, &remains);
-                if (f == Format::F32) wrong += std::memcmp(&got[4 * (p.offset + e)], &expected, 4) != 0;
-                else wrong += std::memcmp(&got[2 * (p.offset + e)], &weight, 2) != 0 || rest[p.offset + e] != remains;
+                int16_t rest;
+                reference::split_master(expected, &weight, &rest);
+                const int64_t at = p.offset + e;
+                if (f == Format::F32) wrong += std::memcmp(&got[4 * at], &expected, 4) != 0;
+                else wrong += std::memcmp(&got[2 * at], &weight, 2) != 0 || remainders[at] != rest;
             }
         CHECK(wrong == 0);
         CHECK(values.intact());
     }
+    // All lower halves of an FP32 value, and then random values below 2 in magnitude.
     Floats masters(100001);
     for (size_t i = 0; i < masters.size(); i++) {
-        const uint32_t bits = i < 65536 ? 0x3F800000u + static_cast<uint32_t>(i) : static_cast<uint32_t>(rng.bits()) & 0xBFFFFFFFu;
+        uint32_t bits = 0x3F800000u + static_cast<uint32_t>(i);
+        if (i >= 65536) bits = static_cast<uint32_t>(rng.bits()) & 0xBFFFFFFFu;
         std::memcpy(&masters[i], &bits, 4);
     }
     const int64_t n = static_cast<int64_t>(masters.size());
@@ -57,10 +62,10 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
     const auto r = remainder.read();
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint16_t ew;
-        int16_t er;
-        reference::split_master(masters[i], &ew, &er);
-        wrong += ew != w[i] || er != r[i];
+        uint16_t expected_weight;
+        int16_t expected_remainder;
+        reference::split_master(masters[i], &expected_weight, &expected_remainder);
+        wrong += expected_weight != w[i] || expected_remainder != r[i];
     }
     CHECK(wrong == 0);
 }
@@ -73,7 +78,8 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         state.zero();
         Buffer<double> workspace(gpu::GRADIENT_PARTIALS), dloss(1);
         dloss.write({loss});
-        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(), workspace.get(), 0);
+        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(),
+                           workspace.get(), 0);
         CHECK(workspace.intact());
         return state.read()[0];
     };
@@ -85,15 +91,17 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
                 double sum = 0;
                 for (float v : g) sum += double(v) * v;
                 const gpu::GradientState s = state_of(g, f, 1.0, {1.0f});
-                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));  // chunks of 8 in FP32, the rest in double
+                // 8 squares at a time are summed in FP32, the rest in double.
+                CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));
                 CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
-                const gpu::GradientState whole = state_of(g, f, 1.0, {0.0f});  // not clipped
-                CHECK(whole.scale == 1.0f);
-                CHECK(whole.skip == (s.norm >= 0x1p62));
+                const gpu::GradientState unclipped = state_of(g, f, 1.0, {0.0f});
+                CHECK(unclipped.scale == 1.0f);
+                CHECK(unclipped.skip == (s.norm >= 0x1p62));
                 for (double norm_correction : {1.0, 2.5, 1e3}) {
                     const double norm = s.norm * norm_correction;
-                    CHECK(state_of(g, f, 1.0, {1.0f, norm_correction}).scale == (norm > 1 ? static_cast<float>(1 / norm) : 1.0f));
+                    const float expected = norm > 1 ? static_cast<float>(1 / norm) : 1.0f;
+                    CHECK(state_of(g, f, 1.0, {1.0f, norm_correction}).scale == expected);
                 }
                 CHECK(state_of(g, f, 1.0, {1.0f, INFINITY}).scale == 0);
                 CHECK(state_of(g, f, 1.0, {1.0f}).norm == s.norm);
@@ -109,74 +117,9 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
 
 namespace {
 
-int sign_of(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
-int encode_any(Format f, float x) { return f == Format::F16 ? reference::to_f16(x) : reference::encode(f, x); }
-
-// The new state of one moment and what it should hold: `exact` +- `error` before it is rounded to its format.
-void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second, bool keep_positive) {
-    const int64_t n = static_cast<int64_t>(exact.size());
-    const Bytes codes = d.codes.read();
-    CHECK(d.intact());
-    for (size_t i = n * info(d.format).bytes; i < codes.size(); i++) REQUIRE(codes[i] == 0);  // padding
-    if (!is_scaled(d.format)) {
-        Floats got(n);
-        Doubles bound = error;
-        for (int64_t i = 0; i < n; i++) {
-            uint16_t bits;
-            std::memcpy(&bits, &codes[2 * i], 2);
-            if (d.format == Format::F32) std::memcpy(&got[i], &codes[4 * i], 4);
-            else got[i] = reference::from_bf16(bits), bound[i] += half_ulp(Format::BF16) * (std::abs(exact[i]) + error[i]) + 0x1p-134;
-        }
-        return check_close(got, exact, bound);
-    }
-    const Floats max = d.maxima(), k = d.expand ? d.k.read() : Floats(max.size(), 1.0f);
-    const double fmax = info(d.format).max, range = std::log2(fmax / info(d.format).min);
-    const int sign = sign_of(d.format);
-    int64_t bad_max = 0, bad_k = 0, bad_codes = 0, vanished = 0;
-    for (int64_t g = 0; g < static_cast<int64_t>(max.size()); g++) {
-        const int64_t first = g * d.group(n), last = std::min<int64_t>(n, first + d.group(n));
-        double top = 0, top_error = 0, low = INFINITY, low_error = 0;
-        for (int64_t i = first; i < last; i++) {
-            const double a = std::abs(exact[i]);
-            if (a > top) top = a;
-            top_error = std::max(top_error, error[i]);
-            if (a > 0 && a < low) low = a, low_error = error[i];
-        }
-        bad_max += !(std::abs(max[g] - top) <= top_error);
-        if (max[g] == 0) {
-            for (int64_t i = first; i < last; i++) bad_codes += code_at(d.format, codes, i) != 0;
-            bad_k += k[g] != 1;
-            continue;
-        }
-        // log2 is good to two buckets of 2^-23 of a number up to 149; what may be the smallest may also be another by its error, or zero.
-        const double ratio = std::log2(top) - std::log2(low);
-        const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + (low_error < low / 2 ? 2 * low_error / low : INFINITY));
-        const double most = ratio - ratio_error > 0 ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY, least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
-        const double k_most = std::min(64.0, std::max(1.0, std::floor(most)) / 16), k_least = std::min(64.0, std::max(1.0, std::floor(least)) / 16);
-        if (d.expand) bad_k += k[g] < k_least || k[g] > k_most || k[g] * 16 != std::floor(k[g] * 16);
-        // lg2.approx is good to 2^-22 below 1 in size and to 2 buckets of 2^-23 relative beyond, the quotient before it to 2 u, k log2 to u
-        // relative; ex2.approx to 2^-22. (The careful path subtracts two logarithms of up to 149.)
-        const bool careful = range > 120 * k[g] || max[g] < 0x1p-100f;
-        const double log_error = careful ? 2 * 150 * 0x1p-23 : 0x1p-21;
-        const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
-        for (int64_t i = first; i < last; i++) {
-            auto encoded = [&](double a, double with) {
-                return encode_any(d.format, static_cast<float>(std::min(fmax, fmax * std::pow(std::max(0.0, a) / max[g], double(k[g])) * with)));
-            };
-            const int code = code_at(d.format, codes, i), a = code & (sign - 1), lowest = encoded(std::abs(exact[i]) - error[i], 1 - power_error), highest = encoded(std::abs(exact[i]) + error[i], 1 + power_error);
-            const bool kept = second && keep_positive && exact[i] > 0 && a == 1 && lowest == 0;
-            bad_codes += !kept && (a < lowest || a > highest);
-            bad_codes += std::abs(exact[i]) > error[i] && a > 0 && (code & sign) != (exact[i] < 0 ? sign : 0);
-            vanished += second && keep_positive && exact[i] - error[i] > 0 && a == 0;
-        }
-    }
-    CHECK(bad_max == 0);
-    CHECK(bad_k == 0);
-    CHECK(bad_codes == 0);
-    CHECK(vanished == 0);
-}
-
-// Stochastic rounding of what lies within [w - ew, w + ew], by the rule of coat.h: it is monotone.
+// Checks that each element is a value within w +- ew after stochastic rounding to BF16 (coat.h,
+// rounding_bits). Rounding with the same random bits is monotone, so the results for w - ew and w + ew are
+// the limits.
 void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, int64_t offset) {
     int64_t bad = 0;
     for (size_t e = 0; e < got.size(); e++) {
@@ -185,7 +128,8 @@ void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, in
             const float value = static_cast<float>(x);
             uint32_t bits;
             std::memcpy(&bits, &value, 4);
-            return reference::from_bf16(static_cast<uint16_t>((bits + (rounding_bits(AdamRun::ROUNDING, at / 4) >> 16 * (at % 4) & 0xFFFF)) >> 16));
+            bits += rounding_bits(AdamRun::ROUNDING, at / 4) >> 16 * (at % 4) & 0xFFFF;
+            return reference::from_bf16(static_cast<uint16_t>(bits >> 16));
         };
         bad += !(got[e] >= rounded_down(w[e] - ew[e]) && got[e] <= rounded_down(w[e] + ew[e]));
     }
@@ -196,20 +140,21 @@ void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, in
 
 GPU_TEST_CASE("adamw: several launches are bit-identical to one") {
     FRESH_RANDOM(rng);
-    for (const auto& [o, has_master] : {std::pair{OPTIMIZERS[0], true}, std::pair{OPTIMIZERS[0], false}, std::pair{FP8LM, true}, std::pair{FP8LM, false}}) {
+    for (const auto& [o, has_master] : {std::pair{OPTIMIZERS[0], true}, std::pair{OPTIMIZERS[0], false},
+                                        std::pair{FP8LM, true}, std::pair{FP8LM, false}}) {
         AdamRun run(rng, Format::BF16, o, distributions()[0], true);
         run.has_master = has_master;
         CAPTURE(run.optimizer.name);
-        const AdamRun::Result whole = run.step({3, 1e-3f}, 0.25f, false);
+        const AdamRun::Result one_launch = run.step({3, 1e-3f}, 0.25f, false);
         run.cuts = {2, 3, 8};
-        const AdamRun::Result parts = run.step({3, 1e-3f}, 0.25f, false);
-        CHECK(same_bytes(whole.master, parts.master));
+        const AdamRun::Result four_launches = run.step({3, 1e-3f}, 0.25f, false);
+        CHECK(same_bytes(one_launch.master, four_launches.master));
         for (size_t i = 0; i < run.params.size(); i++) {
-            CHECK(same_bytes(whole.m[i]->codes.read(), parts.m[i]->codes.read()));
-            CHECK(same_bytes(whole.v[i]->codes.read(), parts.v[i]->codes.read()));
-            CHECK(same_bytes(whole.m[i]->maxima(), parts.m[i]->maxima()));
-            CHECK(same_bytes(whole.v[i]->maxima(), parts.v[i]->maxima()));
-            CHECK(whole.amax[i].amax == parts.amax[i].amax);
+            CHECK(same_bytes(one_launch.m[i]->codes.read(), four_launches.m[i]->codes.read()));
+            CHECK(same_bytes(one_launch.v[i]->codes.read(), four_launches.v[i]->codes.read()));
+            CHECK(same_bytes(one_launch.m[i]->maxima(), four_launches.m[i]->maxima()));
+            CHECK(same_bytes(one_launch.v[i]->maxima(), four_launches.v[i]->maxima()));
+            CHECK(one_launch.amax[i].amax == four_launches.amax[i].amax);
         }
     }
 }
@@ -225,7 +170,7 @@ GPU_TEST_CASE("adamw: FP32 gradients of BF16 weights are used with all their bit
             const AdamRun::Result bf16 = run.step({3, 1e-3f}, 0.25f, false);
             run.gradients = Format::F32;
             const AdamRun::Result fp32 = run.step({3, 1e-3f}, 0.25f, false);
-            for (float& g : run.gradient) g *= 1 + 0x1p-9f;
+            for (float& g : run.gradient) g *= 1 + 0x1p-9f;  // a change that BF16 would round away
             const AdamRun::Result finer = run.step({3, 1e-3f}, 0.25f, false);
             CHECK(fp32.intact);
             CHECK(same_bytes(bf16.master, fp32.master));
@@ -238,66 +183,99 @@ GPU_TEST_CASE("adamw: FP32 gradients of BF16 weights are used with all their bit
         }
 }
 
+namespace {
+
+struct Exact {  // in double, and the error that a result in FP32 may have
+    Doubles value, error;
+};
+struct ExactStep {
+    Exact m, v, w;
+};
+
+// One AdamW step of parameter p, with gradients times `scale`, by the equations of section 3 of the paper.
+ExactStep exact_step(const AdamRun& run, const HostParam& p, const AdamW& a, double scale) {
+    ExactStep r;
+    decode_exactly(p.m, p.size, r.m.value, r.m.error);
+    decode_exactly(p.v, p.size, r.v.value, r.v.error);
+    r.w.value.resize(p.size), r.w.error.resize(p.size);
+    const double b1 = a.beta1, c1 = 1 - a.beta1, b2 = a.beta2, c2 = 1 - a.beta2;
+    const double bias1 = 1 - std::pow(b1, 3), bias2 = std::sqrt(1 - std::pow(b2, 3));
+    for (int64_t e = 0; e < p.size; e++) {
+        double &m = r.m.value[e], &em = r.m.error[e], &v = r.v.value[e], &ev = r.v.error[e];
+        const double g = double(run.gradient[p.offset + e]) * scale, old = run.master[p.offset + e];
+        em = b1 * em + 4 * U * (std::abs(b1 * m) + std::abs(c1 * g)) + (m != 0 || g != 0 ? 0x1p-147 : 0);
+        m = b1 * m + c1 * g;
+        ev = b2 * ev + 6 * U * (b2 * v + c2 * g * g) + (v != 0 || g != 0 ? 0x1p-147 : 0);
+        v = b2 * v + c2 * g * g;
+        const double root = std::sqrt(v), largest = std::sqrt(ev);
+        const double root_error = v > 0 ? std::min(ev / root, largest) : largest;
+        const double divisor = root / bias2 + a.eps, update = m / bias1 / divisor;
+        const double decay = p.decays ? a.weight_decay : 0;
+        const double relative = root_error / bias2 / divisor + 32 * U;
+        const double update_error = em / bias1 / divisor + std::abs(update) * relative;
+        const double w = old - a.lr * (update + decay * old), decay_error = 8 * U * std::abs(decay * old);
+        r.w.value[e] = w;
+        r.w.error[e] = a.lr * (update_error + decay_error) + 4 * U * std::abs(w) + 2 * U * std::abs(old);
+    }
+    return r;
+}
+
+void check_adamw(Random& rng, Format compute, bool has_master, const OptimizerFormat& o,
+                 const Distribution& d) {
+    CAPTURE(o.name);
+    CAPTURE(d.name);
+    CAPTURE(has_master);
+    AdamRun run(rng, compute, o, d, true);
+    run.has_master = has_master;
+    if (!has_master) run.master = rounded(Format::BF16, run.master);
+    const AdamW a{3, 1e-3f};
+    const float scale = 0.25f;
+    const AdamRun::Result r = run.step(a, scale, false), again = run.step(a, scale, false);
+    CHECK(r.intact);
+    CHECK(same_bytes(r.master, again.master));
+    for (size_t i = 0; i < run.params.size(); i++) {
+        const HostParam& p = run.params[i];
+        CAPTURE(p.size);
+        const ExactStep exact = exact_step(run, p, a, scale);
+        const Floats got(r.master.begin() + p.offset, r.master.begin() + p.offset + p.size);
+        float amax = 0;
+        for (int64_t e = 0; e < p.size; e++) {
+            const float bf16 = reference::from_bf16(r.weight[p.offset + e]);
+            const float stored = compute == Format::F32 ? got[e] : bf16;
+            amax = std::max(amax, std::abs(stored));
+        }
+        if (has_master) check_close(got, exact.w.value, exact.w.error);
+        else check_stochastic(got, exact.w.value, exact.w.error, p.offset);
+        for (int64_t e = p.size; e < p.padded(); e++) REQUIRE(r.master[p.offset + e] == 0);
+        CHECK(r.amax[i].amax == amax);
+        check_moment(*r.m[i], exact.m.value, exact.m.error, false, false);
+        check_moment(*r.v[i], exact.v.value, exact.v.error, true, o.keep_positive);
+        CHECK(same_bytes(r.m[i]->codes.read(), again.m[i]->codes.read()));
+        CHECK(same_bytes(r.v[i]->codes.read(), again.v[i]->codes.read()));
+    }
+}
+
+}  // namespace
+
 GPU_TEST_CASE("adamw: weights, moments, codes and amax in every format of moments") {
     FRESH_RANDOM(rng);
-    const std::pair<Format, bool> weights[] = {{Format::BF16, true}, {Format::F32, true}, {Format::BF16, false}};
-    for (const auto& held : weights)
+    const std::pair<Format, bool> weights[] = {
+        {Format::BF16, true}, {Format::F32, true}, {Format::BF16, false}};
+    for (const auto& [compute, has_master] : weights)
         for (const OptimizerFormat& o : OPTIMIZERS)
-            for (const char* kind : {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
-                const Distribution& d = *std::find_if(distributions().begin(), distributions().end(), [&](auto& x) { return x.name == kind; });
-                const bool has_master = held.second;
-                CAPTURE(o.name);
-                CAPTURE(d.name);
-                CAPTURE(has_master);
-                AdamRun run(rng, held.first, o, d, true);
-                run.has_master = has_master;
-                if (!has_master) run.master = rounded(Format::BF16, run.master);
-                AdamW a{3, 1e-3f};
-                const float scale = 0.25f;
-                const AdamRun::Result r = run.step(a, scale, false), again = run.step(a, scale, false);
-                CHECK(r.intact);
-                CHECK(same_bytes(r.master, again.master));
-                const double bias1 = 1 - std::pow(double(a.beta1), 3), bias2 = std::sqrt(1 - std::pow(double(a.beta2), 3));
-                for (size_t i = 0; i < run.params.size(); i++) {
-                    const HostParam& p = run.params[i];
-                    CAPTURE(p.size);
-                    Doubles m, v, em, ev, w(p.size), ew(p.size);
-                    decode_exactly(p.m, p.size, m, em);
-                    decode_exactly(p.v, p.size, v, ev);
-                    float top = 0;
-                    Floats got(p.size);
-                    for (int64_t e = 0; e < p.size; e++) {
-                        const double g = double(run.gradient[p.offset + e]) * scale, old = run.master[p.offset + e];
-                        const double b1 = a.beta1, c1 = 1 - a.beta1, b2 = a.beta2, c2 = 1 - a.beta2;
-                        em[e] = b1 * em[e] + 4 * U * (std::abs(b1 * m[e]) + std::abs(c1 * g)) + (m[e] != 0 || g != 0 ? 0x1p-147 : 0);
-                        m[e] = b1 * m[e] + c1 * g;
-                        ev[e] = b2 * ev[e] + 6 * U * (b2 * v[e] + c2 * g * g) + (v[e] != 0 || g != 0 ? 0x1p-147 : 0);
-                        v[e] = b2 * v[e] + c2 * g * g;
-                        const double root = std::sqrt(v[e]), root_error = v[e] > 0 ? std::min(ev[e] / root, std::sqrt(ev[e])) : std::sqrt(ev[e]);
-                        const double below = root / bias2 + a.eps, update = m[e] / bias1 / below, decay = p.decays ? a.weight_decay : 0;
-                        const double update_error = em[e] / bias1 / below + std::abs(update) * (root_error / bias2 / below + 32 * U);
-                        w[e] = old - a.lr * (update + decay * old);
-                        ew[e] = a.lr * (update_error + 8 * U * std::abs(decay * old)) + 4 * U * std::abs(w[e]) + 2 * U * std::abs(old);
-                        got[e] = r.master[p.offset + e];
-                        uint16_t bits = r.weight[p.offset + e];
-                        top = std::max(top, std::abs(held.first == Format::F32 ? got[e] : reference::from_bf16(bits)));
-                    }
-                    if (has_master) check_close(got, w, ew);
-                    else check_stochastic(got, w, ew, p.offset);
-                    for (int64_t e = p.size; e < p.padded(); e++) REQUIRE(r.master[p.offset + e] == 0);
-                    CHECK(r.amax[i].amax == top);
-                    check_moment(*r.m[i], m, em, false, false);
-                    check_moment(*r.v[i], v, ev, true, o.keep_positive);
-                    CHECK(same_bytes(r.m[i]->codes.read(), again.m[i]->codes.read()));
-                    CHECK(same_bytes(r.v[i]->codes.read(), again.v[i]->codes.read()));
-                }
+            for (const char* kind :
+                 {"normal", "exp of normal", "mostly zeros", "small normal", "equal magnitudes"}) {
+                const auto& d = *std::find_if(distributions().begin(), distributions().end(),
+                                              [&](const Distribution& x) { return x.name == kind; });
+                check_adamw(rng, compute, has_master, o, d);
             }
 }
 
 GPU_TEST_CASE("adamw: a skipped step changes nothing and still gives the amax of the weights") {
     FRESH_RANDOM(rng);
-    for (const auto& [stream, o] : {std::pair{Format::BF16, OPTIMIZERS[0]}, std::pair{Format::F32, OPTIMIZERS[0]}, std::pair{Format::BF16, FP8LM}}) {
-        const AdamRun run(rng, stream, o, distributions()[0], true);
+    for (const auto& [compute, o] : {std::pair{Format::BF16, OPTIMIZERS[0]},
+                                     std::pair{Format::F32, OPTIMIZERS[0]}, std::pair{Format::BF16, FP8LM}}) {
+        const AdamRun run(rng, compute, o, distributions()[0], true);
         CAPTURE(run.optimizer.name);
         const AdamRun::Result r = run.step({3, 1e-3f}, 1.0f, true);
         CHECK(same_bytes(r.master, run.master));
@@ -308,14 +286,16 @@ GPU_TEST_CASE("adamw: a skipped step changes nothing and still gives the amax of
             CHECK(same_bytes(m, p.m.codes));
             CHECK(same_bytes(v, p.v.codes));
             CHECK(same_bytes(r.m[i]->maxima(), p.m.max));
-            float top = 0;
+            float amax = 0;
             for (int64_t e = 0; e < p.size; e++) {
                 uint16_t weight;
                 int16_t remainder;
                 reference::split_master(run.master[p.offset + e], &weight, &remainder);
-                top = std::max(top, std::abs(stream == Format::F32 ? run.master[p.offset + e] : reference::from_bf16(weight)));
+                const float bf16 = reference::from_bf16(weight);
+                const float stored = compute == Format::F32 ? run.master[p.offset + e] : bf16;
+                amax = std::max(amax, std::abs(stored));
             }
-            CHECK(r.amax[i].amax == top);
+            CHECK(r.amax[i].amax == amax);
         }
     }
 }

@@ -1,7 +1,8 @@
-// test_adamw_moments.cu - the codes of FP8 moments on the GPU, and their measured errors, against the CPU reference.
+// test_adamw_moments.cu - the codes of FP8 moments on the GPU, and their measured errors, against the CPU
+// reference.
 #include <cmath>
 
-#include "../coat.cuh"
+#include "../adamw.cuh"
 #include "adamw_run.h"
 #include "device_tensors.h"
 #include "gpu.h"
@@ -12,20 +13,21 @@ using namespace coat::test;
 using namespace coat::test::adamw_run;
 using namespace coat::test::device_tensors;
 
-// beta = 0 and no old state hand the kernel's encoder exactly g and g^2, so that its codes can be held against the reference's. Both take
-// logarithms and powers in FP32: they may disagree where a power falls on the border between two codes, whose distance is at least
-// 1/16 of the value. With an error d of the powers at most 2 * 16 d of the codes differ in expectation, each by one step.
+// With beta = 0 and moments of zero, the new moments are exactly g and g^2, so the kernel's codes can be
+// compared with the reference's. Both take logarithms and powers in FP32, so they may differ where a power
+// lies on the border between two codes. Neighbouring codes are at least 1/16 of the value apart. If the
+// powers have an error d, then in expectation at most 2 * 16 d of the codes differ, each by one step.
 GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
     FRESH_RANDOM(rng);
     for (const OptimizerFormat& o : OPTIMIZERS) {
         if (!is_scaled(o.m) && !is_scaled(o.v)) continue;
         for (const Distribution& d : distributions()) {
-            if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares are no numbers
+            if (d.name == "huge" || d.name == "any magnitude") continue;  // squares overflow
             CAPTURE(o.name);
             CAPTURE(d.name);
             const AdamRun run(rng, Format::F32, o, d, false);
             const AdamRun::Result r = run.step({1, 1e-3f, 0.0f, 0.0f}, 1.0f, false);
-            int64_t groups = 0, other_k = 0, elements = 0, differ = 0, far = 0;
+            int64_t groups = 0, other_k = 0, elements = 0, differ = 0, too_far = 0;
             double allowed = 0;
             for (size_t i = 0; i < run.params.size(); i++) {
                 const HostParam& p = run.params[i];
@@ -46,29 +48,35 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
                         groups++;
                         const float k_expected = o.expand ? expected.k[group] : 1.0f;
                         if (k[group] != k_expected) {
-                            far += std::abs(k[group] - k_expected) > 1.0f / 16;
+                            too_far += std::abs(k[group] - k_expected) > 1.0f / 16;
                             other_k++;
                             continue;
                         }
                         // The reference subtracts two logarithms, each rounded to u of its size.
-                        const double size = max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
+                        const double size =
+                            max[group] > 0 ? std::abs(std::log2(max[group])) + 20 / k[group] : 0;
                         const double error = o.expand ? k[group] * (4 * U * size + 0x1p-20) + 0x1p-18 : 0;
-                        const int64_t shared = got.group(p.size), first = static_cast<int64_t>(group) * shared;
+                        const int64_t shared = got.group_size(p.size),
+                                      first = static_cast<int64_t>(group) * shared;
                         for (int64_t e = first; e < std::min(p.size, first + shared); e++) {
-                            const int code = code_at(got.format, codes, e), wanted = code_at(got.format, expected.codes, e);
+                            const int code = code_at(got.format, codes, e);
+                            const int wanted = code_at(got.format, expected.codes, e);
                             elements++;
                             allowed += 32 * error;
                             differ += code != wanted;
-                            far += std::abs(code - wanted) > 1;
+                            too_far += std::abs(code - wanted) > 1;
                         }
                     }
                 }
             }
             CAPTURE(elements);
             CAPTURE(differ);
-            CHECK(differ <= allowed + 6 * std::sqrt(allowed));  // six standard deviations of so rare an event; 0 without expansion
-            CHECK(far == 0);
-            CHECK(other_k <= groups / 50 + 2);  // k falls on a multiple of 1/16 within 16 k^2 / range * the logarithms' error of 2^-16
+            // Six standard deviations above the expectation. Without expansion no code may differ.
+            CHECK(differ <= allowed + 6 * std::sqrt(allowed));
+            CHECK(too_far == 0);
+            // k may round differently where it is within 16 k^2 / range times the logarithms' error, 2^-16,
+            // of a multiple of 1/16.
+            CHECK(other_k <= groups / 50 + 2);
         }
     }
 }
@@ -83,23 +91,30 @@ GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
         Buffer<QuantStats> stats(2);
         stats.zero();
         const Tensor g(run.gradient, Format::BF16);
-        gpu::measure_moments(o, {p.offset, p.size, m.view(), v.view(), true, nullptr}, static_cast<uint16_t*>(static_cast<void*>(g.codes.get())) + p.offset, Format::BF16, stats.get(), stats.get() + 1, 0);
+        Buffer<gpu::Segment> segment({gpu::Segment{p.offset, p.size, m.view(), v.view(), true, nullptr}});
+        const Tensor weights(Floats(run.gradient.size(), 1.0f), Format::BF16);
+        const gpu::Weights w{weights.codes.get(), nullptr, Format::BF16};
+        gpu::measure_moments(o, segment.get(), p.size, w, g.codes.get(), Format::BF16, 0, stats.get(),
+                             stats.get() + 1, 0);
         QuantStats expected[2];
-        Floats hm(p.size), hv(p.size), unused(p.size);
-        p.m.load(0, p.size, hm.data());
-        p.v.load(0, p.size, hv.data());
-        reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), p.size, &run.gradient[p.offset], unused.data(), hm.data(), hv.data());
+        Floats host_m(p.size), host_v(p.size), unused_weights(p.size);
+        p.m.load(0, p.size, host_m.data());
+        p.v.load(0, p.size, host_v.data());
+        reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), p.size, &run.gradient[p.offset],
+                         unused_weights.data(), host_m.data(), host_v.data());
         reference::Moment after_m = p.m, after_v = p.v;
-        after_m.fit_tensor(p.size, hm.data());
-        after_v.fit_tensor(p.size, hv.data());
-        after_m.store(0, p.size, hm.data(), false, &expected[0]);
-        after_v.store(0, p.size, hv.data(), o.keep_positive, &expected[1]);
+        after_m.fit_tensor(p.size, host_m.data());
+        after_v.fit_tensor(p.size, host_v.data());
+        after_m.store(0, p.size, host_m.data(), false, &expected[0]);
+        after_v.store(0, p.size, host_v.data(), o.keep_positive, &expected[1]);
         const auto got = stats.read();
         for (int i : {0, 1}) {
             CHECK(got[i].elements == expected[i].elements);
             CHECK(got[i].flushed == expected[i].flushed);
-            CHECK(got[i].signal == doctest::Approx(expected[i].signal).epsilon(1e-5));  // decoded moments differ by a few 1e-6
-            // A code that differs adds or takes away a step's error: 50000 elements, at most a few in a thousand. A k that differs, 2% of a group.
+            // Decoded moments differ by a few 1e-6.
+            CHECK(got[i].signal == doctest::Approx(expected[i].signal).epsilon(1e-5));
+            // Of 50000 elements at most a few in a thousand have another code, which changes their error by
+            // up to one step. Another k changes the noise of one group.
             CHECK(got[i].noise == doctest::Approx(expected[i].noise).epsilon(0.02));
         }
         CHECK(same_bytes(m.maxima(), p.m.max));

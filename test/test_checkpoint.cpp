@@ -1,30 +1,17 @@
-// test_checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit, and one that does not fit the
-// run is an error.
+// test_checkpoint.cpp - saving and loading checkpoints in data/checkpoint.cpp: a checkpoint is read back bit
+// for bit, and one that does not fit the run is an error.
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <filesystem>
-#include <map>
 #include <nlohmann/json.hpp>
 
-#include "../coat.h"
-#include "../data/checkpoint.h"
-#include "../data/file.h"
-#include "../data/safetensors.h"
-#include "../plan.h"
 #include "model_files.h"
-#include "random.h"
 
 using namespace coat;
+using namespace coat::test;
 using namespace coat::test::model_files;
 
-namespace {
-
 using Json = nlohmann::ordered_json;
-
-}  // namespace
 
 TEST_CASE("checkpoint: is read back bit for bit") {
     for (const Architecture& arch : {LLAMA, GPT2})
@@ -35,7 +22,7 @@ TEST_CASE("checkpoint: is read back bit for bit") {
                 CAPTURE(optimizer.name);
                 Folder folder;
                 Setup setup = small_setup(arch, tied, optimizer.name);
-                if (arch.rope && tied) setup.config.head_size = 16;  // not hidden size / heads
+                if (arch.rope && tied) setup.config.head_size = 16;  // other than hidden size / heads
                 MemoryModel saved(setup, 1), loaded(setup, 2);
                 const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
                 CHECK(checkpoint == folder / "out/step-000300");
@@ -58,14 +45,15 @@ TEST_CASE("checkpoint: is read back bit for bit") {
 
                 const ModelConfig config = read_model_config(checkpoint), &c = saved.setup().config;
                 CHECK(std::string(config.arch.name) == arch.name);
-                CHECK(std::vector<int64_t>{config.L, config.C, config.NH, config.NKV, config.F, config.V, config.max_T, config.HS(), config.tied} ==
+                CHECK(std::vector<int64_t>{config.L, config.C, config.NH, config.NKV, config.F, config.V,
+                                           config.max_T, config.HS(), config.tied} ==
                       std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.HS(), c.tied});
                 CHECK(config.norm_eps == c.norm_eps);
                 CHECK(config.rope_theta == (arch.rope ? c.rope_theta : config.rope_theta));
             }
 }
 
-TEST_CASE("checkpoint: is read back bit for bit in every memory mode, without remainders where there is no master") {
+TEST_CASE("checkpoint: is read back bit for bit in every memory mode") {
     for (const MemoryMode& mode : memory_modes()) {
         CAPTURE(mode.flag);
         Folder folder;
@@ -75,7 +63,8 @@ TEST_CASE("checkpoint: is read back bit for bit in every memory mode, without re
         const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
         load_checkpoint(checkpoint, loaded);
         CHECK(saved.tensors() == loaded.tensors());
-        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") != nullptr) == setup.master);
+        CHECK((Safetensors(checkpoint + "/optimizer.safetensors").find("layers.0.qkv.remainder") !=
+               nullptr) == setup.master);
     }
 }
 
@@ -83,10 +72,18 @@ TEST_CASE("checkpoint: values that no run can write are rejected before the mode
     const struct {
         const char *optimizer, *tensor;
         std::vector<uint8_t> bits;
-    } rows[] = {{"fp32", "layers.0.qkv.m", {0, 0, 0xC0, 0x7F}},       {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0x7F}},  {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0xBF}},
-                {"bf16", "layers.0.qkv.m", {0x80, 0xFF}},             {"coat", "layers.0.qkv.m", {0xFF}},              {"coat", "layers.0.qkv.v", {0x7F}},
-                {"coat", "layers.0.qkv.v", {0x81}},                   {"coat", "layers.0.qkv.m.max", {0, 0, 0xC0, 0x7F}}, {"coat", "layers.0.qkv.v.max", {0, 0, 0x80, 0xBF}},
-                {"coat", "layers.0.qkv.m.k", {0, 0, 0, 0}},           {"coat", "layers.0.qkv.v.k", {0, 0, 0x82, 0x42}},   {"fp8lm", "layers.0.qkv.v", {0, 0x7C}}};
+    } rows[] = {{"fp32", "layers.0.qkv.m", {0, 0, 0xC0, 0x7F}},
+                {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0x7F}},
+                {"fp32", "layers.0.qkv.v", {0, 0, 0x80, 0xBF}},
+                {"bf16", "layers.0.qkv.m", {0x80, 0xFF}},
+                {"coat", "layers.0.qkv.m", {0xFF}},
+                {"coat", "layers.0.qkv.v", {0x7F}},
+                {"coat", "layers.0.qkv.v", {0x81}},
+                {"coat", "layers.0.qkv.m.max", {0, 0, 0xC0, 0x7F}},
+                {"coat", "layers.0.qkv.v.max", {0, 0, 0x80, 0xBF}},
+                {"coat", "layers.0.qkv.m.k", {0, 0, 0, 0}},
+                {"coat", "layers.0.qkv.v.k", {0, 0, 0x82, 0x42}},
+                {"fp8lm", "layers.0.qkv.v", {0, 0x7C}}};
     for (const auto& row : rows) {
         Folder folder;
         Setup setup = small_setup(LLAMA);
@@ -96,7 +93,7 @@ TEST_CASE("checkpoint: values that no run can write are rejected before the mode
         std::copy(row.bits.begin(), row.bits.end(), bytes.end() - std::ptrdiff_t(row.bits.size()));
         const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
         CAPTURE(row.tensor);
-        check_refused(error_of([&] { load_checkpoint(checkpoint, loaded); }), checkpoint, row.tensor);
+        check_error([&] { load_checkpoint(checkpoint, loaded); }, checkpoint, row.tensor);
         CHECK(loaded.writes() == 0);
     }
 }
@@ -110,23 +107,25 @@ TEST_CASE("checkpoint: one without memory modes has the default modes and no nor
         REQUIRE(first != std::string::npos);
         return text.erase(first, text.find(end, first) + end.size() - first);
     };
-    const std::string trainer = checkpoint + "/trainer.json", optimizer = checkpoint + "/optimizer.safetensors";
-    write_bytes(trainer, without(read_bytes(trainer), "\"norm_correction\"", "],"));
+    const std::string trainer = checkpoint + "/trainer.json",
+                      optimizer = checkpoint + "/optimizer.safetensors";
+    write_file(trainer, without(read_file(trainer), "\"norm_correction\"", "],"));
     CHECK(read_loop_state(checkpoint).norm_correction.empty());
-    write_bytes(trainer, without(read_bytes(trainer), ",\n  \"hashes\"", "}"));
-    std::string bytes = read_bytes(optimizer);
-    for (const MemoryMode& mode : memory_modes()) {  // the header's length stays: another key takes the place
+    write_file(trainer, without(read_file(trainer), ",\n  \"hashes\"", "}"));
+    std::string bytes = read_file(optimizer);
+    // The new key is as long as the old one, so the length of the header stays.
+    for (const MemoryMode& mode : memory_modes()) {
         const size_t at = bytes.find("\"" + std::string(mode.flag) + "\"");
         CHECK((at != std::string::npos) == mode.changes_numbers);
         if (at != std::string::npos) bytes[at + 1] = '-';
     }
-    write_bytes(optimizer, bytes);
+    write_file(optimizer, bytes);
     load_checkpoint(checkpoint, loaded);
     CHECK(saved.tensors() == loaded.tensors());
     Setup other = small_setup(LLAMA);
     other.master = false;
     MemoryModel lean(other, 3);
-    check_refused(error_of([&] { load_checkpoint(checkpoint, lean); }), checkpoint, "--master exact");
+    check_error([&] { load_checkpoint(checkpoint, lean); }, checkpoint, "--master exact");
 }
 
 TEST_CASE("checkpoint: a validation loss of NaN is read back") {
@@ -146,41 +145,81 @@ TEST_CASE("checkpoint: tensors have the names and shapes of Hugging Face, withou
         std::map<std::string, std::vector<int64_t>> result;
         for (const Tensor& t : file.tensors()) {
             CHECK(t.dtype == "BF16");
-            if (!contains(t.name, ".1.")) result[t.name] = t.shape;  // layer 1 is as layer 0
+            if (!contains(t.name, ".1.")) result[t.name] = t.shape;  // layer 1 has the shapes of layer 0
         }
         return result;
     };
-    // As transformers' LlamaForCausalLM and GPT2LMHeadModel print them; Conv1D of GPT-2 is (in, out).
+    // As LlamaForCausalLM and GPT2LMHeadModel of transformers print them. Conv1D of GPT-2 is (in, out).
     CHECK(shapes(l) == std::map<std::string, std::vector<int64_t>>{
-        {"model.embed_tokens.weight", {50, 32}}, {"model.norm.weight", {32}}, {"lm_head.weight", {50, 32}},
-        {"model.layers.0.input_layernorm.weight", {32}}, {"model.layers.0.post_attention_layernorm.weight", {32}},
-        {"model.layers.0.self_attn.q_proj.weight", {32, 32}}, {"model.layers.0.self_attn.k_proj.weight", {16, 32}},
-        {"model.layers.0.self_attn.v_proj.weight", {16, 32}}, {"model.layers.0.self_attn.o_proj.weight", {32, 32}},
-        {"model.layers.0.mlp.gate_proj.weight", {48, 32}}, {"model.layers.0.mlp.up_proj.weight", {48, 32}},
-        {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
-    CHECK(shapes(g) == std::map<std::string, std::vector<int64_t>>{
-        {"transformer.wte.weight", {50, 32}}, {"transformer.wpe.weight", {16, 32}}, {"transformer.ln_f.weight", {32}}, {"transformer.ln_f.bias", {32}},
-        {"transformer.h.0.ln_1.weight", {32}}, {"transformer.h.0.ln_1.bias", {32}}, {"transformer.h.0.ln_2.weight", {32}}, {"transformer.h.0.ln_2.bias", {32}},
-        {"transformer.h.0.attn.c_attn.weight", {32, 96}}, {"transformer.h.0.attn.c_attn.bias", {96}},
-        {"transformer.h.0.attn.c_proj.weight", {32, 32}}, {"transformer.h.0.attn.c_proj.bias", {32}},
-        {"transformer.h.0.mlp.c_fc.weight", {32, 48}}, {"transformer.h.0.mlp.c_fc.bias", {48}},
-        {"transformer.h.0.mlp.c_proj.weight", {48, 32}}, {"transformer.h.0.mlp.c_proj.bias", {32}}});
-    CHECK(l.metadata().at("format") == "pt");  // transformers insists
+                           {"model.embed_tokens.weight", {50, 32}},
+                           {"model.norm.weight", {32}},
+                           {"lm_head.weight", {50, 32}},
+                           {"model.layers.0.input_layernorm.weight", {32}},
+                           {"model.layers.0.post_attention_layernorm.weight", {32}},
+                           {"model.layers.0.self_attn.q_proj.weight", {32, 32}},
+                           {"model.layers.0.self_attn.k_proj.weight", {16, 32}},
+                           {"model.layers.0.self_attn.v_proj.weight", {16, 32}},
+                           {"model.layers.0.self_attn.o_proj.weight", {32, 32}},
+                           {"model.layers.0.mlp.gate_proj.weight", {48, 32}},
+                           {"model.layers.0.mlp.up_proj.weight", {48, 32}},
+                           {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
+    CHECK(shapes(g) ==
+          std::map<std::string, std::vector<int64_t>>{{"transformer.wte.weight", {50, 32}},
+                                                      {"transformer.wpe.weight", {16, 32}},
+                                                      {"transformer.ln_f.weight", {32}},
+                                                      {"transformer.ln_f.bias", {32}},
+                                                      {"transformer.h.0.ln_1.weight", {32}},
+                                                      {"transformer.h.0.ln_1.bias", {32}},
+                                                      {"transformer.h.0.ln_2.weight", {32}},
+                                                      {"transformer.h.0.ln_2.bias", {32}},
+                                                      {"transformer.h.0.attn.c_attn.weight", {32, 96}},
+                                                      {"transformer.h.0.attn.c_attn.bias", {96}},
+                                                      {"transformer.h.0.attn.c_proj.weight", {32, 32}},
+                                                      {"transformer.h.0.attn.c_proj.bias", {32}},
+                                                      {"transformer.h.0.mlp.c_fc.weight", {32, 48}},
+                                                      {"transformer.h.0.mlp.c_fc.bias", {48}},
+                                                      {"transformer.h.0.mlp.c_proj.weight", {48, 32}},
+                                                      {"transformer.h.0.mlp.c_proj.bias", {32}}});
+    CHECK(l.metadata().at("format") == "pt");  // transformers requires it
 }
 
 TEST_CASE("checkpoint: config.json describes the model for transformers") {
     Folder folder;
     MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
-    const Json l = Json::parse(read_bytes(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
-    const Json g = Json::parse(read_bytes(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
-    // By the documented fields of LlamaConfig and GPT2Config.
-    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}}, {"model_type", "llama"}, {"hidden_size", 32}, {"intermediate_size", 48},
-                                 {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"num_key_value_heads", 2}, {"head_dim", 8}, {"vocab_size", 50},
-                                 {"max_position_embeddings", 16}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 500000.0},
-                                 {"attention_bias", false}, {"mlp_bias", false}, {"tie_word_embeddings", false}, {"torch_dtype", "bfloat16"}};
-    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}, {"n_embd", 32}, {"n_inner", 48}, {"n_layer", 2},
-                                {"n_head", 4}, {"n_positions", 16}, {"vocab_size", 50}, {"activation_function", "gelu_new"},
-                                {"layer_norm_epsilon", 1e-6}, {"tie_word_embeddings", true}, {"torch_dtype", "bfloat16"}};
+    const Json l =
+        Json::parse(read_file(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
+    const Json g =
+        Json::parse(read_file(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
+    // The documented fields of LlamaConfig and GPT2Config.
+    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}},
+                                 {"model_type", "llama"},
+                                 {"hidden_size", 32},
+                                 {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2},
+                                 {"num_attention_heads", 4},
+                                 {"num_key_value_heads", 2},
+                                 {"head_dim", 8},
+                                 {"vocab_size", 50},
+                                 {"max_position_embeddings", 16},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 500000.0},
+                                 {"attention_bias", false},
+                                 {"mlp_bias", false},
+                                 {"tie_word_embeddings", false},
+                                 {"torch_dtype", "bfloat16"}};
+    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}},
+                                {"model_type", "gpt2"},
+                                {"n_embd", 32},
+                                {"n_inner", 48},
+                                {"n_layer", 2},
+                                {"n_head", 4},
+                                {"n_positions", 16},
+                                {"vocab_size", 50},
+                                {"activation_function", "gelu_new"},
+                                {"layer_norm_epsilon", 1e-6},
+                                {"tie_word_embeddings", true},
+                                {"torch_dtype", "bfloat16"}};
     for (const auto& [found, expected] : {std::pair{l, expected_llama}, {g, expected_gpt2}})
         for (const auto& [field, value] : expected.items()) {
             CAPTURE(field);
@@ -192,48 +231,55 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
     Folder folder;
     MemoryModel saved(small_setup(LLAMA), 1);
     const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
-    auto refused = [&](const Setup& setup, const std::string& what) {
+    auto rejected = [&](const Setup& setup, const std::string& what) {
         MemoryModel model(setup, 2);
-        check_refused(error_of([&] { load_checkpoint(checkpoint, model); }), checkpoint, what);
+        check_error([&] { load_checkpoint(checkpoint, model); }, checkpoint, what);
         CHECK(model.writes() == 0);
     };
     Setup other = small_setup(LLAMA);
     other.recipe = find_row(recipes(), "bf16", "recipe");
-    refused(other, "--recipe coat");
-    refused(small_setup(LLAMA, true, "fp8"), "--optimizer coat");
+    rejected(other, "--recipe coat");
+    rejected(small_setup(LLAMA, true, "fp8"), "--optimizer coat");
     other = small_setup(LLAMA);
     other.optimizer.v = Format::E5M2;
-    refused(other, "--v-format");
+    rejected(other, "--v-format");
     for (const MemoryMode& mode : memory_modes()) {
         other = small_setup(LLAMA);
         mode.choose(other, false);
         MemoryModel model(other, 2);
-        if (mode.changes_numbers) refused(other, std::string("--") + mode.flag + " " + mode.choices[0].name);
+        if (mode.changes_numbers) rejected(other, std::string("--") + mode.flag + " " + mode.choices[0].name);
         else CHECK_NOTHROW(load_checkpoint(checkpoint, model));
     }
-    refused(small_setup(GPT2), "architecture");
-    refused(small_setup(LLAMA, false), "tied");
+    rejected(small_setup(GPT2), "architecture");
+    rejected(small_setup(LLAMA, false), "tied");
     other = small_setup(LLAMA);
     other.config.L = 3;
-    refused(other, "layers");
+    rejected(other, "layers");
     other = small_setup(LLAMA);
     other.config.V = 51;
-    refused(other, "vocabulary");
+    rejected(other, "vocabulary");
     other = small_setup(LLAMA);
     other.config.norm_eps *= 2;
-    refused(other, "norm epsilon");
+    rejected(other, "norm epsilon");
     other = small_setup(LLAMA);
     other.config.rope_theta *= 2;
-    refused(other, "RoPE theta");
+    rejected(other, "RoPE theta");
 
-    const std::string path = checkpoint + "/trainer.json", good = read_bytes(path);
-    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"}, {"\"step\"", "\"steppe\""}, {"\"window\": 7", "\"window\": -7"},
-                                   {"\"settings\"", "\"setting\""}, {"coat checkpoint", "a checkpoint"}, {"{", "["}, {"\"norm_correction\": [", "\"norm_correction\": [-1,"},
-                                   {"\"norm_correction\": [", "\"norm_correction\": [true,"}, {"\"norm_correction\": ", "\"norm_correction\": true, \"_\": "}, {"\"updates\": ", "\"updates\": 99"}}) {
+    const std::string path = checkpoint + "/trainer.json", good = read_file(path);
+    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"},
+                                   {"\"step\"", "\"steppe\""},
+                                   {"\"window\": 7", "\"window\": -7"},
+                                   {"\"settings\"", "\"setting\""},
+                                   {"coat checkpoint", "a checkpoint"},
+                                   {"{", "["},
+                                   {"\"norm_correction\": [", "\"norm_correction\": [-1,"},
+                                   {"\"norm_correction\": [", "\"norm_correction\": [true,"},
+                                   {"\"norm_correction\": ", "\"norm_correction\": true, \"_\": "},
+                                   {"\"updates\": ", "\"updates\": 99"}}) {
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
-        write_bytes(path, bad);
-        check_refused(error_of([&] { read_loop_state(checkpoint); }), path);
+        write_file(path, bad);
+        check_error([&] { read_loop_state(checkpoint); }, path);
     }
 }
 
@@ -243,7 +289,8 @@ TEST_CASE("checkpoint: all older ones but `keep` are removed; later ones and oth
     const std::string out = folder / "out";
     auto names = [&] {
         std::vector<std::string> found;
-        for (const auto& entry : fs::directory_iterator(out)) found.push_back(entry.path().filename().string());
+        for (const auto& entry : fs::directory_iterator(out))
+            found.push_back(entry.path().filename().string());
         std::sort(found.begin(), found.end());
         return found;
     };
@@ -251,13 +298,13 @@ TEST_CASE("checkpoint: all older ones but `keep` are removed; later ones and oth
     for (int64_t step : {10, 20, 30}) save_checkpoint(out, model, some_state(step), 2);
     CHECK(names() == Names{"step-000020", "step-000030"});
     fs::create_directory(out + "/step-notes");
-    fs::create_directory(out + "/step-000099.tmp");  // a killed run's
-    write_bytes(out + "/log", "mine");
+    fs::create_directory(out + "/step-000099.tmp");  // left by a run that was killed
+    write_file(out + "/log", "mine");
     save_checkpoint(out, model, some_state(25), 1);
     CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
-    CHECK(find_checkpoint(out) == out + "/step-000025");  // the one written last
+    CHECK(find_checkpoint(out) == out + "/step-000025");  // the last one written
     MemoryModel changed(small_setup(LLAMA), 7), loaded(small_setup(LLAMA), 8);
-    save_checkpoint(out, changed, some_state(25), 1);  // the same step again
+    save_checkpoint(out, changed, some_state(25), 1);  // replaces the checkpoint of the same step
     CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
     load_checkpoint(out + "/step-000025", loaded);
     CHECK(loaded.tensors() == changed.tensors());

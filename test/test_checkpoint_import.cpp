@@ -1,28 +1,20 @@
-// test_checkpoint_import.cpp - data/checkpoint.cpp: model folders in Hugging Face's layout that other programs wrote.
+// test_checkpoint_import.cpp - load_weights in data/checkpoint.cpp: model folders in Hugging Face's layout
+// that other programs wrote.
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <functional>
-#include <nlohmann/json.hpp>
 
-#include "../coat.h"
-#include "../data/checkpoint.h"
-#include "../data/file.h"
-#include "../data/safetensors.h"
-#include "../plan.h"
 #include "hugging_face_folders.h"
-#include "model_files.h"
 #include "random.h"
 
 using namespace coat;
-using coat::test::Random;
+using namespace coat::test;
 using namespace coat::test::hugging_face_folders;
 using namespace coat::test::model_files;
 
 TEST_CASE("load_weights: reads a Hugging Face Llama folder, in one file or in shards") {
-    const Foreign f = foreign_llama();
+    const HuggingFaceFolder f = hugging_face_llama();
     for (int shards : {1, 3}) {
         CAPTURE(shards);
         Folder folder;
@@ -38,10 +30,10 @@ TEST_CASE("load_weights: reads a Hugging Face Llama folder, in one file or in sh
 TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without prefix, and ignores buffers") {
     for (const std::string prefix : {"transformer.", ""}) {
         CAPTURE(prefix);
-        Foreign f = foreign_gpt2(prefix);
+        HuggingFaceFolder f = hugging_face_gpt2(prefix);
         f.entries.push_back({prefix + "h.0.attn.bias", {16, 16}});
         f.entries.push_back({prefix + "h.0.attn.masked_bias", {1}});
-        f.entries.push_back({"lm_head.weight", {50, 32}});  // tied: a copy that is not needed
+        f.entries.push_back({"lm_head.weight", {50, 32}});  // tied: a copy that is ignored
         Folder folder;
         f.write(folder.path.string());
         MemoryModel model = model_of(folder.path.string());
@@ -51,21 +43,28 @@ TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without pref
         check_param(model, f, "embedding", same(prefix + "wte.weight"));
         check_param(model, f, "positions", same(prefix + "wpe.weight"));
         check_param(model, f, "final_norm.bias", same(prefix + "ln_f.bias"));
-        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"}, {"up", "mlp.c_fc"}, {"down", "mlp.c_proj"}}) {
-            check_param(model, f, std::string("layers.0.") + ours, transposed(prefix + "h.0." + theirs + ".weight"));
-            check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
+        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"},
+                                           {"attention_out", "attn.c_proj"},
+                                           {"gate_up", "mlp.c_fc"},
+                                           {"down", "mlp.c_proj"}}) {
+            check_param(model, f, std::string("layers.0.") + ours,
+                        transposed(prefix + "h.0." + theirs + ".weight"));
+            check_param(model, f, std::string("layers.0.") + ours + ".bias",
+                        same(prefix + "h.0." + theirs + ".bias"));
         }
         for (const auto& [ours, theirs] : {std::pair{"norm1", "ln_1"}, {"norm2", "ln_2"}}) {
-            check_param(model, f, std::string("layers.0.") + ours + ".weight", same(prefix + "h.0." + theirs + ".weight"));
-            check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
+            check_param(model, f, std::string("layers.0.") + ours + ".weight",
+                        same(prefix + "h.0." + theirs + ".weight"));
+            check_param(model, f, std::string("layers.0.") + ours + ".bias",
+                        same(prefix + "h.0." + theirs + ".bias"));
         }
     }
 }
 
 TEST_CASE("load_weights: F16 and BF16 weights keep their values") {
     for (const auto& [dtype, mask] : {std::pair{"F16", 0xFFFFE000u}, {"BF16", 0xFFFF0000u}}) {
-        Foreign f = foreign_llama();
-        for (Foreign::Entry& e : f.entries) e.dtype = dtype;
+        HuggingFaceFolder f = hugging_face_llama();
+        for (HuggingFaceFolder::Entry& e : f.entries) e.dtype = dtype;
         Folder folder;
         f.write(folder.path.string());
         MemoryModel model = model_of(folder.path.string());
@@ -74,9 +73,9 @@ TEST_CASE("load_weights: F16 and BF16 weights keep their values") {
         int64_t wrong = 0;
         for (int64_t r = 0; r < 50; r++)
             for (int64_t c = 0; c < 32; c++) {
-                const float whole = Foreign::value(f.index("lm_head.weight"), r, c);
+                const float exact = HuggingFaceFolder::value(f.index("lm_head.weight"), r, c);
                 uint32_t bits;
-                std::memcpy(&bits, &whole, 4);
+                std::memcpy(&bits, &exact, 4);
                 bits &= mask;
                 float expected;
                 std::memcpy(&expected, &bits, 4);
@@ -94,39 +93,46 @@ bool is_finite_f16(uint32_t code) { return (code >> 10 & 31) != 31; }
 }  // namespace
 
 TEST_CASE("load_weights: all finite F16 values and any F32 value give exact masters") {
-    Foreign f = foreign_llama();
+    HuggingFaceFolder f = hugging_face_llama();
     f.config["vocab_size"] = 65536 / 32;
     Folder folder;
     f.entries[0] = {"model.embed_tokens.weight", {2048, 32}, "F16"};
     f.entries[f.index("lm_head.weight")] = {"lm_head.weight", {2048, 32}, "F32"};
     f.write(folder.path.string());
-    // Overwrite both tensors' bytes in place with every finite F16 code, and with FP32 bit patterns of every kind.
+    // Overwrites both tensors in place: with every finite F16 code, and with FP32 bit patterns of every kind.
     const std::string path = folder / "model.safetensors";
-    std::string bytes = read_bytes(path);
+    std::string bytes = read_file(path);
     const Safetensors file(path);
-    const size_t start = bytes.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes - file.tensors().front().data);
-    auto at = [&](const char* name) { return bytes.data() + start + (file.find(name)->data - file.tensors().front().data); };
+    const size_t start =
+        bytes.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes -
+                                           file.tensors().front().data);
+    auto at = [&](const char* name) {
+        return bytes.data() + start + (file.find(name)->data - file.tensors().front().data);
+    };
     std::vector<uint32_t> patterns(65536);
-    Random random(coat::test::run_seed());
+    Random random(run_seed());
     for (uint32_t i = 0; i < 65536; i++) {
         patterns[i] = static_cast<uint32_t>(random.bits());
-        if (i % 4 == 0) patterns[i] = (i << 16) | 0x8000u;  // the tie: half way between two BF16 values
-        if ((patterns[i] & 0x7F800000) >= 0x7F000000) patterns[i] &= 0xBFFFFFFF;  // finite, and as BF16 too
+        if (i % 4 == 0) patterns[i] = (i << 16) | 0x8000u;  // a tie: half way between two BF16 values
+        if ((patterns[i] & 0x7F800000) >= 0x7F000000) patterns[i] &= 0xBFFFFFFF;  // finite, also as BF16
         const auto half = static_cast<uint16_t>(is_finite_f16(i) ? i : 0);
         std::memcpy(at("model.embed_tokens.weight") + 2 * i, &half, 2);
         std::memcpy(at("lm_head.weight") + 4 * i, &patterns[i], 4);
     }
-    write_bytes(folder / "new", bytes);
+    write_file(folder / "new", bytes);
     fs::rename(folder / "new", path);
     MemoryModel model = model_of(folder.path.string());
     load_weights(folder.path.string(), model);
     const std::vector<Param> table = parameters(model.setup().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
-        const float head = model.master(param(table, "head"), i / 32, i % 32), half = model.master(param(table, "embedding"), i / 32, i % 32);
+        const float head = model.master(param(table, "head"), i / 32, i % 32),
+                    half = model.master(param(table, "embedding"), i / 32, i % 32);
         wrong += std::memcmp(&head, &patterns[i], 4) != 0;
         const int exponent = i >> 10 & 31, mantissa = i & 1023;
-        const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24) : std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25);
+        const float magnitude = exponent == 0
+                                    ? std::ldexp(static_cast<float>(mantissa), -24)
+                                    : std::ldexp(1024.0f + static_cast<float>(mantissa), exponent - 25);
         if (!is_finite_f16(i)) continue;
         wrong += half != (i & 0x8000 ? -magnitude : magnitude);
         wrong += std::signbit(half) != ((i & 0x8000) != 0);
@@ -135,7 +141,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
 }
 
 TEST_CASE("load_weights: with --master none F32 weights are rounded to the nearest BF16") {
-    const Foreign f = foreign_llama();
+    const HuggingFaceFolder f = hugging_face_llama();
     Folder folder;
     f.write(folder.path.string());
     Setup setup = small_setup(LLAMA);
@@ -145,25 +151,29 @@ TEST_CASE("load_weights: with --master none F32 weights are rounded to the neare
     MemoryModel without(setup, 2);
     load_weights(folder.path.string(), with);
     load_weights(folder.path.string(), without);
-    for (const StateTensor& t : weight_tensors(setup.config)) CHECK(with.tensors().at(t.name) == without.tensors().at(t.name));
+    for (const StateTensor& t : weight_tensors(setup.config))
+        CHECK(with.tensors().at(t.name) == without.tensors().at(t.name));
 }
 
 TEST_CASE("load_weights: NaN and infinity are rejected, also where rounding to BF16 would hide them") {
-    Foreign f = foreign_llama();
+    HuggingFaceFolder f = hugging_face_llama();
     Folder folder;
     f.write(folder.path.string());
-    const std::string path = folder / "model.safetensors", good = read_bytes(path);
+    const std::string path = folder / "model.safetensors", good = read_file(path);
     const Safetensors file(path);
     const Tensor& norm = *file.find("model.norm.weight");
-    const size_t at = good.size() - static_cast<size_t>(file.tensors().back().data + file.tensors().back().bytes - norm.data);
-    // NaN and infinities; NaNs whose upper half would round to zeros; a finite number that BF16 would round to infinity
+    const size_t at = good.size() - static_cast<size_t>(file.tensors().back().data +
+                                                        file.tensors().back().bytes - norm.data);
+    // NaN and infinities, NaNs whose upper half would round to zeros, and a finite value that would round to
+    // infinity.
     for (uint32_t bits : {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F7FFFFFu}) {
         CAPTURE(bits);
         std::string bad = good;
         std::memcpy(bad.data() + at + 8, &bits, sizeof bits);
-        write_bytes(path, bad);
+        write_file(path, bad);
         MemoryModel model = model_of(folder.path.string());
-        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), path, "model.norm.weight");
+        check_error([&] { load_weights(folder.path.string(), model); }, path,
+                      "model.norm.weight");
     }
 }
 
@@ -171,58 +181,77 @@ TEST_CASE("load_weights: weights of the wrong shape are rejected before the mode
     struct Case {
         const char* what;
         std::string named;
-        std::function<void(Foreign&)> spoil;
+        std::function<void(HuggingFaceFolder&)> change;
     };
     const std::vector<Case> cases = {
-        {"missing tensor", "mlp.up_proj", [](Foreign& f) { f.entries.erase(f.entries.begin() + 6); }},
-        {"missing head", "lm_head.weight", [](Foreign& f) { f.entries.pop_back(); }},
-        {"wrong shape", "q_proj", [](Foreign& f) { f.entries[1].shape = {16, 32}; }},
-        {"transposed shape", "down_proj", [](Foreign& f) { f.entries[7].shape = {48, 32}; }},
-        {"wrong rank", "model.norm", [](Foreign& f) { f.entries[f.index("model.norm.weight")].shape = {1, 32}; }},
-        {"a bias", "q_proj.bias", [](Foreign& f) { f.entries.push_back({"model.layers.0.self_attn.q_proj.bias", {32}}); }},
-        {"a layer too many", "layers.1", [](Foreign& f) { f.entries.push_back({"model.layers.1.input_layernorm.weight", {32}}); }},
-        {"unknown dtype", "I16", [](Foreign& f) { f.entries[2].dtype = "I16"; }},
+        {"missing tensor", "mlp.up_proj",
+         [](HuggingFaceFolder& f) { f.entries.erase(f.entries.begin() + 6); }},
+        {"missing head", "lm_head.weight", [](HuggingFaceFolder& f) { f.entries.pop_back(); }},
+        {"wrong shape", "q_proj",
+         [](HuggingFaceFolder& f) {
+             f.entries[1].shape = {16, 32};
+         }},
+        {"transposed shape", "down_proj",
+         [](HuggingFaceFolder& f) {
+             f.entries[7].shape = {48, 32};
+         }},
+        {"wrong rank", "model.norm",
+         [](HuggingFaceFolder& f) {
+             f.entries[f.index("model.norm.weight")].shape = {1, 32};
+         }},
+        {"a bias", "q_proj.bias",
+         [](HuggingFaceFolder& f) {
+             f.entries.push_back({"model.layers.0.self_attn.q_proj.bias", {32}});
+         }},
+        {"a layer too many", "layers.1",
+         [](HuggingFaceFolder& f) {
+             f.entries.push_back({"model.layers.1.input_layernorm.weight", {32}});
+         }},
+        {"unknown dtype", "I16", [](HuggingFaceFolder& f) { f.entries[2].dtype = "I16"; }},
     };
     for (const Case& c : cases) {
         CAPTURE(c.what);
         for (int shards : {1, 2}) {
-            Foreign f = foreign_llama();
-            c.spoil(f);
+            HuggingFaceFolder f = hugging_face_llama();
+            c.change(f);
             Folder folder;
             f.write(folder.path.string(), shards);
             MemoryModel model = model_of(folder.path.string());
-            check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), c.named);
+            check_error([&] { load_weights(folder.path.string(), model); }, folder.path.string(),
+                          c.named);
             CHECK(model.writes() == 0);
         }
     }
 }
 
 TEST_CASE("load_weights: a wrong index of shards is rejected") {
-    const Foreign f = foreign_llama();
+    const HuggingFaceFolder f = hugging_face_llama();
     Folder folder;
     f.write(folder.path.string(), 2);
     MemoryModel model = model_of(folder.path.string());
-    const std::string path = folder / "model.safetensors.index.json", good = read_bytes(path);
-    auto refused = [&](const std::string& index, const std::string& what) {
-        write_bytes(path, index);
-        check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), what);
+    const std::string path = folder / "model.safetensors.index.json", good = read_file(path);
+    auto rejected = [&](const std::string& index, const std::string& what) {
+        write_file(path, index);
+        check_error([&] { load_weights(folder.path.string(), model); }, folder.path.string(),
+                      what);
     };
     auto with = [&](const std::string& name, const Json& file) {
         Json index = Json::parse(good);
         index["weight_map"][name] = file;
         return index.dump();
     };
-    refused("{}", "weight_map");
-    refused(R"({"weight_map":{}})", "weight_map");
-    refused(R"({"weight_map":[1]})", "weight_map");
-    refused("nonsense", path);
-    refused(with("lm_head.weight", 5), "lm_head.weight");
-    refused(with("lm_head.weight", "../elsewhere.safetensors"), "../elsewhere.safetensors");
-    refused(with("lm_head.weight", "model-00009.safetensors"), "model-00009.safetensors");
-    refused(with("model.more", "model-00001.safetensors"), "model.more");
+    rejected("{}", "weight_map");
+    rejected(R"({"weight_map":{}})", "weight_map");
+    rejected(R"({"weight_map":[1]})", "weight_map");
+    rejected("nonsense", path);
+    rejected(with("lm_head.weight", 5), "lm_head.weight");
+    rejected(with("lm_head.weight", "../elsewhere.safetensors"), "../elsewhere.safetensors");
+    rejected(with("lm_head.weight", "model-00009.safetensors"), "model-00009.safetensors");
+    rejected(with("model.more", "model-00001.safetensors"), "model.more");
     CHECK(model.writes() == 0);
     fs::remove(path);
-    refused("", path);
+    rejected("", path);
     fs::remove(path);
-    check_refused(error_of([&] { load_weights(folder.path.string(), model); }), folder.path.string(), "safetensors");
+    check_error([&] { load_weights(folder.path.string(), model); }, folder.path.string(),
+                  "safetensors");
 }

@@ -1,7 +1,8 @@
-// test_coat_quantize.cu - the quantizers of coat.cu (amax, quantize, dequantize, transpose_fp8, delayed scales)
-// against the CPU reference, byte for byte.
+// test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte: amax, quantize,
+// dequantize, quantize_gate_up and delayed scaling.
 #include <cmath>
 
+#include "../adamw.cuh"
 #include "../coat.cuh"
 #include "device_tensors.h"
 #include "gpu.h"
@@ -18,52 +19,72 @@ using namespace coat::test::quantized_outputs;
 
 GPU_TEST_CASE("quantize and dequantize: codes, scales and transposes equal the reference byte for byte") {
     FRESH_RANDOM(rng);
-    for (Format stream : {Format::F32, Format::BF16})
-        for (const Distribution& d : distributions())
-            for (Shape s : SHAPES) {
-                if (too_long(s.rows * s.cols)) continue;
-                CAPTURE(d.name);
-                CAPTURE(s.rows);
-                const Floats x = rounded(stream, sample(d, rng, s.rows * s.cols));
-                const Tensor in(x, s.rows, s.cols, Quant{stream});
-                for (Quant q : {Q_E4M3, Q_E5M2, Q_GROUP}) {
-                    Tensor out(s.rows, s.cols, q);
-                    const bool groups = q.granularity == PER_GROUP;
-                    if (!groups) gpu::amax(gpu::stored(in.view()), out.slot(), 0);
-                    gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
-                    check_quantized(out, x, s.rows, s.cols, q);
-                    if (!groups) CHECK(out.amax() == reference::amax(x.data(), s.rows * s.cols));
-                    Tensor back(s.rows, s.cols, Q_F32), half(s.rows, s.cols, Q_BF16);
-                    gpu::dequantize(out.view(), back.view(), 0);
-                    gpu::dequantize(out.view(), half.view(), 0);
-                    CHECK(same_bytes(back.values(), out.values()));
-                    CHECK(same_bytes(half.values(), rounded(Format::BF16, out.values())));
-                    CHECK(back.intact());
-                }
-                for (Quant q : BLOCK_OUTPUTS) {
-                    CAPTURE(q.text());
-                    const BlockOperand out(s.rows, s.cols, q);
-                    gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
-                    check_blocks(out, x);
-                }
+    for (const Distribution& d : distributions())
+        for (Shape s : SHAPES) {
+            if (too_long(s.rows * s.cols)) continue;
+            CAPTURE(d.name);
+            CAPTURE(s.rows);
+            const Floats x = rounded(Format::BF16, sample(d, rng, s.rows * s.cols));
+            const Tensor in(x, s.rows, s.cols, Q_BF16);
+            for (Quant q : {Q_E4M3, Q_E5M2, Q_GROUP}) {
+                Tensor out(s.rows, s.cols, q);
+                const bool groups = q.granularity == PER_GROUP;
+                if (!groups) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+                gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+                check_quantized(out, x, s.rows, s.cols, q);
+                if (!groups) CHECK(out.amax() == reference::amax(x.data(), s.rows * s.cols));
+                if (!groups) continue;
+                Tensor fp32(s.rows, s.cols, Q_F32), bf16(s.rows, s.cols, Q_BF16);
+                gpu::dequantize(out.view(), fp32.view(), 0);
+                gpu::dequantize(out.view(), bf16.view(), 0);
+                CHECK(same_bytes(fp32.values(), out.values()));
+                CHECK(same_bytes(bf16.values(), rounded(Format::BF16, out.values())));
+                CHECK(fp32.intact());
             }
+            for (Quant q : BLOCK_OUTPUTS) {
+                CAPTURE(q.text());
+                const BlockOperand out(s.rows, s.cols, q);
+                gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+                check_blocks(out, x);
+            }
+        }
+}
+
+GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an error") {
+    FRESH_RANDOM(rng);
+    for (Shape s : SHAPES) {
+        if (too_long(s.rows * s.cols)) continue;
+        const Floats x = heavy(rng, Format::F32, s.rows * s.cols);
+        const Tensor in(x, s.rows, s.cols, Q_F32), same(s.rows, s.cols, Q_F32), bf16(s.rows, s.cols, Q_BF16);
+        gpu::quantize(gpu::stored(in.view()), same.operand(), nullptr, 0);
+        gpu::quantize(gpu::stored(in.view()), bf16.operand(), nullptr, 0);
+        CHECK(same_bytes(same.values(), x));
+        CHECK(same_bytes(bf16.values(), rounded(Format::BF16, x)));
+        for (Quant q : {Q_E4M3, Q_GROUP, Q_ROW}) {
+            const Tensor out(s.rows, s.cols, q);
+            CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
+        }
+    }
 }
 
 GPU_TEST_CASE("quantize: every BF16 value up to 448 has the reference's E4M3 code") {
     Floats x;
-    for (uint32_t bits = 0; bits < 65536; bits++)
-        if (std::abs(reference::from_bf16(static_cast<uint16_t>(bits))) <= 448) x.push_back(reference::from_bf16(static_cast<uint16_t>(bits)));
+    for (uint32_t bits = 0; bits < 65536; bits++) {
+        const float value = reference::from_bf16(static_cast<uint16_t>(bits));
+        if (std::abs(value) <= 448) x.push_back(value);
+    }
     x.resize(round_up(x.size(), 16), 0.0f);
     const int64_t n = static_cast<int64_t>(x.size());
     const Tensor in(x, 1, n, Q_BF16);
     Tensor out(1, n, Q_E4M3);
-    gpu::amax(gpu::stored(in.view()), out.slot(), 0);
+    gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
     gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
     CHECK(out.scale() == 1.0f);
     check_quantized(out, x, 1, n, Q_E4M3);
 }
 
-GPU_TEST_CASE("amax and quantize: NaN and infinity reach the amax; a tensor's scale stays 1 and a group becomes NaN") {
+GPU_TEST_CASE(
+    "amax and quantize: NaN and infinity reach the amax; a per-tensor scale is 1, a block's scale NaN") {
     FRESH_RANDOM(rng);
     for (float bad : {INFINITY, -INFINITY, NAN})
         for (Quant q : {Q_E4M3, Q_E5M2, Q_GROUP}) {
@@ -71,7 +92,7 @@ GPU_TEST_CASE("amax and quantize: NaN and infinity reach the amax; a tensor's sc
             x[rng.below(200 * 160)] = bad;
             const Tensor in(x, 200, 160, Q_BF16);
             Tensor out(200, 160, q);
-            if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.slot(), 0);
+            if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
             gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
             check_quantized(out, x, 200, 160, q);
             if (q.granularity == PER_TENSOR) CHECK(!std::isfinite(out.amax()));
@@ -85,51 +106,55 @@ GPU_TEST_CASE("amax and quantize: NaN and infinity reach the amax; a tensor's sc
             const BlockOperand out(200, 160, q);
             gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
             check_blocks(out, x);
-            CHECK(!std::isfinite(out.slot.read()[0].amax));
+            CHECK(!std::isfinite(out.amax.read()[0].amax));
         }
 }
 
 GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the input values") {
-    // A thread whose rows end inside of its eight reads the last one again, after it has written codes there. In groups whose first gate is large the
-    // gradients of small gates make large codes, which read as large gates. Both halves: d up = dh silu(gate), d gate = dh up silu'(gate).
+    // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At
+    // the end of the tensor it may read its last row again after it has written codes there. The inputs are
+    // such that this would change the amax: small gates share a group with a large one, their gradients have
+    // large codes, and these would be read as gates. dup = dact silu(gate), dgate = dact up silu'(gate).
     const int64_t F = 64;
     for (int64_t rows : {3, 130, 131, 133}) {
-        Floats up(rows * 2 * F), dh(rows * F);
+        Floats gate_up(rows * 2 * F), dact(rows * F);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < F; c++) {
                 const bool large = c % 16 == 0;
-                up[r * 2 * F + c] = large ? 400.0f : 1.0f, up[r * 2 * F + F + c] = 1.0f;
-                dh[r * F + c] = large ? 0x1p-14f : 1.0f;
+                gate_up[r * 2 * F + c] = large ? 400.0f : 1.0f, gate_up[r * 2 * F + F + c] = 1.0f;
+                dact[r * F + c] = large ? 0x1p-14f : 1.0f;
             }
-        const Tensor in(up, rows, 2 * F, Q_GROUP), gradient(dh, rows, F, Q_BF16);
+        const Tensor in(gate_up, rows, 2 * F, Q_GROUP), gradient(dact, rows, F, Q_BF16);
         const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
         Tensor values(rows, 2 * F, Q_F32), out(rows, 2 * F, Q_E5M2);
         gpu::quantize(x, values.operand(), nullptr, 0);
         const Floats exact = values.values();
-        const float amax = reference::amax(exact.data(), rows * 2 * F), scale = reference::scale_of(Q_E5M2, amax);
-        succeeded(cudaMemcpy(&out.slot()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
+        const float amax = reference::amax(exact.data(), rows * 2 * F),
+                    scale = reference::scale_of(Q_E5M2, amax);
+        succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
         Operand operand = out.operand();
         operand.view.codes = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         INFO(rows);
         CHECK(out.amax() == amax);
-        CHECK(same_codes(Format::E5M2, in.codes.read(), reference::quantize(exact.data(), rows, 2 * F, Q_E5M2, nullptr, &scale).codes));
+        const reference::Quantized wanted =
+            reference::quantize(exact.data(), rows, 2 * F, Q_E5M2, nullptr, &scale);
+        CHECK(same_codes(Format::E5M2, in.codes.read(), wanted.codes));
     }
 }
 
-GPU_TEST_CASE("transpose_fp8: equals the transpose on the CPU") {
-    FRESH_RANDOM(rng);
-    for (Shape s : SHAPES) {
-        if (too_long(s.rows * s.cols)) continue;
-        Bytes codes(s.rows * s.cols);
-        for (uint8_t& c : codes) c = static_cast<uint8_t>(rng.bits());
-        Tensor x(s.rows, s.cols, Q_E4M3);
-        x.codes.write(codes);
-        gpu::transpose_fp8(x.view(), x.transposed.get(), 0);
-        CHECK(same_bytes(x.transposed.read(), transposed(codes, s.rows, s.cols)));
-        CHECK(x.intact());
-    }
+namespace {
+
+void check_statistics(const QuantStats& got, const QuantStats& expected) {
+    CHECK(got.elements == expected.elements);
+    CHECK(got.saturated == expected.saturated);
+    CHECK(got.flushed == expected.flushed);
+    // Sums of 81600 doubles in another order.
+    CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));
+    CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
 }
+
+}  // namespace
 
 GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
     FRESH_RANDOM(rng);
@@ -139,18 +164,14 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         Tensor out(300, 272, q);
         Buffer<QuantStats> stats(1);
         stats.zero();
-        if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.slot(), 0);
+        if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
         gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
         QuantStats expected;
         reference::quantize(x.data(), 300, 272, q, &expected);
-        const QuantStats got = stats.read()[0];
-        CHECK(got.elements == expected.elements);
-        CHECK(got.saturated == expected.saturated);
-        CHECK(got.flushed == expected.flushed);
-        CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));  // sums of 81600 doubles in another order
-        CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
+        check_statistics(stats.read()[0], expected);
     }
-    // Of scales by blocks each way counts that has scales of its own; beyond a delayed scale numbers saturate.
+    // If the transpose has its own scales, its errors count too. With a delayed scale that is too small,
+    // values saturate.
     std::vector<std::pair<Quant, bool>> others;
     for (Quant q : BLOCK_OUTPUTS) others.push_back({q, false});
     for (Quant q : FP8_OUTPUTS) others.push_back({q, true});
@@ -166,7 +187,7 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         if (delayed) {
             Tensor out(300, 272, q);
             const float scale = reference::scale_of(q, reference::amax(x.data(), 300 * 272) / 3);
-            succeeded(cudaMemcpy(&out.slot()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
             gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
             reference::quantize(x.data(), 300, 272, q, &expected, &scale);
             CHECK(expected.saturated > 0);
@@ -174,57 +195,59 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
             const BlockOperand out(300, 272, q);
             gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
             reference::quantize(x.data(), 300, 272, q, &expected);
-            if (!q.granularity.symmetric()) reference::quantize(transposed(x, 300, 272).data(), 272, 300, q, &expected);
+            const Floats transpose = transposed(x, 300, 272);
+            if (!q.granularity.symmetric()) reference::quantize(transpose.data(), 272, 300, q, &expected);
         }
-        const QuantStats got = stats.read()[0];
-        CHECK(got.elements == expected.elements);
-        CHECK(got.saturated == expected.saturated);
-        CHECK(got.flushed == expected.flushed);
-        CHECK(got.signal == doctest::Approx(expected.signal).epsilon(1e-10));
-        CHECK(got.noise == doctest::Approx(expected.noise).epsilon(1e-10));
+        check_statistics(stats.read()[0], expected);
     }
 }
 
 GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
     FRESH_RANDOM(rng);
-    constexpr int64_t SLOTS = 5;
+    constexpr int64_t SCALES = 5;
     for (int length : {1, 3, 256, 257, 1024})
         for (const auto& [format, margin] : {std::pair{Format::E4M3, 0}, std::pair{Format::E5M2, 2}}) {
             CAPTURE(length);
-            std::vector<reference::DelayedScale> wanted(SLOTS);
-            std::vector<TensorScale> slots(SLOTS);
+            std::vector<reference::DelayedScale> wanted(SCALES);
+            std::vector<TensorScale> scales(SCALES);
             Floats histories;
-            for (int64_t i = 0; i < SLOTS; i++) {
+            for (int64_t i = 0; i < SCALES; i++) {
                 wanted[i].history.assign(length, 0.0f);
-                for (float& amax : wanted[i].history) amax = rng.below(3) ? static_cast<float>(std::exp(3 * rng.normal())) : 0.0f;
-                if (i == 0) wanted[i].history.assign(length, 0.0f);  // no step yet
+                for (float& amax : wanted[i].history)
+                    amax = rng.below(3) ? static_cast<float>(std::exp(3 * rng.normal())) : 0.0f;
+                if (i == 0) wanted[i].history.assign(length, 0.0f);  // before the first step
                 histories.insert(histories.end(), wanted[i].history.begin(), wanted[i].history.end());
-                slots[i].delayed = wanted[i].scale = i == 0 ? 0.0f : static_cast<float>(rng.uniform());
+                scales[i].delayed = wanted[i].scale = i == 0 ? 0.0f : static_cast<float>(rng.uniform());
             }
             Buffer<float> device_histories(histories);
-            Buffer<TensorScale> device_slots(slots);
+            Buffer<TensorScale> device_scales(scales);
             Buffer<gpu::GradientState> state(1);
-            Buffer<uint32_t> without(1);
+            Buffer<uint32_t> empty(1);
             for (const bool skipped : {false, true, false, false}) {
-                slots = device_slots.read();
-                for (int64_t i = 0; i < SLOTS; i++)  // of the first: nothing, and then a number whose power of two overflows
-                    slots[i].amax = wanted[i].amax = i == 0 ? 0.0f : i == 1 ? 3e38f : static_cast<float>(std::exp(3 * rng.normal()));
-                device_slots.write(slots);
+                scales = device_scales.read();
+                for (int64_t i = 0; i < SCALES; i++) {
+                    const float amax = i == 0   ? 0.0f   // has never had an amax
+                                       : i == 1 ? 3e38f  // overflows when it is multiplied by 2^margin
+                                                : static_cast<float>(std::exp(3 * rng.normal()));
+                    scales[i].amax = wanted[i].amax = amax;
+                }
+                device_scales.write(scales);
                 state.write({gpu::GradientState{1, 1, 1, skipped}});
-                without.zero();
-                gpu::end_delayed_step(device_slots.get(), SLOTS, device_histories.get(), length, margin, format, state.get(),
-                                      without.get(), 0);
-                CHECK(without.read()[0] == (skipped ? 0u : 1u));  // the first has never had an amax
-                const auto got = device_slots.read();
+                empty.zero();
+                gpu::end_delayed_step(device_scales.get(), SCALES, device_histories.get(), length, margin,
+                                      format, &state.get()->skip, empty.get(), 0);
+                CHECK(empty.read()[0] == (skipped ? 0u : 1u));  // the first scale
+                const auto got = device_scales.read();
                 const Floats got_histories = device_histories.read();
-                for (int64_t i = 0; i < SLOTS; i++) {
+                for (int64_t i = 0; i < SCALES; i++) {
                     if (!skipped) wanted[i].end_step(format, margin);
                     CHECK(got[i].delayed == wanted[i].scale);
-                    CHECK(std::equal(wanted[i].history.begin(), wanted[i].history.end(), got_histories.begin() + i * length));
+                    const Floats& history = wanted[i].history;
+                    CHECK(std::equal(history.begin(), history.end(), got_histories.begin() + i * length));
                 }
             }
             CHECK(device_histories.intact());
-            CHECK(device_slots.intact());
+            CHECK(device_scales.intact());
         }
 }
 
@@ -235,15 +258,17 @@ GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the 
             if (too_long(s.rows * s.cols)) continue;
             CAPTURE(s.cols);
             CAPTURE(gated);
-            const Tensor u(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
-            const Tensor up(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP), h(1, 16, Q_E4M3), again(1, 16, Q_E4M3);
-            gpu::quantize(gpu::stored(u.view()), expected.operand(), nullptr, 0);
-            gpu::amax(gpu::activation(gated, expected.view()), h.slot(), 0);
-            gpu::quantize_gate_up(gated, u.view(), up.view(), again.slot(), nullptr, 0);
-            CHECK(same_bytes(up.codes.read(), expected.codes.read()));
-            CHECK(same_bytes(up.scales.read(), expected.scales.read()));
-            CHECK(up.intact());
-            CHECK(again.amax() == h.amax());
-            CHECK(again.amax() > 0);
+            const Tensor gate_up(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
+            const Tensor groups(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP);
+            // Only their amax is used, that of the activation's output.
+            const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
+            gpu::quantize(gpu::stored(gate_up.view()), expected.operand(), nullptr, 0);
+            gpu::amax(gpu::activation(gated, expected.view()), separate.tensor_scale(), 0);
+            gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), fused.tensor_scale(), nullptr, 0);
+            CHECK(same_bytes(groups.codes.read(), expected.codes.read()));
+            CHECK(same_bytes(groups.scales.read(), expected.scales.read()));
+            CHECK(groups.intact());
+            CHECK(fused.amax() == separate.amax());
+            CHECK(fused.amax() > 0);
         }
 }

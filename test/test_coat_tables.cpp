@@ -1,4 +1,4 @@
-// test_coat_tables.cpp - coat.h: the tables of recipes and models, row by row. A changed row fails here.
+// test_coat_tables.cpp - the tables of recipes and models in coat.h, row by row. A changed row fails here.
 #include <doctest/doctest.h>
 
 #include "../reference.h"
@@ -10,25 +10,33 @@ using namespace coat::reference;
 
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
-        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " + r.g.text() + " | " + r.nonlinear.text() +
-                           " | " + r.attention.text() + " | " + (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
+        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +
+                           r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
+                           (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         return text + "| " + r.optimizer;
     };
-    const std::vector<std::pair<std::string, std::string>> wanted = {
+    const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
         {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
-        {"coat", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact | coat"},
-        {"te", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
-        {"colossal", "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
-        {"rowwise", "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
-        {"deepseek", "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+        {"coat",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat"},
+        {"te",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
+        {"colossal",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
+        {"rowwise",
+         "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
+        {"deepseek",
+         "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
+         "fp32"},
     };
-    REQUIRE(recipes().size() == wanted.size());
-    for (size_t i = 0; i < wanted.size(); i++) {
+    REQUIRE(recipes().size() == expected.size());
+    for (size_t i = 0; i < expected.size(); i++) {
         const Recipe& r = recipes()[i];
-        CHECK(r.name == wanted[i].first);
-        CHECK(row(r) == wanted[i].second);
+        CHECK(r.name == expected[i].first);
+        CHECK(row(r) == expected[i].second);
         for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale == Format::F32);
         CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);
@@ -44,7 +52,7 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         float norm_eps, rope_theta;
         int64_t count;  // 0: not published
     };
-    const std::vector<Shape> wanted = {
+    const std::vector<Shape> expected = {
         {"llama-tiny", "llama", 4, 128, 4, 2, 352, 0, 256, true, 1e-5f, 1e4f, 0},
         {"gpt2-tiny", "gpt2", 4, 128, 4, 4, 512, 0, 256, true, 1e-5f, 1e4f, 0},
         {"llama-30m", "llama", 8, 512, 8, 4, 1408, 0, 1024, true, 1e-5f, 1e4f, 0},
@@ -58,10 +66,10 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         {"llama-3-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 8192, false, 1e-5f, 5e5f, 8030261248},
         {"llama-30b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048, false, 1e-5f, 1e4f, 32528943616},
     };
-    REQUIRE(models().size() == wanted.size());
-    for (size_t i = 0; i < wanted.size(); i++) {
+    REQUIRE(models().size() == expected.size());
+    for (size_t i = 0; i < expected.size(); i++) {
         const ModelConfig& c = models()[i];
-        const Shape& s = wanted[i];
+        const Shape& s = expected[i];
         CAPTURE(s.name);
         CHECK(c.name == s.name);
         CHECK(std::string(c.arch.name) == s.arch);

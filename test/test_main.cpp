@@ -1,6 +1,7 @@
-// test_main.cpp - runs every test and ends with one line that scripts and people can read: "N passed, N failed, N skipped".
+// test_main.cpp - runs every test. The last line is for scripts and people: "N passed, N failed, N skipped".
 //
-// A test is skipped only by a decorator of its own (doctest::skip), as the GPU's are where there is no GPU; each is named.
+// A test is skipped only by its own decorator (doctest::skip), as GPU tests are where there is no GPU.
+// Skipped tests are listed by name.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
@@ -15,7 +16,9 @@ struct Tally : doctest::IReporter {
     inline static std::vector<std::string> skipped;
 
     explicit Tally(const doctest::ContextOptions&) {}
-    void test_case_end(const doctest::CurrentTestCaseStats& stats) override { (stats.failure_flags ? failed : passed)++; }
+    void test_case_end(const doctest::CurrentTestCaseStats& stats) override {
+        (stats.failure_flags ? failed : passed)++;
+    }
     void test_case_skipped(const doctest::TestCaseData& test) override {
         if (test.m_skip) skipped.push_back(test.m_name);  // others were filtered out by the command line
     }

@@ -1,4 +1,5 @@
-// test_model_memory.cu - the memory plan of the GPU: its layout, its total, and what happens where memory or a GPU is missing.
+// test_model_memory.cu - the memory plan of the GPU: its layout and its total, and the errors when memory or
+// a GPU is missing.
 #include <cmath>
 #include <string>
 
@@ -15,15 +16,18 @@ using namespace coat::test;
 using namespace coat::test::gpu_models;
 
 GPU_TEST_CASE("memory plan: equals what the driver reports, within 2%") {
-    // Sizes at which what CUDA itself loads is below that; kernels are loaded before the first figure is taken.
+    // CUDA loads kernels at their first use. One step of a small model of each recipe loads them before
+    // memory is measured.
     for (const char* recipe : {"bf16", "coat", "te", "rowwise", "deepseek"}) {
-        Training small = training_on(make_gpu, tiny_setup(wide_heads(true), recipe, optimizer_of(recipe), 2, 64));
+        Training small =
+            training_on(make_gpu, tiny_setup(wide_heads(true), recipe, optimizer_of(recipe), 2, 64));
         losses(small, 1);
     }
     ModelConfig config = find_row(models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* recipe : {"bf16", "coat", "te", "rowwise", "deepseek"}) {
-        const Setup setup = with_mode(tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024), recipe == std::string("coat") ? "lean" : "");
+        const char* mode = recipe == std::string("coat") ? "lean" : "";
+        const Setup setup = with_mode(tiny_setup(config, recipe, optimizer_of(recipe), 64, 1024), mode);
         size_t before = 0, after = 0, total = 0;
         succeeded(cudaMemGetInfo(&before, &total));
         Training gpu = training_on(make_gpu, setup);
@@ -33,8 +37,9 @@ GPU_TEST_CASE("memory plan: equals what the driver reports, within 2%") {
         succeeded(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
         GpuFacts facts;
         facts.multiprocessors = multiprocessors;
-        const double planned = double(total_bytes(gpu_memory_plan(setup, facts)) - GPU_CONTEXT), used = double(before - after);
-        MESSAGE(std::string(recipe), ": planned ", planned / 1e6, " MB, used ", used / 1e6);
+        const double planned = double(total_bytes(gpu_memory_plan(setup, facts)) - GPU_CONTEXT);
+        const double used = double(before - after);
+        MESSAGE(std::string(recipe), ": planned ", planned / 1e6, " MB, used ", used / 1e6, " MB");
         CHECK(std::fabs(used - planned) <= 0.02 * planned);
     }
 }
@@ -76,14 +81,17 @@ TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest:
     CHECK(message == "--device gpu cannot be used: " + why + ".");
 }
 
-TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is still needed, and the plan adds up") {
+TEST_CASE(
+    "gpu_layout: live buffers do not overlap, gradients spare saved activations, and the plan adds up") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& model : models())
-            for (const auto& choice : {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
+            for (const auto& choice :
+                 {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}, std::pair{1, "recompute"}}) {
                 const int accumulate = choice.first;
                 ModelConfig config = model;
                 if (config.V == 0) config.V = 256;
-                Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2, std::min<int64_t>(config.max_T, 1000));
+                Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2,
+                                         std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
                 if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
                 GpuFacts facts;
@@ -91,8 +99,10 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is stil
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
-                const size_t attention = attention_workspace(attention_shape(config, setup.B, setup.T, setup.recipe.compute));
-                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes == round_up(static_cast<int64_t>(attention), GPU_ALIGNMENT));
+                const AttentionShape shape = attention_shape(config, setup.B, setup.T, setup.recipe.compute);
+                const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
+                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes ==
+                      round_up(attention, GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
                     CHECK(a.offset % GPU_ALIGNMENT == 0);
@@ -100,7 +110,9 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is stil
                     CHECK(a.offset + a.bytes <= layout.total);
                     for (int j = 0; j < i; j++) {
                         const Place& b = layout.work[j];
-                        if (j > static_cast<int>(Work::CachedWeights)) continue;  // the first ones live throughout
+                        // Buffers up to CachedWeights are live during the whole step. Later ones may share
+                        // memory.
+                        if (j > static_cast<int>(Work::CachedWeights)) continue;
                         if (a.bytes == 0 || b.bytes == 0) continue;
                         CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
                     }
@@ -109,11 +121,13 @@ TEST_CASE("gpu_layout: live buffers do not overlap, gradients spare what is stil
                 const std::vector<Param> params = parameters(config);
                 for (size_t i = 0; i < params.size(); i++) {
                     const Param& p = params[i];
-                    const int64_t first = layout.gradients[i];
+                    const int64_t first = layout.gradients[i];  // byte
                     const bool layer = p.name.compare(0, 7, "layers.") == 0;
                     const bool last = p.name == "positions" || (p.name == "embedding" && !config.tied);
-                    const int64_t alive = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;
-                    CHECK(first >= layout.saved.offset + (accumulate > 1 ? config.L : alive) * layout.layer_bytes);
+                    // When p's gradient is written, the activations of this many layers are still needed.
+                    const int64_t needed = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;
+                    const int64_t layers = accumulate > 1 ? config.L : needed;
+                    CHECK(first >= layout.saved.offset + layers * layout.layer_bytes);
                 }
             }
 }

@@ -1,11 +1,12 @@
-// test_model_step.cu - one whole training step on the GPU: its loss and gradients against the CPU reference.
+// test_model_step.cu - one training step of the model on the GPU: its loss and gradients against the CPU
+// reference.
 //
-// Both implementations of a recipe round in the same places but sum in different orders, and attention's probabilities are
-// BF16 on tensor cores. So now and then a value rounds the other way. In fp32 the difference is that of FP32 sums. In bf16
-// and coat it is bounded by the recipe's own error, which is measured: the distance of the reference's gradient from fp32's.
+// Both implementations of a recipe round in the same places, but they sum in different orders, and tensor
+// cores use BF16 probabilities in attention. So some values round in the other direction. In fp32 the
+// difference is the error of FP32 sums. In the other recipes it is bounded by the recipe's own error: the
+// distance of the reference's gradient from fp32's.
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <string>
 
 #include "../gpu/attention.cuh"
@@ -22,57 +23,67 @@ using namespace coat::test::gpu_models;
 
 namespace {
 
-// What a recipe's gradients are off by is the root of many roundings' squares. Two tellings that rounded independently would differ by
-// sqrt(2) of that; half as much again is left for how far the measured error of a vector of 64 numbers scatters.
-constexpr double TWO_TELLINGS = 1.5 * 1.4142135623730951;
+// The error of a gradient is a sum of many random roundings. Two implementations that round independently
+// differ by sqrt(2) of it. The factor 1.5 allows for the scatter of an error that is measured on a vector of
+// only 64 values.
+constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 
+// Checks loss, gradients and gradient norm of one step of `setup`, with random biases and norm weights.
 void check_step(const Setup& setup) {
     Setup exact_setup = setup;
     exact_setup.recipe = find_row(recipes(), "fp32", "recipe");
     const std::vector<Param> params = parameters(setup.config);
     Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
     Training exact = training_on(make_reference, exact_setup);
-    // Biases start at zero and norm weights at one: give every parameter something of its own, the same to all three.
+    // Biases start at 0 and norm weights at 1. Give them random values, the same in all three models.
     FRESH_RANDOM(rng);
     for (const Param& p : params) {
         if (p.init_std > 0) continue;
         std::vector<uint16_t> values;
-        for (int64_t i = 0; i < p.size(); i++) values.push_back(reference::to_bf16(float((p.role.weight ? 1 : 0) + 0.05 * rng.normal())));
+        for (int64_t i = 0; i < p.size(); i++)
+            values.push_back(reference::to_bf16(float((p.role.weight ? 1 : 0) + 0.05 * rng.normal())));
         for (Training* t : {&gpu, &cpu, &exact}) t->model->write(p.name, values.data());
     }
-    // The fp32 recipe computes with masters, the others with their BF16 roundings: let masters be such roundings.
+    // The fp32 recipe computes with the master weights, the others with these rounded to BF16. Remainders of
+    // 0 make both equal.
     for (const Param& p : params) {
         const std::vector<int16_t> zero(static_cast<size_t>(p.size()), 0);
         for (Training* t : {&gpu, &cpu, &exact}) t->model->write(p.name + ".remainder", zero.data());
     }
     for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0;
-    if (setup.recipe.scaling == Scaling::Delayed) {  // the first step is scaled just in time
+    if (setup.recipe.scaling == Scaling::Delayed) {  // the first step uses just-in-time scales
         for (Training* t : {&gpu, &cpu, &exact}) t->step();
         restore(*cpu.model, snapshot(*gpu.model));
     }
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), in_fp32 = exact.step();
     const bool fp32 = setup.recipe.compute == Format::F32;
-    const std::string what = setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " +
-                             std::to_string(setup.B) + "x" + std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
+    const std::string batch =
+        std::to_string(setup.B) + "x" + std::to_string(setup.T) + "x" + std::to_string(setup.accumulate);
+    const std::string what =
+        setup.config.name + (setup.config.tied ? " tied " : " untied ") + setup.recipe.name + " " + batch;
     INFO(what);
     CHECK(!on_gpu.skipped);
     const double small = fp32_bound(setup.config);
-    // The loss is a mean over tokens, so that its error may be small by luck: bf16's half step is the least that is asked for.
-    const double loss_bound = fp32 ? small * on_cpu.loss : TWO_TELLINGS * std::fabs(on_cpu.loss - in_fp32.loss) + 0x1p-9 * on_cpu.loss;
+    // The loss is a mean over tokens, so the recipe's error may be small by chance. BF16's rounding error is
+    // always allowed.
+    const double own_error = std::fabs(on_cpu.loss - in_fp32.loss);
+    const double loss_bound =
+        fp32 ? small * on_cpu.loss : TWO_IMPLEMENTATIONS * own_error + 0x1p-9 * on_cpu.loss;
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <= loss_bound);
-    double square = 0, worst = 0;
+    double sum_of_squares = 0, worst = 0;
     for (const Param& p : params) {
         const Floats got = gradient(*gpu.model, p), wanted = gradient(*cpu.model, p);
-        const double error = relative_error(got, wanted), own = relative_error(wanted, gradient(*exact.model, p));
-        const double bound = fp32 ? small : TWO_TELLINGS * own + 0x1p-9;
+        const double error = relative_error(got, wanted);
+        const double own = relative_error(wanted, gradient(*exact.model, p));  // of the recipe
+        const double bound = fp32 ? small : TWO_IMPLEMENTATIONS * own + 0x1p-9;
         INFO(p.name, ": differs by ", error, ", the recipe itself by ", own);
         CHECK(norm(wanted) > 0);
         CHECK(error <= bound);
-        square += norm(got) * norm(got);
+        sum_of_squares += norm(got) * norm(got);
         worst = std::max(worst, error / bound);
     }
     MESSAGE(what, ": worst gradient at ", worst, " of its bound; loss ", on_gpu.loss, " and ", on_cpu.loss);
-    CHECK(on_gpu.grad_norm == doctest::Approx(std::sqrt(square)).epsilon(1e-6));
+    CHECK(on_gpu.grad_norm == doctest::Approx(std::sqrt(sum_of_squares)).epsilon(1e-6));
 }
 
 }  // namespace
@@ -81,22 +92,23 @@ GPU_TEST_CASE("step: loss and every gradient against the reference") {
     for (const char* recipe : RECIPES) {
         for (bool tied : {true, false}) check_step(setup_of(recipe, LLAMA, tied));
         check_step(setup_of(recipe, GPT2, true));
-        for (bool tied : {true, false}) check_step(tiny_setup(wide_heads(tied), recipe, optimizer_of(recipe), 2, 80));
+        for (bool tied : {true, false})
+            check_step(tiny_setup(wide_heads(tied), recipe, optimizer_of(recipe), 2, 80));
         Setup accumulating = setup_of(recipe, LLAMA, false, 2, 16);
-        for (int64_t accumulate : {3, 8}) {  // gradients in the compute dtype, and in FP32
+        for (int64_t accumulate : {3, 8}) {  // gradients are in the compute dtype with 3, and in FP32 with 8
             accumulating.accumulate = accumulate;
             check_step(accumulating);
         }
         Setup gpt2 = setup_of(recipe, GPT2, true, 2, 16);
-        gpt2.accumulate = 3;  // both of the tied embedding's parts: in FP32
+        gpt2.accumulate = 3;  // the gradient of the tied embedding is in FP32
         check_step(gpt2);
     }
 }
 
 namespace {
 
-// A recipe is a row: what its columns say may be put together anew.
-Setup composed(const std::string& recipe, const Architecture& arch, const Quant& nonlinear) {
+// A custom recipe: one of the table's, with norm and activation inputs in another format.
+Setup custom(const std::string& recipe, const Architecture& arch, const Quant& nonlinear) {
     Setup s = setup_of(recipe, arch);
     s.recipe.nonlinear = nonlinear;
     return s;
@@ -104,16 +116,17 @@ Setup composed(const std::string& recipe, const Architecture& arch, const Quant&
 
 }  // namespace
 
-GPU_TEST_CASE("step: custom recipes, FP8 groups with per-row, 1x128 or delayed scaling; 1x128 scaling of both operands") {
+GPU_TEST_CASE(
+    "step: custom recipes with FP8 groups and per-row, 1x128 or delayed scaling; 1x128 for both operands") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
-        for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(composed(recipe, arch, Q_GROUP));
-        Setup vectors = composed("deepseek", arch, Q_BF16);
-        vectors.recipe.w = Q_1x128;
-        check_step(vectors);
-        Setup squares = composed("deepseek", arch, Q_BF16);
-        squares.recipe.x = Q_128x128, squares.recipe.w = Q_1x128;
-        squares.recompute = false;
-        check_step(squares);
+        for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(custom(recipe, arch, Q_GROUP));
+        Setup both_1x128 = custom("deepseek", arch, Q_BF16);
+        both_1x128.recipe.w = Q_1x128;
+        check_step(both_1x128);
+        Setup swapped = custom("deepseek", arch, Q_BF16);
+        swapped.recipe.x = Q_128x128, swapped.recipe.w = Q_1x128;
+        swapped.recompute = false;
+        check_step(swapped);
     }
 }
 
@@ -121,9 +134,9 @@ GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF
     for (const Architecture& arch : {LLAMA, GPT2}) {
         check_step(with_mode(setup_of("coat", arch), "attention"));
         check_step(with_mode(setup_of("coat", arch, true, 3, 7), "attention"));
-        Setup older = setup_of("coat", arch);
-        older.recipe = recipe_on_gpu(older.recipe, false);
-        check_step(older);
+        Setup bf16_gemms = setup_of("coat", arch);
+        bf16_gemms.recipe = recipe_on_gpu(bf16_gemms.recipe, false);
+        check_step(bf16_gemms);
     }
     check_step(with_mode(tiny_setup(wide_heads(false), "coat", "coat", 2, 80), "attention"));
 }
@@ -135,57 +148,66 @@ GPU_TEST_CASE("step: --recompute of norms and activations changes no bits") {
                 const int T = shape.first, accumulate = shape.second;
                 Setup setup = setup_of(recipe, arch, true, 3, T);
                 setup.accumulate = accumulate;
-                Training again = training_on(make_gpu, setup), kept = training_on(make_gpu, with_mode(setup, "recompute"));
+                Training first = training_on(make_gpu, setup);
+                Training second = training_on(make_gpu, with_mode(setup, "recompute"));
                 INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
-                CHECK(losses(again, 4) == losses(kept, 4));
-                CHECK((snapshot(*again.model) == snapshot(*kept.model)));
+                CHECK(losses(first, 4) == losses(second, 4));
+                CHECK((snapshot(*first.model) == snapshot(*second.model)));
                 Floats a(static_cast<size_t>(setup.config.V)), b = a;
-                again.model->next_logits(again.tokens.data(), 5, a.data());
-                kept.model->next_logits(again.tokens.data(), 5, b.data());
+                first.model->next_logits(first.tokens.data(), 5, a.data());
+                second.model->next_logits(first.tokens.data(), 5, b.data());
                 CHECK(a == b);
             }
 }
 
 GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped") {
     for (const char* recipe : RECIPES)
-        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true), wide_heads(true)}) {
+        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true),
+                                          tiny_config(GPT2, true), wide_heads(true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
-            kept.adamw.clip = spent.adamw.clip = 0;
+            Training kept = training_on(make_gpu, setup);
+            Training none = training_on(make_gpu, with_mode(setup, "gradients"));
+            kept.adamw.clip = none.adamw.clip = 0;
             INFO(config.name, " ", std::string(recipe));
             for (int i = 0; i < 4; i++) {
-                const StepResult a = kept.step(), b = spent.step();
+                const StepResult a = kept.step(), b = none.step();
                 CHECK(a.loss == b.loss);
-                CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // a sum of doubles in another order
+                // The same sum of doubles in another order.
+                CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));
             }
-            CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+            CHECK((snapshot(*kept.model) == snapshot(*none.model)));
             Floats gradient(static_cast<size_t>(config.C));
-            CHECK_THROWS_AS(spent.model->read("final_norm.weight.gradient", gradient.data()), Error);
+            CHECK_THROWS_AS(none.model->read("final_norm.weight.gradient", gradient.data()), Error);
         }
 }
 
-GPU_TEST_CASE("step: --gradients none with this step's norm correction is bit-identical to kept gradients, and reports it") {
+GPU_TEST_CASE(
+    "step: --gradients none is bit-identical to kept gradients given the norm correction that it reports") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training kept = training_on(make_gpu, setup), spent = training_on(make_gpu, with_mode(setup, "gradients"));
-            kept.adamw.clip = spent.adamw.clip = 0.5f;
+            Training kept = training_on(make_gpu, setup);
+            Training none = training_on(make_gpu, with_mode(setup, "gradients"));
+            kept.adamw.clip = none.adamw.clip = 0.5f;
             const std::vector<Param> params = parameters(config);
             INFO(config.name, " ", std::string(recipe));
             for (int i = 0; i < 3; i++) {
-                const Snapshot before = snapshot(*spent.model);
-                spent.step();
-                restore(*spent.model, before);
-                const StepResult a = kept.step(), b = spent.model->step(spent.tokens.data(), spent.targets.data(), spent.adamw);
+                const Snapshot before = snapshot(*none.model);
+                none.step();  // only measures the norm correction, which the repeated step then uses
+                restore(*none.model, before);
+                const StepResult a = kept.step();
+                const StepResult b = none.model->step(none.tokens.data(), none.targets.data(), none.adamw);
                 CHECK(a.grad_norm > 0.5);
                 CHECK(a.loss == b.loss);
-                CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
-                double squares = 0;
+                CHECK((snapshot(*kept.model) == snapshot(*none.model)));
+                double sum_of_squares = 0;
                 for (size_t end = params.size(); end > 0; end--) {
                     const double size = norm(gradient(*kept.model, params[end - 1]));
-                    squares += size * size;
+                    sum_of_squares += size * size;
                     if (end > 1 && params[end - 2].bucket == params[end - 1].bucket) continue;
-                    CHECK(b.norm_correction.at(params[end - 1].bucket) == doctest::Approx(a.grad_norm / std::sqrt(squares)).epsilon(1e-6));
+                    const double expected = a.grad_norm / std::sqrt(sum_of_squares);
+                    CHECK(b.norm_correction.at(params[end - 1].bucket) ==
+                          doctest::Approx(expected).epsilon(1e-6));
                 }
             }
         }
@@ -209,16 +231,20 @@ GPU_TEST_CASE("step: batches cut into chunks for the head and the feed-forward i
 GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            Training gpu = training_on(make_gpu, setup_of(recipe, arch)), cpu = training_on(make_reference, setup_of(recipe, arch));
+            const Setup setup = setup_of(recipe, arch);
+            Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
             CHECK((snapshot(*gpu.model) == snapshot(*cpu.model)));
         }
 }
 
 GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
     for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
-        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
-            for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-                Training training = training_on(make_gpu, !std::strcmp(recipe, "lean") ? with_mode(setup_of("coat"), recipe) : setup_of(recipe));
+        for (const char* name :
+             {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
+            for (float poison : {NAN, INFINITY}) {
+                const bool lean = !std::strcmp(recipe, "lean");
+                const Setup setup = lean ? with_mode(setup_of("coat"), recipe) : setup_of(recipe);
+                Training training = training_on(make_gpu, setup);
                 INFO(std::string(recipe), " ", std::string(name), " ", poison);
                 check_poisoned_weight(training, name, poison);
             }

@@ -1,4 +1,5 @@
-// test_model_training.cu - training runs on the GPU: losses, determinism, resume and reports, against the CPU reference.
+// test_model_training.cu - training on the GPU against the CPU reference: losses, determinism, resume,
+// evaluation, next-token logits and the quantization report.
 #include <cmath>
 #include <map>
 #include <string>
@@ -15,12 +16,6 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::test::gpu_models;
 
-namespace {
-
-using Doubles = std::vector<double>;
-
-}  // namespace
-
 GPU_TEST_CASE("check: a CUDA error is reported once") {
     void* none = nullptr;
     CHECK_THROWS_AS(gpu::check(cudaMalloc(&none, size_t(1) << 60), "Allocating an exabyte failed"), Error);
@@ -33,7 +28,8 @@ GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one roun
             check_sums(make_gpu, tiny_setup(config, recipe, "fp32"));
 }
 
-GPU_TEST_CASE("step: with delayed scaling an operand without a history is scaled just in time: first step, evaluate, next_logits") {
+GPU_TEST_CASE(
+    "step, evaluate and next_logits: operands without a history of amaxes are scaled just in time") {
     for (const Architecture& arch : {LLAMA, GPT2}) check_first_scales(make_gpu, arch);
 }
 
@@ -46,21 +42,24 @@ GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
             gpu.adamw.lr = cpu.adamw.lr = 0;
             for (int i = 0; i < 3; i++) CHECK(std::fabs(gpu.step().loss - cpu.step().loss) <= 0.02);
             for (const StateTensor& t : scaling_tensors(setup.config, setup.recipe)) {
-                const Floats a = read_as<float>(*gpu.model, t.name, t.size()), b = read_as<float>(*cpu.model, t.name, t.size());
+                const Floats a = read_as<float>(*gpu.model, t.name, t.size());
+                const Floats b = read_as<float>(*cpu.model, t.name, t.size());
                 INFO(t.name, " ", accumulate);
                 CHECK(b[0] > 0);
-                CHECK(relative_error(a, b) <= 0.25);  // a largest element has one or two roundings to FP8 of its own
+                // The largest element may differ by one or two roundings to FP8.
+                CHECK(relative_error(a, b) <= 0.25);
             }
         }
 }
 
 GPU_TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
-    // Between evaluation and the next token's logits shapes of GEMMs differ, and so may the order of their sums: a few roundings of BF16 or FP8.
+    // evaluate and next_logits use GEMMs of different shapes, which may sum in different orders: a few
+    // roundings of BF16 or FP8.
     for (const char* recipe : {"bf16", "coat", "te", "colossal", "rowwise", "deepseek"})
         for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_gpu, recipe, arch, 0.1);
 }
 
-GPU_TEST_CASE("next_logits: falls back to BF16 where a training batch does, for any length") {
+GPU_TEST_CASE("next_logits: falls back to BF16 if the training batch does, for any length") {
     for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) check_fallback(make_gpu, recipe);
 }
 
@@ -79,12 +78,14 @@ GPU_TEST_CASE("step: with --gradients none, after a gradient that is not finite 
 }
 
 GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
-    // In fp32 the difference of a step's gradient grows as training goes on; a thousandth of a nat is a hundred times less than a step
-    // changes the loss by. In bf16 and coat it is the noise of another run: 0.03 nats in a single batch of 256 tokens, 0.01 in the mean.
-    using Band = std::pair<double, double>;
+    // In fp32 small differences of the gradients grow during training. 0.001 nats is a hundredth of what one
+    // step changes the loss by. In the other recipes the difference is run-to-run variation: about 0.03 nats
+    // for a single batch of 256 tokens in bf16, and 0.01 in the mean.
+    using Band = std::pair<double, double>;  // largest difference of a single step, and of the mean
     const Band fp8{0.06, 0.02};
-    const std::map<std::string, Band> bands = {{"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8}, {"te", fp8},
-                                               {"colossal", fp8},      {"rowwise", fp8},       {"deepseek", fp8}};
+    const std::map<std::string, Band> bands = {
+        {"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8},    {"te", fp8},
+        {"colossal", fp8},      {"rowwise", fp8},       {"deepseek", fp8}};
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
@@ -99,10 +100,12 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
         const auto [single, average] = bands.at(recipe);
         double worst = 0;
         for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
-        const std::string mode = std::string(setup.recipe.attention.fp8() ? " attention in groups" : "") + (setup.master ? "" : " no master") +
-                                 (setup.keep_gradients ? "" : " no gradients") + (setup.optimizer.granularity == PER_TENSOR ? " fp8lm" : "");
-        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), mode, ": ", a.front(), " to ", a.back(), ", the reference to ",
-                b.back(), ", at most ", worst, " apart");
+        std::string mode = setup.recipe.attention.fp8() ? " attention in groups" : "";
+        if (!setup.master) mode += " no master";
+        if (!setup.keep_gradients) mode += " no gradients";
+        if (setup.optimizer.granularity == PER_TENSOR) mode += " fp8lm";
+        MESSAGE(std::string(setup.config.arch.name), " ", std::string(recipe), mode, ": loss ", a.front(),
+                " to ", a.back(), ", reference to ", b.back(), ", largest difference ", worst);
         CHECK(worst <= single);
         CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
         CHECK(a.back() < a.front() - 1);
@@ -127,8 +130,10 @@ GPU_TEST_CASE("training: llama-tiny has the reference's loss within 0.02 nats") 
 GPU_TEST_CASE("training: two runs are bit-identical") {
     std::vector<Setup> setups;
     for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true), wide_heads(true)}) {
-        for (const char* recipe : RECIPES) setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
-        for (const char* optimizer : {"coat", "fp8lm"}) setups.push_back(with_mode(tiny_setup(config, "coat", optimizer, 4, 48), "lean"));
+        for (const char* recipe : RECIPES)
+            setups.push_back(tiny_setup(config, recipe, optimizer_of(recipe), 4, 48));
+        for (const char* optimizer : {"coat", "fp8lm"})
+            setups.push_back(with_mode(tiny_setup(config, "coat", optimizer, 4, 48), "lean"));
     }
     for (const Setup& setup : setups) {
         Training a = training_on(make_gpu, setup), b = training_on(make_gpu, setup);
@@ -143,7 +148,8 @@ GPU_TEST_CASE("training: stop and resume is bit-identical, in every recipe and e
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
         for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", arch), mode));
-        for (const char* mode : {"gradients", "recompute"}) setups.push_back(with_mode(setup_of("te", arch), mode));
+        for (const char* mode : {"gradients", "recompute"})
+            setups.push_back(with_mode(setup_of("te", arch), mode));
         setups.push_back(setup_of("te", arch));
         setups.back().accumulate = 2;
     }
@@ -155,17 +161,20 @@ GPU_TEST_CASE("training: stop and resume is bit-identical, in every recipe and e
         setups.back().optimizer = optimizer;
     }
     for (Setup setup : setups) {
-        Training whole = training_on(make_gpu, setup);
-        losses(whole, 4);
-        if (setup.master) setup.seed = 99;  // what the second run starts from must not matter; but stochastic rounding has it too
+        Training first = training_on(make_gpu, setup);
+        losses(first, 4);
+        // The initial weights of the resumed run must not matter. (Stochastic rounding of weights uses the
+        // seed too.)
+        if (setup.master) setup.seed = 99;
         Training resumed = training_on(make_gpu, setup);
-        restore(*resumed.model, snapshot(*whole.model));
-        resumed.text = whole.text;
-        resumed.adamw = whole.adamw;
-        INFO(std::string(setup.config.arch.name), " ", std::string(setup.recipe.name), " ", std::string(setup.optimizer.name));
-        CHECK((snapshot(*resumed.model) == snapshot(*whole.model)));
-        CHECK(losses(resumed, 4) == losses(whole, 4));
-        CHECK((snapshot(*resumed.model) == snapshot(*whole.model)));
+        restore(*resumed.model, snapshot(*first.model));
+        resumed.text = first.text;
+        resumed.adamw = first.adamw;
+        INFO(std::string(setup.config.arch.name), " ", std::string(setup.recipe.name), " ",
+             std::string(setup.optimizer.name));
+        CHECK((snapshot(*resumed.model) == snapshot(*first.model)));
+        CHECK(losses(resumed, 4) == losses(first, 4));
+        CHECK((snapshot(*resumed.model) == snapshot(*first.model)));
     }
 }
 
@@ -175,8 +184,9 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
     for (const std::string& recipe : runs)
         for (const bool on_gpu : {true, false}) {
             const Maker from = on_gpu ? make_gpu : make_reference, to = on_gpu ? make_reference : make_gpu;
-            const bool other = recipe == "lean" || recipe == "fp8lm";
-            Setup setup = with_mode(setup_of(other ? "coat" : recipe, LLAMA, true, 8, 32), recipe);
+            // "lean" and "fp8lm" are a memory mode and an optimizer for the recipe coat.
+            const bool of_coat = recipe == "lean" || recipe == "fp8lm";
+            Setup setup = with_mode(setup_of(of_coat ? "coat" : recipe, LLAMA, true, 8, 32), recipe);
             if (recipe == "fp8lm") setup = with_optimizer(setup, recipe);
             Training first = training_on(from, setup), second = training_on(to, setup, 2);
             losses(first, 10);
@@ -185,15 +195,18 @@ GPU_TEST_CASE("training: a run that stops on the GPU resumes on the reference, a
             INFO(recipe, on_gpu ? " from the GPU" : " to the GPU");
             CHECK((snapshot(*second.model) == state));
             second.text = first.text, second.adamw = first.adamw;
-            const Doubles a = losses(first, 10), b = losses(second, 10);  // what goes on where it was, and what moved
-            for (size_t i = 0; i < a.size(); i++) CHECK(std::fabs(a[i] - b[i]) <= 0.06);  // as in the 50 steps
+            const Doubles a = losses(first, 10), b = losses(second, 10);
+            // The limit of the test of 50 steps.
+            for (size_t i = 0; i < a.size(); i++) CHECK(std::fabs(a[i] - b[i]) <= 0.06);
             CHECK(std::fabs(a[0] - b[0]) <= 0.02);
         }
 }
 
 GPU_TEST_CASE("step: accumulated micro-batches equal one larger batch within rounding") {
-    // As on the CPU: each micro-batch's part of a gradient is rounded to the compute dtype on its way, and once more in the sum.
-    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16}, {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
+    // As on the CPU: the gradient of each micro-batch is rounded to the compute dtype, and their sum is
+    // rounded again.
+    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16},
+                                                  {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
     for (const auto& row : bounds)
         for (const Architecture& arch : {LLAMA, GPT2}) {
             const std::string recipe = row.first;
@@ -211,7 +224,8 @@ GPU_TEST_CASE("step: accumulated micro-batches equal one larger batch within rou
         }
 }
 
-GPU_TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless it is clipped, with every optimizer") {
+GPU_TEST_CASE(
+    "step: a gradient whose square exceeds FP32 skips the step unless clipped, with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (const OptimizerFormat& optimizer : optimizers()) {
             Training training = training_on(make_gpu, with_optimizer(setup_of(recipe), optimizer.name));
@@ -223,32 +237,39 @@ GPU_TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless 
 GPU_TEST_CASE("next_logits: equal the reference's, for any length") {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            for (int64_t B : {1, 8}) {  // a batch that falls back to BF16, and one in FP8, whose prompts' last rows a GEMM pads
+            // With B = 1 the linear layers fall back to BF16. With B = 8 they are FP8, and the prompt's rows
+            // are padded.
+            for (int64_t B : {1, 8}) {
                 const Setup setup = setup_of(recipe, arch, true, B, 50);
                 Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
                 losses(gpu, 5);
                 restore(*cpu.model, snapshot(*gpu.model));
                 const size_t V = static_cast<size_t>(setup.config.V);
+                // Relative to the size of the logits: 24 roundings to BF16, and in FP8 recipes 11 to E4M3 in
+                // each layer.
+                const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9;
+                const double fp8 = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
+                const bool fp32 = setup.recipe.compute == Format::F32;
+                const double bound = fp32 ? fp32_bound(setup.config) : setup.recipe.x.fp8() ? fp8 : bf16;
                 for (int64_t n : {1, 15, 16, 17, 33, 50}) {
                     Floats a(V), b(V);
                     gpu.model->next_logits(gpu.tokens.data(), n, a.data());
                     cpu.model->next_logits(gpu.tokens.data(), n, b.data());
                     INFO(std::string(recipe), " ", std::string(arch.name), " ", n);
-                    // Relative to the logits' size: fp32's bound; 24 roundings of bf16; in coat also 11 of E4M3 a layer (test_gradients.cpp).
-                    const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, coat = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
-                    const bool fp32 = setup.recipe.compute == Format::F32;
-                    CHECK(relative_error(a, b) <= (fp32 ? fp32_bound(setup.config) : setup.recipe.x.fp8() ? coat : bf16));
-            }
+                    CHECK(relative_error(a, b) <= bound);
+                }
             }
         }
 }
 
 GPU_TEST_CASE("quantization: the report measures what the reference's measures") {
-    // Both measure the same tensors; a few roundings that fall apart change a sum of errors little. 1 dB is a quarter of that sum.
+    // Both measure the same tensors. A few values that round differently change the sum of squared errors
+    // little. 1 dB is a quarter of that sum.
     std::vector<Setup> setups = {setup_of("coat", LLAMA, true, 4, 32)};
     setups.push_back(with_mode(setups[0], "lean"));
     setups.push_back(with_optimizer(setups[0], "fp8lm"));
-    for (const char* recipe : {"te", "rowwise", "deepseek"}) setups.push_back(with_optimizer(setup_of(recipe, LLAMA, true, 4, 32), "coat"));
+    for (const char* recipe : {"te", "rowwise", "deepseek"})
+        setups.push_back(with_optimizer(setup_of(recipe, LLAMA, true, 4, 32), "coat"));
     for (const Setup& setup : setups) {
         const bool groups = setup.recipe.nonlinear.fp8(), delayed = setup.recipe.scaling == Scaling::Delayed;
         Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
@@ -259,13 +280,17 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
         const QuantReport b = cpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
         CHECK((snapshot(*gpu.model) == before));
         for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
-            INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", a.kinds[kind].snr_db(), " and ", b.kinds[kind].snr_db(), " dB");
-            CHECK(a.kinds[kind].elements == b.kinds[kind].elements);
+            const QuantStats &on_gpu = a.kinds[kind], &on_cpu = b.kinds[kind];
+            INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", on_gpu.snr_db(),
+                 " and ", on_cpu.snr_db(), " dB");
+            CHECK(on_gpu.elements == on_cpu.elements);
             const Kind k = static_cast<Kind>(kind);
-            CHECK((a.kinds[kind].elements > 0) == (k == Kind::Attention ? setup.recipe.attention.fp8() :
-                                                   k == Kind::NormInput || k == Kind::ActivationInput ? groups : true));
-            if (a.kinds[kind].elements > 0) CHECK(std::fabs(a.kinds[kind].snr_db() - b.kinds[kind].snr_db()) <= 1);
-            if (!delayed) CHECK(a.kinds[kind].saturated == 0);
+            bool quantized = true;
+            if (k == Kind::Attention) quantized = setup.recipe.attention.fp8();
+            if (k == Kind::NormInput || k == Kind::ActivationInput) quantized = groups;
+            CHECK((on_gpu.elements > 0) == quantized);
+            if (on_gpu.elements > 0) CHECK(std::fabs(on_gpu.snr_db() - on_cpu.snr_db()) <= 1);
+            if (!delayed) CHECK(on_gpu.saturated == 0);
         }
         CHECK(a.k_m == b.k_m);
         CHECK(a.k_v == b.k_v);

@@ -1,10 +1,10 @@
-// test_plan.cpp - plan.cpp: the precision plan, the memory plan, the learning rate, and which recipes a GPU supports.
+// test_plan.cpp - plan.cpp: the precision plan, the memory plan, the learning rate, and which setups are
+// supported.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <map>
 
-#include "../data/checkpoint.h"
 #include "../plan.h"
 #include "program.h"
 
@@ -25,10 +25,13 @@ TEST_CASE("learning_rate: warms up, decays to a tenth, and stays within its boun
             CHECK(learning_rate(s, peak, 20, 300, step) >= static_cast<float>(end * (1 - 1e-6)));
         }
         CHECK(learning_rate(s, peak, 0, 1, 0) == static_cast<float>(peak));
-        CHECK(learning_rate(s, peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // a warm-up that does not end
+        // The run ends during the warm-up.
+        CHECK(learning_rate(s, peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));
     }
-    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
-    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "cosine", ""), peak, 0, 100, 50) ==
+          doctest::Approx(peak * 0.55));
+    CHECK(learning_rate(find_row(schedules(), "linear", ""), peak, 0, 100, 50) ==
+          doctest::Approx(peak * 0.55));
 }
 
 TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to groups") {
@@ -42,11 +45,13 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
                 if (s.config.V == 0) s.config.V = 256;
                 const std::vector<MemoryRow> plan = memory_plan(s);
                 const auto params = parameters(s.config);
-                int64_t state = 0, weights = 0;  // remainders and delayed scales are the weights' part
+                int64_t state = 0, weights = 0;  // remainders and delayed scales count as weights
                 for (const StateTensor& t : optimizer_tensors(s))
                     if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
-                for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) state -= t.total_bytes(), weights += t.total_bytes();
-                for (const StateTensor& t : weight_tensors(s.config)) weights += t.size() * 4;  // FP32, or BF16 and two remainders
+                for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
+                    state -= t.total_bytes(), weights += t.total_bytes();
+                for (const StateTensor& t : weight_tensors(s.config))
+                    weights += t.size() * 4;  // FP32, or BF16 and a remainder of 16 bits
                 const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
                 CHECK(total_bytes(plan, Category::Optimizer) >= state);
                 CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
@@ -58,50 +63,84 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
             }
 }
 
-TEST_CASE("plan: moment formats without a GPU kernel are rejected with a remedy, and the others are accepted") {
+TEST_CASE("why_unsupported: moment formats without a GPU kernel are rejected, the others accepted") {
     for (const OptimizerFormat& optimizer : optimizers()) CHECK(why_unsupported(optimizer).empty());
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
-    CHECK(why_unsupported(mixed) == "--v-format fp16 in groups of 128 is told by the CPU reference alone; use --optimizer fp8lm, or --device cpu.");
-    OptimizerFormat whole = find_row(optimizers(), "fp8lm", "");
+    CHECK(why_unsupported(mixed) ==
+          "--v-format fp16 in groups of 128 is supported only on the CPU; use --optimizer fp8lm, or --device "
+          "cpu.");
+    OptimizerFormat per_tensor = find_row(optimizers(), "fp8lm", "");
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
-        whole.m = whole.v = f;
-        CHECK(why_unsupported(whole).empty());
+        per_tensor.m = per_tensor.v = f;
+        CHECK(why_unsupported(per_tensor).empty());
     }
-    whole.expand = true;
-    CHECK(why_unsupported(whole).find("--optimizer fp8lm expands") == 0);
+    per_tensor.expand = true;
+    CHECK(why_unsupported(per_tensor).find("--optimizer fp8lm has one scale per tensor with expansion") == 0);
     OptimizerFormat flushing = find_row(optimizers(), "fp8", "");
     flushing.keep_positive = false;
-    CHECK(why_unsupported(flushing).find("--optimizer fp8 lets least numbers") == 0);
+    CHECK(why_unsupported(flushing).find("--optimizer fp8 rounds small second moments") == 0);
 }
 
-TEST_CASE("plan: scaling that a GPU's GEMMs do not support is rejected with a remedy; Hopper supports all") {
+TEST_CASE("why_unsupported: scaling that a GPU's GEMMs do not support is rejected; Hopper supports all") {
     for (const Recipe& r : recipes()) {
         const std::string name = r.name;
         CHECK(why_unsupported(r).empty());
-        for (int capability : {89, 100, 120}) CHECK(why_unsupported(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
+        for (int capability : {89, 100, 120})
+            CHECK(why_unsupported(r, capability).empty() == (name != "rowwise" && name != "deepseek"));
         CHECK(why_unsupported(recipe_on_gpu(r, false), 80).empty());
     }
-    Recipe squares = find_row(recipes(), "coat", "");
-    squares.nonlinear = {Format::E4M3, {4, 4}};
-    CHECK(why_unsupported(squares, 90) == "--recipe coat keeps e4m3 4x4 beside bf16 for backward, which the CPU reference alone does; keep e4m3 1x16 beside bf16, or use "
-                                    "--device cpu.");
+    Recipe blocks_4x4 = find_row(recipes(), "coat", "");
+    blocks_4x4.nonlinear = {Format::E4M3, {4, 4}};
+    CHECK(why_unsupported(blocks_4x4, 90) ==
+          "--recipe coat saves e4m3 4x4 tensors with compute dtype bf16, which only the CPU supports; save "
+          "e4m3 1x16 "
+          "with compute dtype bf16, or the compute dtype, or use --device cpu.");
     Recipe groups = find_row(recipes(), "fp32", "");
     groups.nonlinear = Q_GROUP;
-    CHECK(why_unsupported(groups, 90).find("--recipe fp32 keeps e4m3 1x16 beside fp32") == 0);
+    CHECK(why_unsupported(groups, 90).find("--recipe fp32 saves e4m3 1x16 tensors with compute dtype fp32") ==
+          0);
     CHECK(why_unsupported(find_row(recipes(), "rowwise", ""), 89) ==
-          "--recipe rowwise multiplies e4m3 row, which GPUs of compute capability 9.0 alone do, and this one has 8.9; use --recipe colossal, or --device cpu.");
+          "--recipe rowwise has e4m3 row operands, which need a GPU of compute capability 9.0, but this one "
+          "has 8.9; "
+          "use --recipe colossal, or --device cpu.");
 }
 
-TEST_CASE("plan: heads x head size is bounded, and not only each of them") {
+TEST_CASE("plan: formats for which there is no GPU kernel are rejected with a remedy") {
+    auto rejected = [](const char* name, const std::string& reason, auto change) {
+        Recipe r = find_row(recipes(), name, "");
+        change(r);
+        const std::string sentence = why_unsupported(r);
+        CAPTURE(reason);
+        CAPTURE(sentence);
+        CHECK(sentence.find(std::string("--recipe ") + name + " ") == 0);
+        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(sentence.find("--device cpu.") == sentence.size() - 13);
+    };
+    rejected("fp32", "e4m3 tensor operands with compute dtype fp32",
+             [](Recipe& r) { r.x = r.w = Q_E4M3, r.g = Q_E5M2; });
+    rejected("coat", "operands with compute dtype fp32", [](Recipe& r) { r.compute = Format::F32; });
+    rejected("te", "inputs of linear layers to e5m2", [](Recipe& r) { r.x = Q_E5M2, r.g = Q_E4M3; });
+    rejected("coat", "saves e5m2 1x16 tensors", [](Recipe& r) { r.nonlinear.format = Format::E5M2; });
+    rejected("coat", "saves e4m3 tensor tensors", [](Recipe& r) { r.attention = Q_E4M3; });
+    rejected("bf16", "saves fp32 tensors with compute dtype bf16", [](Recipe& r) { r.nonlinear = Q_F32; });
+    rejected("fp32", "saves e4m3 1x16 tensors", [](Recipe& r) { r.attention = Q_GROUP; });
+    for (const Quant& g : {Q_E4M3, Q_E5M2}) {  // gradients may be either
+        Recipe r = find_row(recipes(), "coat", "");
+        r.g = g;
+        CHECK(why_unsupported(r).empty());
+    }
+}
+
+TEST_CASE("validate: heads x head size is bounded, not only each factor") {
     ModelConfig c = find_row(models(), "gpt2", "");
     c.NH = c.NKV = 1 << 12, c.head_size = 256;
     CHECK_NOTHROW(validate(c));
-    c.NH = c.NKV = 1 << 15;  // a GPU's grid has too few blocks for so many rows of a weight
+    c.NH = c.NKV = 1 << 15;  // the rows of a weight would exceed the blocks of a grid
     CHECK_THROWS_AS(validate(c), Error);
 }
 
-TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one sentence with a remedy") {
+TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in one sentence") {
     auto why = [](const Recipe& r) -> std::string {
         Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
         try {
@@ -114,24 +153,29 @@ TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one
     auto row = [](const char* name) { return find_row(recipes(), name, ""); };
     for (const Recipe& r : recipes()) CHECK(why(r) == "");
     const Quant e5m2_vector{Format::E5M2, PER_1x128};
-    std::vector<std::pair<Recipe, std::string>> refused;
+    std::vector<std::pair<Recipe, std::string>> rejected;
     auto change = [&](const char* name, const std::string& reason, auto what) {
-        refused.push_back({row(name), reason});
-        what(refused.back().first);
+        rejected.push_back({row(name), reason});
+        what(rejected.back().first);
     };
-    change("deepseek", "fprop multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.x = Q_128x128; });
-    change("deepseek", "dgrad multiply e4m3 128x128 by e4m3 128x128", [](Recipe& r) { r.g = Q_128x128; });
+    change("deepseek", "fprop with operands e4m3 128x128 and e4m3 128x128",
+           [](Recipe& r) { r.x = Q_128x128; });
+    change("deepseek", "dgrad with operands e4m3 128x128 and e4m3 128x128",
+           [](Recipe& r) { r.g = Q_128x128; });
     change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
-    for (int product = 0; product < 3; product++)
-        change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[product] = true; });
-    change("rowwise", "delayed scaling knows one scale a tensor", [](Recipe& r) { r.scaling = Scaling::Delayed; });
+    for (int gemm = 0; gemm < 3; gemm++)
+        change("deepseek", "--accumulation exact", [&](Recipe& r) { r.fast_accumulation[gemm] = true; });
+    change("rowwise", "delayed scaling needs one scale per tensor",
+           [](Recipe& r) { r.scaling = Scaling::Delayed; });
     change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
-    change("colossal", "fprop multiply e4m3 tensor by e4m3 1x16", [](Recipe& r) { r.w = {Format::E4M3, PER_GROUP}; });
+    change("colossal", "fprop with operands e4m3 tensor and e4m3 1x16", [](Recipe& r) {
+        r.w = {Format::E4M3, PER_GROUP};
+    });
     change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
     change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
-    change("te", "give it 1 step or more", [](Recipe& r) { r.history = 0; });
-    for (const auto& [recipe, reason] : refused) {
+    change("te", "use 1 step or more", [](Recipe& r) { r.history = 0; });
+    for (const auto& [recipe, reason] : rejected) {
         const std::string sentence = why(recipe);
         CAPTURE(reason);
         CAPTURE(sentence);
@@ -139,17 +183,20 @@ TEST_CASE("plan: a recipe whose GEMMs Hopper does not support is rejected in one
         CHECK(sentence.find(std::string("Recipe ") + recipe.name) == 0);
         CHECK((!sentence.empty() && sentence.back() == '.'));
     }
-    Recipe e5m2 = row("deepseek");  // what the table does not have but a GPU can do
+    Recipe e5m2 = row("deepseek");  // not in the table, but supported by Hopper
     e5m2.g = e5m2_vector;
     CHECK(why(e5m2) == "");
 }
 
-TEST_CASE("plan: the state of delayed scaling, and no saving of activations with FP8 only in linear layers") {
-    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""), find_row(optimizers(), "fp32", ""), 8, 2048};
+TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layers saves no activations") {
+    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""),
+             find_row(optimizers(), "fp32", ""), 8, 2048};
     int64_t bytes = 0;
     for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
     CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
-    CHECK(total_bytes(memory_plan(te), Category::Weights) - total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) == bytes);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) -
+              total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) ==
+          bytes);
     for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
         te.recipe = find_row(recipes(), recipe, "");
         CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
@@ -164,7 +211,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
             Setup s{model, find_row(recipes(), recipe, ""), find_row(optimizers(), "coat", ""), 3, 48};
             if (s.config.V == 0) s.config.V = 256;
             const ModelConfig& c = s.config;
-            const std::vector<MemoryRow> usual = memory_plan(s);
+            const std::vector<MemoryRow> by_default = memory_plan(s);
             const std::vector<Param> params = parameters(c);
             std::map<int64_t, int64_t> buckets;
             for (const Param& p : params) buckets[p.bucket] += p.padded_size();
@@ -173,14 +220,17 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 elements += size;
                 if (bucket > 0 || !c.tied) largest = std::max(largest, size);
             }
-            if (c.tied) largest += buckets.at(0);  // that of the embedding is added to from the head on
+            if (c.tied) largest += buckets.at(0);  // the gradient of a tied embedding lives from the head on
             const Quant wide = s.recipe.attention, x = linear_formats(s).x;
-            const int64_t attention = (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) * 3 * c.L;
+            const int64_t attention =
+                (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
+                3 * c.L;
             const std::map<std::string, std::pair<Category, int64_t>> freed = {
                 {"attention", {Category::Activations, attention}},
                 {"master", {Category::Weights, 2 * elements}},
                 {"gradients", {Category::Gradients, 2 * (elements - largest)}},
-                {"recompute", {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
+                {"recompute",
+                 {Category::Activations, -(2 * x.bytes(3 * 48, c.C) + x.bytes(3 * 48, c.F)) * c.L}}};
             for (const MemoryMode& mode : memory_modes()) {
                 CAPTURE(mode.flag);
                 Setup other = s;
@@ -188,43 +238,52 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 CHECK(!mode.is_first(other));
                 const std::vector<MemoryRow> plan = memory_plan(other);
                 const auto& [category, bytes] = freed.at(mode.flag);
-                CHECK(total_bytes(usual, category) - total_bytes(plan, category) == bytes);
-                CHECK(total_bytes(usual) - total_bytes(plan) == bytes);
-                CHECK(total_bytes(memory_plan(bf16_baseline(other))) == total_bytes(memory_plan(bf16_baseline(s))));  // what it is printed beside stays
+                CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
+                CHECK(total_bytes(by_default) - total_bytes(plan) == bytes);
+                // The BF16 baseline does not change.
+                CHECK(total_bytes(memory_plan(bf16_baseline(other))) ==
+                      total_bytes(memory_plan(bf16_baseline(s))));
                 mode.choose(other, true);
                 CHECK(mode.is_first(other));
-                CHECK(total_bytes(memory_plan(other)) == total_bytes(usual));
+                CHECK(total_bytes(memory_plan(other)) == total_bytes(by_default));
             }
         }
 }
 
-TEST_CASE("plan: says why a GPU cannot be used, and what to do, from CUDA's status") {
+TEST_CASE("why_unsupported: says why a GPU cannot be used, and what to do") {
     const GpuFound good{13000, 13000, false, "", 1, 90, true};
     CHECK(why_unsupported(good).empty());
-    auto said = [&](auto change) {
+    auto message = [&](auto change) {
         GpuFound found = good;
         change(found);
         return why_unsupported(found);
     };
     const std::pair<std::string, const char*> cases[] = {
-        {said([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
-        {said([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }), "knows CUDA 12.4 and this program needs 13.0: update the driver"},
-        {said([](GpuFound& f) { f.error = "unknown error"; }), "CUDA does not start (unknown error): check nvidia-smi"},
-        {said([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
-        {said([](GpuFound& f) { f.capability = 75; }), "compute capability 7.5, and BF16 begins with 8.0: use a newer one, or --device cpu"},
-        {said([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }), "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
-        {said([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
+        {message([](GpuFound& f) { f.driver = 0; }), "no NVIDIA driver was found: install one"},
+        {message([](GpuFound& f) { f.driver = 12040, f.driver_too_old = true; }),
+         "supports CUDA 12.4, but this program needs 13.0: update the driver"},
+        {message([](GpuFound& f) { f.error = "unknown error"; }),
+         "CUDA does not start (unknown error): check nvidia-smi"},
+        {message([](GpuFound& f) { f.gpus = 0; }), "no NVIDIA GPU was found: check"},
+        {message([](GpuFound& f) { f.capability = 75; }),
+         "compute capability 7.5, but BF16 needs 8.0: use a newer one, or --device cpu"},
+        {message([](GpuFound& f) { f.capability = 100, f.kernels_fit = false; }),
+         "compute capability 10.0: run make clean, then make GPU_ARCH=100a"},
+        {message([](GpuFound& f) { f.capability = 86, f.kernels_fit = false; }), "make GPU_ARCH=86"},
     };
-    for (const auto& [sentence, wanted] : cases) {
+    for (const auto& [sentence, expected] : cases) {
         INFO(sentence);
-        CHECK(sentence.find(wanted) != std::string::npos);
+        CHECK(sentence.find(expected) != std::string::npos);
     }
-    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") != std::string::npos);  // what an old driver really says
+    // As an old driver reports it.
+    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") !=
+          std::string::npos);
 }
 
 TEST_CASE("precision plan: says what each memory mode changes") {
-    auto told = [](const std::string& flag, const std::string& part) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, 64};
+    auto matching_rows = [](const std::string& flag, const std::string& part) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, 64};
         int rows = 0;
         for (const MemoryMode& mode : memory_modes())
             if (flag == mode.flag) mode.choose(s, false);
@@ -232,29 +291,125 @@ TEST_CASE("precision plan: says what each memory mode changes") {
             rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
         return rows;
     };
-    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1}, {"attention", "rotary positions|bf16|e4m3 1x16", 1},
-                                           {"master", "bf16 stochastically", 1}, {"recompute", "; e4m3 tensor output", 3}}) {
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1},
+                                           {"attention", "rotary positions|bf16|e4m3 1x16", 1},
+                                           {"master", "bf16, stochastic", 1},
+                                           {"recompute", "; e4m3 tensor output", 3}}) {
         CAPTURE(part);
-        CHECK(told("", part) == 0);
-        CHECK(told(flag, part) == rows);
+        CHECK(matching_rows("", part) == 0);
+        CHECK(matching_rows(flag, part) == rows);
     }
-    CHECK(told("", "bf16 and 16 bits: fp32|bf16 and 16 bits: fp32") == 1);
-    Folder folder;
+    CHECK(matching_rows("", "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32") == 1);
+    RunFolder folder;
     CHECK(train(folder, "--plan --gradients none").out.find("--clip goes by") != std::string::npos);
     CHECK(train(folder, "--plan").out.find("--clip goes by") == std::string::npos);
 }
 
 TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
     auto falls_back = [](int64_t T) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""), find_row(optimizers(), "coat", ""), 1, T};
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, T};
         int rows = 0;
         for (const PrecisionRow& row : precision_plan(s)) {
-            const bool said = row.name.find("falls back") != std::string::npos;
-            if (said) CHECK(row.input.find("e4m3") == std::string::npos);
-            rows += said;
+            if (row.name.find("falls back") == std::string::npos) continue;
+            CHECK(row.input.find("e4m3") == std::string::npos);
+            rows++;
         }
         return rows;
     };
     CHECK(falls_back(64) == 0);
-    CHECK(falls_back(65) == 6);  // four linear layers, and the two GEMMs of their backward
+    CHECK(falls_back(65) == 6);  // four linear layers, and dgrad and wgrad of their backward
+}
+
+TEST_CASE("buffer plan: names every buffer of a GPU, and buffers that a phase uses together do not overlap") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (int mode = -1; mode < static_cast<int>(memory_modes().size()); mode++)
+                for (int accumulate : {1, 2}) {
+                    Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, 72};
+                    if (s.config.V == 0) s.config.V = 256;
+                    s.accumulate = accumulate;
+                    if (mode >= 0) memory_modes()[size_t(mode)].choose(s, false);
+                    INFO(model.name, " ", std::string(recipe.name), " mode ", mode, " accumulate ",
+                         accumulate);
+                    GpuFacts facts;
+                    facts.cache_fp8_weights = accumulate > 1;
+                    const GpuLayout layout = gpu_layout(s, facts);
+                    const std::vector<BufferRow> table = buffer_plan(s, facts);
+                    bool apart = true, inside = true, used = true;
+                    for (const BufferRow& a : table) {
+                        used &= a.phases != 0 && a.phases >> phase_names().size() == 0 && !a.contents.empty();
+                        inside &= a.place.offset >= 0 && a.place.bytes > 0 &&
+                                  a.place.offset + a.place.bytes <= layout.total;
+                        for (const BufferRow& b : table) {
+                            // Gradients lie over saved activations on purpose; test_model_memory.cu checks
+                            // over which.
+                            if (a.name == b.name || a.name == "gradients" || b.name == "gradients") continue;
+                            apart &= (a.phases & b.phases) == 0 ||
+                                     a.place.offset + a.place.bytes <= b.place.offset ||
+                                     b.place.offset + b.place.bytes <= a.place.offset;
+                        }
+                    }
+                    CHECK(used);
+                    CHECK(inside);
+                    CHECK(apart);
+                    for (const Place& place : layout.work)
+                        CHECK((place.bytes == 0 ||
+                               std::any_of(table.begin(), table.end(), [&](const BufferRow& row) {
+                                   return row.place.offset == place.offset && row.place.bytes == place.bytes;
+                               })));
+                }
+}
+
+TEST_CASE(
+    "operand plan: has every FP8 operand of a layer's GEMMs, with the functions that take amaxes and make "
+    "codes") {
+    const std::string headers = read_file("coat.cuh") + read_file("adamw.cuh") + read_file("gpu/layers.cuh");
+    REQUIRE(!headers.empty());
+    auto function = [](const std::string& text) { return text.substr(0, text.find_first_of(" ,")); };
+    for (const char* model : {"llama-2-7b", "gpt2"})
+        for (const Recipe& recipe : recipes())
+            for (bool recompute : {true, false}) {
+                Setup s{find_row(models(), model, ""), recipe, find_row(optimizers(), "coat", ""), 1, 64};
+                s.recompute = recompute;
+                INFO(std::string(model), " ", std::string(recipe.name), " ", recompute);
+                const std::vector<OperandRow> table = operand_plan(s, {});
+                CHECK(table.size() ==
+                      (recipe.x.fp8() ? 24 : 0));  // four linear layers, three GEMMs, two operands
+                std::map<std::string, int> operands;
+                for (const OperandRow& row : table) {
+                    CAPTURE(row.amax);
+                    const char of = row.operand[0];
+                    operands[row.gemm + of]++;
+                    CHECK(row.format == (of == 'x' ? recipe.x : of == 'w' ? recipe.w : recipe.g).text());
+                    CHECK(headers.find(" " + function(row.amax) + "(") != std::string::npos);
+                    CHECK(headers.find(" " + function(row.codes) + "(") != std::string::npos);
+                    const bool quantize = function(row.amax) == "quantize";  // needs no amax before
+                    CHECK(quantize ==
+                          (recipe.scaling == Scaling::Delayed || !(recipe.x.granularity == PER_TENSOR)));
+                    if (!quantize) CHECK((function(row.amax) == "adamw") == (of == 'w'));
+                }
+                for (const char* operand : {"fpropx", "fpropw", "dgradg", "dgradw", "wgradg", "wgradx"})
+                    CHECK(operands[operand] == (recipe.x.fp8() ? 4 : 0));
+            }
+    Setup fallback{find_row(models(), "gpt2", ""), find_row(recipes(), "coat", ""),
+                   find_row(optimizers(), "coat", ""), 1, 65};
+    CHECK(operand_plan(fallback, {}).empty());
+}
+
+TEST_CASE("train: --plan full also prints FP8 operands and buffers, and --plan does not") {
+    Folder folder;
+    for (const char* flags : {"--plan full", "--plan=full", "--recipe bf16 --plan full --batch 2"}) {
+        CAPTURE(flags);
+        const Ended ended = train(folder, flags);
+        require_success(ended);
+        CHECK((ended.out.find("residual_add") != std::string::npos) ==
+              (ended.out.find("recipe         coat") != std::string::npos));
+        CHECK(ended.out.find("  GemmScratch ") != std::string::npos);
+        CHECK(ended.out.find("phase 17") != std::string::npos);
+    }
+    const Ended usual = train(folder, "--plan --batch 2");
+    require_success(usual);
+    CHECK(usual.out.find("GemmScratch") == std::string::npos);
+    check_refused(folder, "--plan everything", "--plan everything");
 }

@@ -1,5 +1,5 @@
-// test_reference_formats.cpp - encoding and decoding of FP8, FP16 and BF16 in reference.cpp, against the definition of
-// the formats (oracle.h). Both are exact functions, so every check is an equality.
+// test_reference_formats.cpp - encoding and decoding of FP8, FP16 and BF16 in reference.cpp, against the
+// definition of the formats (oracle.h). Both sides are exact, so every check is an equality.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -16,19 +16,20 @@ namespace {
 
 constexpr Format FP8[] = {Format::E4M3, Format::E5M2};
 
-bool encodes_right(Format f, const NearestCode& oracle, float x) {
-    const int code = encode(f, x), wanted = oracle.of(x);
-    return wanted == NearestCode::NOT_A_NUMBER ? (code & 0x7F) == 0x7F : code == wanted;
+bool encodes_nearest(Format f, const NearestCode& oracle, float x) {
+    const int code = encode(f, x), expected = oracle.of(x);
+    return expected == NearestCode::NOT_A_NUMBER ? (code & 0x7F) == 0x7F : code == expected;
 }
 
-// Calls check(bits) for count numbers spread over all 2^32 and keeps one that failed.
+// Calls check(bits) for so many FP32 bit patterns, spread over all 2^32, and reports one that failed.
 template <class Check>
-void over_all_floats(uint32_t first, int64_t numbers, Check check) {
-    const uint64_t step = (uint64_t(1) << 32) / uint64_t(numbers) | 1;  // odd, so that lower bits take every value
+void over_all_floats(uint32_t first, int64_t number, Check check) {
+    // Odd, so that the lower bits take every value.
+    const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;
     std::atomic<int64_t> failures{0};
     std::atomic<uint32_t> failed{0};
 #pragma omp parallel for
-    for (int64_t i = 0; i < numbers; i++) {
+    for (int64_t i = 0; i < number; i++) {
         const uint32_t bits = uint32_t(first + uint64_t(i) * step);
         if (check(bits)) continue;
         failures++;
@@ -38,7 +39,7 @@ void over_all_floats(uint32_t first, int64_t numbers, Check check) {
     CHECK(failures == 0);
 }
 
-// BF16 by its definition: the value of the upper half, and of the next magnitude (2^128 after the largest).
+// The value of a BF16 code by its definition. The code after the largest finite one counts as 2^128.
 double bf16_value(uint32_t upper) {
     if ((upper & 0x7FFF) == 0x7F80) return (upper & 0x8000 ? -1 : 1) * 0x1p128;
     return double(float_of(upper << 16));
@@ -46,19 +47,22 @@ double bf16_value(uint32_t upper) {
 
 uint32_t nearest_bf16(uint32_t bits, bool ties_to_even) {
     const uint32_t upper = bits >> 16;
-    const double x = float_of(bits), down = std::fabs(x - bf16_value(upper)), up = std::fabs(bf16_value(upper + 1) - x);
+    const double x = float_of(bits), down = std::fabs(x - bf16_value(upper)),
+                 up = std::fabs(bf16_value(upper + 1) - x);
     if (down == up) return ties_to_even ? upper + (upper & 1) : upper + 1;
     return down < up ? upper : upper + 1;
 }
 
-// FP16 by its definition: the nearest of the finite values on both sides, which lie where the exponent says; ties to the even code.
-bool encodes_right_to_fp16(uint32_t bits) {
+// Whether to_f16 gives the nearest FP16 value, and of two equally near ones the even code. It is compared
+// with the values of the codes before and after it.
+bool rounds_to_f16(uint32_t bits) {
     const float x = float_of(bits);
     const int got = to_f16(x), magnitude = got & 0x7FFF;
     if (std::isnan(x)) return std::isnan(fp16_value(got));
     if (std::signbit(x) != (got >= 0x8000) || magnitude > 0x7BFF) return false;
     const double a = std::fabs(double(x)), distance = std::fabs(a - fp16_value(magnitude));
-    if (a >= fp16_value(0x7BFF)) return magnitude == 0x7BFF;  // saturated; the differences below would not be exact
+    if (a >= fp16_value(0x7BFF))
+        return magnitude == 0x7BFF;  // saturated; the differences below would not be exact
     for (int other : {magnitude - 1, magnitude + 1}) {
         if (other < 0 || other > 0x7BFF) continue;
         const double there = std::fabs(a - fp16_value(other));
@@ -96,21 +100,22 @@ TEST_CASE("decode: all 256 FP8 codes match the definition") {
     for (Format f : FP8)
         for (int code = 0; code < 256; code++) {
             INFO(std::string(info(f).name), " code ", code);
-            const double wanted = fp8_value(f, code);
+            const double expected = fp8_value(f, code);
             const float got = decode(f, uint8_t(code));
-            if (std::isnan(wanted)) CHECK(std::isnan(got));
-            else CHECK(double(got) == wanted);
-            if (!std::isnan(wanted)) CHECK(std::signbit(got) == (code >= 128));
+            if (std::isnan(expected)) CHECK(std::isnan(got));
+            else CHECK(double(got) == expected);
+            if (!std::isnan(expected)) CHECK(std::signbit(got) == (code >= 128));
         }
 }
 
 TEST_CASE("from_f16: all 65536 codes match the definition, and to_f16 returns the finite ones") {
     int64_t failures = 0;
     for (int code = 0; code < 65536; code++) {
-        const double wanted = fp16_value(code);
+        const double expected = fp16_value(code);
         const float got = from_f16(uint16_t(code));
-        failures += std::isnan(wanted) ? !std::isnan(got) : double(got) != wanted || std::signbit(got) != (code >= 32768);
-        if (std::isfinite(wanted)) failures += to_f16(got) != code;
+        failures += std::isnan(expected) ? !std::isnan(got)
+                                       : double(got) != expected || std::signbit(got) != (code >= 32768);
+        if (std::isfinite(expected)) failures += to_f16(got) != code;
     }
     CHECK(failures == 0);
 }
@@ -118,14 +123,17 @@ TEST_CASE("from_f16: all 65536 codes match the definition, and to_f16 returns th
 TEST_CASE("to_f16: rounds to nearest even, also subnormals; saturates; NaN stays NaN") {
     FRESH_RANDOM(rng);
     const float inf = std::numeric_limits<float>::infinity();
-    for (float x : {inf, std::numeric_limits<float>::max(), 65520.0f, 65536.0f, std::nextafter(65504.0f, inf)}) {
+    for (float x :
+         {inf, std::numeric_limits<float>::max(), 65520.0f, 65536.0f, std::nextafter(65504.0f, inf)}) {
         CHECK(to_f16(x) == 0x7BFF);
         CHECK(to_f16(-x) == 0xFBFF);
     }
-    for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu}) CHECK(std::isnan(from_f16(to_f16(float_of(nan)))));
+    for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu})
+        CHECK(std::isnan(from_f16(to_f16(float_of(nan)))));
     int64_t failures = 0;
-    for (int code = 0; code < 0x7BFF; code++) {  // every tie and its neighbours
-        const float tie = float((fp16_value(code) + fp16_value(code + 1)) / 2);  // exact: one more bit than the format
+    for (int code = 0; code < 0x7BFF; code++) {  // every tie and its two neighbours
+        // exact: one more bit than the format
+        const float tie = float((fp16_value(code) + fp16_value(code + 1)) / 2);
         for (float sign : {1.0f, -1.0f}) {
             const int s = sign < 0 ? 0x8000 : 0;
             failures += to_f16(sign * tie) != (s | (code + code % 2));
@@ -134,10 +142,10 @@ TEST_CASE("to_f16: rounds to nearest even, also subnormals; saturates; NaN stays
         }
     }
     CHECK(failures == 0);
-    over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000), encodes_right_to_fp16);
+    over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000), rounds_to_f16);
     const uint32_t low = bits_of(0x1p-27f), high = bits_of(0x1p17f);  // where codes differ
     over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000), [&](uint32_t bits) {
-        return encodes_right_to_fp16((low + (bits & 0x7FFFFFFF) % (high - low)) | (bits & 0x80000000));
+        return rounds_to_f16((low + (bits & 0x7FFFFFFF) % (high - low)) | (bits & 0x80000000));
     });
 }
 
@@ -146,13 +154,14 @@ TEST_CASE("formats table: its constants match the definition") {
         const NearestCode oracle(f);
         CHECK(double(info(f).max) == oracle.values().back());
         CHECK(double(info(f).min) == oracle.values()[1]);
-        CHECK(std::ldexp(1.0, -info(f).mantissa) == fp8_value(f, f == Format::E4M3 ? 0x39 : 0x3D) - 1);  // the number after 1
+        // The value after 1.
+        CHECK(std::ldexp(1.0, -info(f).mantissa) == fp8_value(f, f == Format::E4M3 ? 0x39 : 0x3D) - 1);
     }
     CHECK(double(info(Format::BF16).max) == bf16_value(0x7F7F));
     CHECK(double(info(Format::BF16).min) == bf16_value(0x0001));
     CHECK(double(info(Format::F16).max) == fp16_value(0x7BFF));
     CHECK(double(info(Format::F16).min) == fp16_value(0x0001));
-    CHECK(std::ldexp(1.0, -info(Format::F16).mantissa) == fp16_value(0x3C01) - 1);  // the number after 1
+    CHECK(std::ldexp(1.0, -info(Format::F16).mantissa) == fp16_value(0x3C01) - 1);  // The value after 1.
     CHECK(info(Format::F32).max == std::numeric_limits<float>::max());
     CHECK(info(Format::F32).min == std::numeric_limits<float>::denorm_min());
 }
@@ -170,7 +179,8 @@ TEST_CASE("encode: infinity and large values saturate; NaN stays NaN") {
             CHECK(decode(f, encode(f, x)) == info(f).max);
             CHECK(decode(f, encode(f, -x)) == -info(f).max);
         }
-        for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu}) CHECK(std::isnan(decode(f, encode(f, float_of(nan)))));
+        for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu})
+            CHECK(std::isnan(decode(f, encode(f, float_of(nan)))));
     }
 }
 
@@ -194,7 +204,8 @@ TEST_CASE("encode: every BF16 value gives the nearest code") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
         int failures = 0;
-        for (uint32_t upper = 0; upper < 65536; upper++) failures += !encodes_right(f, oracle, float_of(upper << 16));
+        for (uint32_t upper = 0; upper < 65536; upper++)
+            failures += !encodes_nearest(f, oracle, float_of(upper << 16));
         CHECK(failures == 0);
     }
 }
@@ -204,10 +215,11 @@ TEST_CASE("encode: tens of millions of FP32 values give the nearest code") {
     for (Format f : FP8) {
         const NearestCode oracle(f);
         over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000),
-                        [&](uint32_t bits) { return encodes_right(f, oracle, float_of(bits)); });
+                        [&](uint32_t bits) { return encodes_nearest(f, oracle, float_of(bits)); });
         const uint32_t low = bits_of(info(f).min / 8), high = bits_of(info(f).max * 2);  // where codes differ
         over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000), [&](uint32_t bits) {
-            return encodes_right(f, oracle, float_of((low + (bits & 0x7FFFFFFF) % (high - low)) | (bits & 0x80000000)));
+            return encodes_nearest(f, oracle,
+                                 float_of((low + (bits & 0x7FFFFFFF) % (high - low)) | (bits & 0x80000000)));
         });
     }
 }
@@ -216,12 +228,13 @@ TEST_CASE("to_bf16: rounds to nearest even; overflows to infinity; NaN stays NaN
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000), rounds_to_bf16);
     CHECK(std::isinf(from_bf16(to_bf16(std::numeric_limits<float>::max()))));
-    for (uint32_t upper = 0; upper < 65536; upper++) {  // exactly representable, and ties
+    for (uint32_t upper = 0; upper < 65536; upper++) {  // BF16 values and ties
         const uint32_t bits = upper << 16;
         if (!rounds_to_bf16(bits) || !rounds_to_bf16(bits | 0x8000)) FAIL("upper half " << upper);
     }
-    for (uint32_t nan = 0x7F800001; nan < 0x7F810002; nan++)  // the payload in the lower half alone must not vanish
-        if (!std::isnan(from_bf16(to_bf16(float_of(nan))))) FAIL("NaN " << nan << " became a number");
+    for (uint32_t nan = 0x7F800001; nan < 0x7F810002;
+         nan++)  // a NaN whose payload is only in the lower half
+        if (!std::isnan(from_bf16(to_bf16(float_of(nan))))) FAIL("NaN " << nan << " is no NaN any more");
 }
 
 TEST_CASE("to_bf16_up: gives the smallest BF16 value that is not below the scale") {
@@ -231,19 +244,22 @@ TEST_CASE("to_bf16_up: gives the smallest BF16 value that is not below the scale
                     [=](uint32_t bits) { return rounds_up_to_bf16((bits & 0x7FFFFFFF) % (infinity + 1)); });
     for (uint32_t upper = 0; upper <= 0x7F80; upper++)
         for (uint32_t lower : {0u, 1u, 0x7FFFu, 0x8000u, 0xFFFFu})
-            if ((upper << 16 | lower) <= infinity && !rounds_up_to_bf16(upper << 16 | lower)) FAIL("bits " << (upper << 16 | lower));
+            if ((upper << 16 | lower) <= infinity && !rounds_up_to_bf16(upper << 16 | lower))
+                FAIL("bits " << (upper << 16 | lower));
 }
 
 TEST_CASE("round_to: is the identity for FP32 and rounds to BF16") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), 1'000'000, [](uint32_t bits) {
         const float x = float_of(bits);
-        if (std::isnan(x)) return std::isnan(round_to(Format::F32, x)) && std::isnan(round_to(Format::BF16, x));
-        return bits_of(round_to(Format::F32, x)) == bits && bits_of(round_to(Format::BF16, x)) == uint32_t(to_bf16(x)) << 16;
+        if (std::isnan(x))
+            return std::isnan(round_to(Format::F32, x)) && std::isnan(round_to(Format::BF16, x));
+        return bits_of(round_to(Format::F32, x)) == bits &&
+               bits_of(round_to(Format::BF16, x)) == uint32_t(to_bf16(x)) << 16;
     });
 }
 
-TEST_CASE("split_master and join_master: weight and remainder give the exact FP32 master, for all lower halves") {
+TEST_CASE("split_master, join_master: weight and remainder give the exact FP32 master") {
     FRESH_RANDOM(rng);
     over_all_floats(uint32_t(rng.bits()), count(20'000'000, 500'000), splits_exactly);
     std::vector<uint32_t> uppers = {0, 1, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x8000, 0xBF80, 0xFF7F};

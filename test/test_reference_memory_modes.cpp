@@ -1,20 +1,20 @@
-// test_reference_memory_modes.cpp - the modes that save memory, on the CPU reference: what each changes, and that it changes
-// nothing else.
+// test_reference_memory_modes.cpp - the memory modes of the CPU reference (--attention, --master,
+// --gradients): what each changes, and that it changes nothing else.
 #include <doctest/doctest.h>
 
 #include "../plan.h"
 #include "../reference.h"
+#include "model_checks.h"
 #include "oracle.h"
 #include "random.h"
 #include "setups.h"
-#include "tiny.h"
 
 using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 using namespace coat::test::setups;
 
-TEST_CASE("bucket_ranges: the parameters of a gradient bucket are adjacent, and only the embedding's bucket has two matrices") {
+TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket may have two matrices") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (bool tied : {true, false}) {
             const ModelConfig c = tiny_config(arch, tied);
@@ -23,16 +23,16 @@ TEST_CASE("bucket_ranges: the parameters of a gradient bucket are adjacent, and 
             CHECK(int64_t(buckets.size()) == 4 * c.L + 2);
             size_t next = 0;
             int64_t offset = 0;
-            for (size_t u = 0; u < buckets.size(); u++) {
-                CHECK(buckets[u].first == next);
-                CHECK(buckets[u].offset == offset);
+            for (size_t b = 0; b < buckets.size(); b++) {
+                CHECK(buckets[b].first == next);
+                CHECK(buckets[b].offset == offset);
                 int matrices = 0;
-                for (next = buckets[u].first; next < buckets[u].last; next++) {
-                    CHECK(params[next].bucket == int64_t(u));
+                for (next = buckets[b].first; next < buckets[b].last; next++) {
+                    CHECK(params[next].bucket == int64_t(b));
                     matrices += params[next].rows > 1;
                 }
-                CHECK(matrices == (u == 0 && !arch.rope ? 2 : u + 1 == buckets.size() && tied ? 0 : 1));
-                offset += buckets[u].elements;
+                CHECK(matrices == (b == 0 && !arch.rope ? 2 : b + 1 == buckets.size() && tied ? 0 : 1));
+                offset += buckets[b].elements;
             }
             CHECK(next == params.size());
             CHECK(offset == params.back().offset + params.back().padded_size());
@@ -40,89 +40,104 @@ TEST_CASE("bucket_ranges: the parameters of a gradient bucket are adjacent, and 
 }
 
 TEST_CASE("memory modes: each learns the text as the default does") {
-    // The mean of the last steps is within 0.03 nats: runs as short as these differ by 0.01 for no other reason than another rounding.
+    // The mean loss of the last steps is within 0.03 nats. Another rounding alone changes runs this short by
+    // 0.01.
     const size_t steps = static_cast<size_t>(count(60, 8)), tail = steps / 4;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const Setup setup = setup_of("coat", arch, 4, 32);
-        std::vector<std::pair<std::string, Setup>> runs = {{"usual", setup}, {"lean", with_mode(setup, "lean")}};
+        std::vector<std::pair<std::string, Setup>> runs = {{"default", setup},
+                                                           {"lean", with_mode(setup, "lean")}};
         if (arch.rope)
-            for (const char* flag : {"attention", "master", "gradients"}) runs.push_back({flag, with_mode(setup, flag)});
-        double usual = 0;
+            for (const char* flag : {"attention", "master", "gradients"})
+                runs.push_back({flag, with_mode(setup, flag)});
+        double by_default = 0;
         for (const auto& [name, of] : runs) {
             Training training(of);
             const std::vector<double> loss = losses(training, int64_t(steps));
             const double last = mean(loss, steps - tail, steps);
-            if (name == "usual") usual = last;
-            INFO(std::string(arch.name), " ", name, ": from ", loss[0], " to ", last, ", usually ", usual);
+            if (name == "default") by_default = last;
+            INFO(std::string(arch.name), " ", name, ": from ", loss[0], " to ", last, ", default ",
+                 by_default);
             CHECK(last < loss[0]);
             if (quick()) continue;
             CHECK(last < loss[0] - 1.5);
-            CHECK(std::fabs(last - usual) < 0.03);
+            CHECK(std::fabs(last - by_default) < 0.03);
         }
     }
 }
 
 TEST_CASE("--gradients none: bit-identical to kept gradients where the same norm clips, or none") {
     for (const char* recipe : RECIPES)
-        for (const ModelConfig& config : {tiny_config(LLAMA, true), tiny_config(LLAMA, false), tiny_config(GPT2, true)})
+        for (const ModelConfig& config :
+             {tiny_config(LLAMA, true), tiny_config(LLAMA, false), tiny_config(GPT2, true)})
             for (float clip : {0.0f, 0.5f}) {
                 Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 16);
-                setup.master = recipe != std::string("coat");  // with and without
+                setup.master = recipe != std::string("coat");  // both cases
                 if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, "attention");
-                Training kept(setup), spent(with_mode(setup, "gradients"));
-                kept.adamw.clip = spent.adamw.clip = clip;
+                Training kept(setup), dropped(with_mode(setup, "gradients"));
+                kept.adamw.clip = dropped.adamw.clip = clip;
                 INFO(config.name, " ", std::string(recipe), " ", clip);
                 for (int i = 0; i < 3; i++) {
                     const StepResult a = kept.step();
-                    const Snapshot before = snapshot(*spent.model);
-                    spent.step();  // from which it knows how this very step's norm grows
-                    restore(*spent.model, before);
-                    const StepResult b = spent.model->step(spent.tokens.data(), spent.targets.data(), spent.adamw);
+                    const Snapshot before = snapshot(*dropped.model);
+                    dropped.step();  // so that it has the norm correction of this step
+                    restore(*dropped.model, before);
+                    const StepResult b =
+                        dropped.model->step(dropped.tokens.data(), dropped.targets.data(), dropped.adamw);
                     CHECK(a.grad_norm > 0.5);
                     CHECK(a.loss == b.loss);
-                    CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // a sum of doubles in another order
-                    CHECK((snapshot(*kept.model) == snapshot(*spent.model)));
+                    // The same sum of doubles in another order.
+                    CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));
+                    CHECK((snapshot(*kept.model) == snapshot(*dropped.model)));
                 }
                 std::vector<float> gradient(size_t(config.C));
-                CHECK_THROWS_AS(spent.model->read("final_norm.weight.gradient", gradient.data()), Error);
-                // The report needs every gradient once; it measures the same.
+                CHECK_THROWS_AS(dropped.model->read("final_norm.weight.gradient", gradient.data()), Error);
+                // The report computes every gradient once, with the same result.
                 const QuantReport x = kept.model->quantization(kept.tokens.data(), kept.targets.data());
-                const QuantReport y = spent.model->quantization(spent.tokens.data(), spent.targets.data());
+                const QuantReport y =
+                    dropped.model->quantization(dropped.tokens.data(), dropped.targets.data());
                 for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++)
-                    CHECK((x.kinds[kind].noise == y.kinds[kind].noise && x.kinds[kind].elements == y.kinds[kind].elements));
+                    CHECK((x.kinds[kind].noise == y.kinds[kind].noise &&
+                           x.kinds[kind].elements == y.kinds[kind].elements));
                 CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
             }
 }
 
-TEST_CASE("--gradients none: clips by the norm of all buckets so far times the norm correction, and reports the correction") {
-    for (double most : {0.0, 1e-3, 1.0, 8.0}) {
-        Training kept(setup_of("fp32")), spent(with_mode(setup_of("fp32"), "gradients"));
+TEST_CASE("--gradients none: clips by each bucket's norm times its correction, and reports the correction") {
+    for (double largest : {0.0, 1e-3, 1.0, 8.0}) {
+        Training kept(setup_of("fp32")), dropped(with_mode(setup_of("fp32"), "gradients"));
         const std::vector<Param> params = parameters(kept.model->setup().config);
         kept.adamw.clip = 0;
-        for (int64_t bucket = 0; most > 0 && bucket <= params.back().bucket; bucket++) spent.adamw.norm_correction.push_back(most * double(bucket + 1));
+        for (int64_t bucket = 0; largest > 0 && bucket <= params.back().bucket; bucket++)
+            dropped.adamw.norm_correction.push_back(largest * double(bucket + 1));
         const double total = kept.step().grad_norm;
-        const std::vector<double> said = spent.adamw.norm_correction, norm_correction = spent.step().norm_correction;
+        const std::vector<double> corrections = dropped.adamw.norm_correction,
+                                  norm_correction = dropped.step().norm_correction;
         double squares = 0;
         for (size_t end = params.size(); end > 0;) {
             size_t first = end - 1;
             while (first > 0 && params[first - 1].bucket == params[end - 1].bucket) first--;
             std::vector<std::vector<float>> gradients;
             for (size_t i = first; i < end; i++) {
-                gradients.push_back(read_as<float>(*kept.model, params[i].name + ".gradient", params[i].size()));
+                gradients.push_back(
+                    read_as<float>(*kept.model, params[i].name + ".gradient", params[i].size()));
                 squares += norm(gradients.back()) * norm(gradients.back());
             }
             const size_t bucket = size_t(params[first].bucket);
             CHECK(norm_correction.at(bucket) == doctest::Approx(total / std::sqrt(squares)).epsilon(1e-6));
-            const double by = std::sqrt(squares) * (said.empty() ? 1 : said[bucket]), factor = by > 1 ? 1 / by : 1;
-            for (size_t i = first; i < end; i++) {  // m = (1 - beta1) times the clipped gradient after the first step
+            const double by = std::sqrt(squares) * (corrections.empty() ? 1 : corrections[bucket]),
+                         factor = by > 1 ? 1 / by : 1;
+            for (size_t i = first; i < end;
+                 i++) {  // after the first step m = (1 - beta1) times the clipped gradient
                 std::vector<float> expected = gradients[i - first];
                 for (float& g : expected) g *= static_cast<float>(0.1 * factor);
-                INFO(params[i].name, " ", most);
-                CHECK(relative_error(read_as<float>(*spent.model, params[i].name + ".m", params[i].size()), expected) <= 1e-6);
+                INFO(params[i].name, " ", largest);
+                CHECK(relative_error(read_as<float>(*dropped.model, params[i].name + ".m", params[i].size()),
+                                     expected) <= 1e-6);
             }
             end = first;
         }
-        CHECK(total > 1);  // so that something was clipped
+        CHECK(total > 1);  // something was clipped
     }
 }
 
@@ -133,49 +148,41 @@ TEST_CASE("--gradients none: a first step at learning rate 0 reports its norm an
                 Setup setup = setup_of(recipe);
                 setup.optimizer = optimizer, setup.master = master;
                 if (!master && setup.recipe.compute != Format::BF16) continue;
-                Training kept(setup), spent(with_mode(setup, "gradients"));
-                const Snapshot before = snapshot(*spent.model);
+                Training kept(setup), dropped(with_mode(setup, "gradients"));
+                const Snapshot before = snapshot(*dropped.model);
                 const StepResult step = kept.step();
-                spent.adamw.lr = 0;
-                spent.adamw.norm_correction.assign(parameters(setup.config).back().bucket + 1, std::numeric_limits<double>::infinity());
-                const StepResult measured = spent.step();
+                dropped.adamw.lr = 0;
+                dropped.adamw.norm_correction.assign(parameters(setup.config).back().bucket + 1,
+                                                   std::numeric_limits<double>::infinity());
+                const StepResult measured = dropped.step();
                 INFO(std::string(recipe), " ", std::string(optimizer.name), " ", master);
                 CHECK(measured.grad_norm == doctest::Approx(step.grad_norm).epsilon(1e-12));
                 CHECK_FALSE(measured.skipped);
-                CHECK((snapshot(*spent.model) == before));
+                CHECK((snapshot(*dropped.model) == before));
             }
 }
 
-TEST_CASE("--gradients none: a gradient that is not finite skips its bucket and all later ones; earlier ones are updated") {
-    // Layer 1's gates are 0, so its feed-forward half adds 0 whatever stands before and behind: W_up 2^100, W_down 2^120. Backward, the gradient
-    // of a gate is that of the stream (2^-20 or more) times both: infinite.
+TEST_CASE("--gradients none: a gradient that is not finite skips its bucket and all later ones only") {
+    // The gradient of a gate in layer 1 is the gradient of its output (2^-20 or more) times 2^100 times
+    // 2^120: infinite.
     for (const char* recipe : RECIPES) {
         Training training(with_mode(setup_of(recipe), "gradients"));
         const ModelConfig& c = training.model->setup().config;
         losses(training, 1);
-        Snapshot state = snapshot(*training.model);
-        auto fill = [&](const std::string& name, int64_t first, int64_t n, float value) {
-            const uint16_t bits = to_bf16(value);
-            for (int64_t i = first; i < first + n; i++) std::memcpy(state.at(name).data() + 2 * i, &bits, 2);
-            if (state.count(name + ".remainder")) std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
-        };
-        fill("layers.1.gate_up", 0, c.F * c.C, 0.0f);
-        fill("layers.1.gate_up", c.F * c.C, c.F * c.C, 0x1p100f);
-        fill("layers.1.down", 0, c.C * c.F, 0x1p120f);
-        fill("layers.1.down", 0, c.C * c.F / 2, -0x1p119f);  // else the sum over a row of the gradient might cancel
-        restore(*training.model, state);
-        state = snapshot(*training.model);
+        write_huge_gate_gradient(*training.model, 0x1p100f, 0x1p120f);
+        const Snapshot state = snapshot(*training.model);
         const StepResult r = training.step();
         CHECK(r.skipped);
         CHECK(std::isfinite(r.loss));
-        if (recipe != std::string("coat")) CHECK(!std::isfinite(r.grad_norm));  // E5M2 hides it from the gradient, but not from the check
+        if (recipe != std::string("coat"))
+            CHECK(!std::isfinite(r.grad_norm));  // in E5M2 the gradient saturates, but the check detects it
         const Snapshot after = snapshot(*training.model);
         const std::vector<Param> params = parameters(c);
-        const int64_t turn = params[param_of(params, "layers.1.down")].bucket;
+        const int64_t bucket = params[param_of(params, "layers.1.down")].bucket;
         for (const StateTensor& t : state_tensors(training.model->setup())) {
             const Param& p = params[t.param];
             INFO(std::string(recipe), " ", t.name);
-            if (p.bucket < turn) CHECK((after.at(t.name) == state.at(t.name)));
+            if (p.bucket < bucket) CHECK((after.at(t.name) == state.at(t.name)));
             else if (t.name == p.name + ".m") CHECK((after.at(t.name) != state.at(t.name)));
         }
     }
@@ -188,10 +195,11 @@ TEST_CASE("--gradients none: after a gradient that is not finite no later bucket
     }
 }
 
-TEST_CASE("memory modes: with all of them, a weight that is not finite skips every bucket, and training continues") {
+TEST_CASE("memory modes: a weight that is not finite skips every bucket, and training continues") {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
+        for (const char* name :
+             {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
             for (float poison : {nan, inf}) {
                 Training training(with_mode(setup_of("coat", arch), "lean"));
                 INFO(std::string(arch.name), " ", std::string(name), " ", poison);
@@ -199,28 +207,33 @@ TEST_CASE("memory modes: with all of them, a weight that is not finite skips eve
             }
 }
 
-TEST_CASE("--master none: initial weights are rounded to BF16, there is no remainder, and updates are rounded stochastically") {
+TEST_CASE("--master none: weights are BF16 without remainder, and updates are rounded stochastically") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const Setup setup = setup_of("bf16", arch);
         Training with(setup), without(with_mode(setup, "master"));
         const std::vector<Param> params = parameters(setup.config);
         for (const Param& p : params) {
-            CHECK(read_as<uint16_t>(*with.model, p.name, p.size()) == read_as<uint16_t>(*without.model, p.name, p.size()));
+            CHECK(read_as<uint16_t>(*with.model, p.name, p.size()) ==
+                  read_as<uint16_t>(*without.model, p.name, p.size()));
             std::vector<int16_t> remainder(size_t(p.size()));
             CHECK_THROWS_AS(without.model->read(p.name + ".remainder", remainder.data()), Error);
             CHECK_THROWS_AS(without.model->write(p.name + ".remainder", remainder.data()), Error);
-            with.model->write(p.name + ".remainder", remainder.data());  // from here on both start from the same numbers
+            // Now both start from the same weights.
+            with.model->write(p.name + ".remainder", remainder.data());
         }
         CHECK(losses(with, 1) == losses(without, 1));
         const uint64_t key = rounding_key(setup.seed, 1);
-        double up = 0, expected = 0, variance = 0;  // how many are rounded away from zero: each with the probability of what is cut off
+        // How many are rounded away from zero: each with the probability of the part that is cut off.
+        double up = 0, expected = 0, variance = 0;
         for (const Param& p : params) {
-            const auto weight = read_as<uint16_t>(*with.model, p.name, p.size()), rounded = read_as<uint16_t>(*without.model, p.name, p.size());
+            const auto weight = read_as<uint16_t>(*with.model, p.name, p.size()),
+                       rounded = read_as<uint16_t>(*without.model, p.name, p.size());
             const auto remainder = read_as<int16_t>(*with.model, p.name + ".remainder", p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const uint32_t exact = bits_of(join_master(weight[size_t(e)], remainder[size_t(e)]));
                 const int64_t at = p.offset + e;
-                const uint32_t random = uint32_t(rounding_bits(key, uint64_t(at / 4)) >> (16 * (at % 4))) & 0xFFFF;
+                const uint32_t random =
+                    uint32_t(rounding_bits(key, uint64_t(at / 4)) >> (16 * (at % 4))) & 0xFFFF;
                 REQUIRE(rounded[size_t(e)] == uint16_t((exact + random) >> 16));
                 const double p = (exact & 0xFFFF) * 0x1p-16;
                 expected += p, variance += p * (1 - p);

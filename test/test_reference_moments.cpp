@@ -1,5 +1,5 @@
-// test_reference_moments.cpp - storage of the optimizer's moments in reference.cpp: every format, with a scale per group
-// or per tensor.
+// test_reference_moments.cpp - how reference.cpp stores the moments of the optimizer: every format, with one
+// scale per group or per tensor.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ TEST_CASE("Moment: every format stores and loads ranges that start at a group, a
 
 namespace {
 
-// FP8-LM's moments: n elements with one scale, value = code * max / FMAX.
+// A moment of FP8-LM: one scale for all elements, value = code * max / FMAX.
 Moment per_tensor(Format f, bool positive, const std::vector<float>& x, QuantStats* stats = nullptr) {
     Moment moment;
     moment.init(f, false, int64_t(x.size()), PER_TENSOR);
@@ -59,7 +59,7 @@ std::vector<float> loaded(const Moment& moment, size_t n) {
 
 }  // namespace
 
-TEST_CASE("Moment: with per-tensor scaling every value is within the format's bound, and flushed values are counted") {
+TEST_CASE("Moment: per-tensor scaling keeps the error bound of the format and counts flushed values") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::F16, Format::E4M3, Format::E5M2})
         for (int64_t n : LENGTHS)
@@ -75,21 +75,24 @@ TEST_CASE("Moment: with per-tensor scaling every value is within the format's bo
                 int64_t flushed = 0;
                 for (size_t i = 0; i < x.size(); i++) {
                     const double a = std::fabs(double(x[i]));
-                    const double bound = std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 + 0x1p-149;
+                    const double bound =
+                        std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) +
+                        a * 0x1p-21 + 0x1p-149;
                     REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= bound);
                     if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
                     flushed += x[i] != 0 && values[i] == 0;
                 }
-                if (s * info(f).min > 0x1p-126) REQUIRE(stats.flushed == flushed);  // else a code's value may lie below FP32
+                if (s * info(f).min > 0x1p-126)
+                    REQUIRE(stats.flushed == flushed);  // below it the smallest code may not be an FP32 value
                 REQUIRE(stats.elements == n);
             }
 }
 
-TEST_CASE("Moment: with per-tensor scaling ranges load and store like the whole, and fit_tensor leaves groups alone") {
+TEST_CASE("Moment: per-tensor scaling loads and stores ranges; fit_tensor changes no group scales") {
     FRESH_RANDOM(rng);
     const int64_t n = 5 * MOMENT_GROUP + 19;
     std::vector<float> x = magnitudes(rng.normals<float>(n));
-    x[700 % n] = 300;  // in one range alone
+    x[700 % n] = 300;  // in one range only
     x[3] = 1e-11f;
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3})
         for (bool positive : {false, true}) {
@@ -99,13 +102,15 @@ TEST_CASE("Moment: with per-tensor scaling ranges load and store like the whole,
             CHECK(norm(loaded(parts, x.size())) == 0);
             parts.fit_tensor(n, x.data());
             for (int64_t first = 0; first < n; first += 2 * MOMENT_GROUP)
-                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first, positive);
+                parts.store(first, std::min<int64_t>(2 * MOMENT_GROUP, n - first), x.data() + first,
+                            positive);
             CHECK((whole.codes == parts.codes && whole.max == parts.max));
             std::vector<float> values(x.size());
             for (int64_t first = 0; first < n; first += MOMENT_GROUP)
                 parts.load(first, std::min<int64_t>(MOMENT_GROUP, n - first), values.data() + first);
             CHECK(values == loaded(whole, x.size()));
-            if (is_scaled(f)) CHECK((values[3] > 0) == positive);  // 1e-11 of 300 is below what either format reaches
+            if (is_scaled(f))
+                CHECK((values[3] > 0) == positive);  // 1e-11 / 300 is below the range of either format
         }
     Moment groups;
     groups.init(Format::E4M3, true, n);
@@ -143,11 +148,14 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
     const std::string n = std::to_string(64 * 64), groups = std::to_string(64 * 64 / MOMENT_GROUP);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.m") == "F8_E4M3 " + n);
     CHECK(shape_of(fp8lm, "layers.0.attention_out.v") == "F16 " + n);
-    for (const char* scale : {".m.max", ".v.max"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
-    for (const char* none : {".m.k", ".v.k"}) CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
+    for (const char* scale : {".m.max", ".v.max"})
+        CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + scale) == "F32 1");
+    for (const char* none : {".m.k", ".v.k"})
+        CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v") == "F32 64");  // norm weights and biases stay in FP32
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v.max") == "none");
-    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};  // --optimizer coat --v-format fp16
+    // --optimizer coat --v-format fp16
+    const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};
     CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.k") == "none");
@@ -156,19 +164,19 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
 TEST_CASE("fp8lm optimizer: trains, saves its scale in the state, and reports what is flushed") {
     const Setup setup = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp8lm");
     Training training(setup), exact(tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32"));
-    double loss = 0, wanted = 0, first = 0;
+    double loss = 0, expected = 0, first = 0;
     for (int64_t i = 0; i < count(60, 10); i++) {
-        loss = training.step().loss, wanted = exact.step().loss;
+        loss = training.step().loss, expected = exact.step().loss;
         if (i == 0) first = loss;
     }
-    CHECK(std::fabs(loss - wanted) < 0.02 * wanted);
+    CHECK(std::fabs(loss - expected) < 0.02 * expected);
     CHECK(loss < first);
     const int64_t n = 64 * 64;
     const std::string name = "layers.0.attention_out";
     const float max = read_as<float>(*training.model, name + ".v.max", 1)[0];
     const std::vector<uint16_t> v = read_as<uint16_t>(*training.model, name + ".v", n);
     const uint16_t top = *std::max_element(v.begin(), v.end());
-    CHECK(top == 0x7BFF);  // the whole range is in use
+    CHECK(top == 0x7BFF);  // the largest element has the largest code
     CHECK(max > 0);
     const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
     const QuantStats& m = report.kinds[static_cast<int>(Kind::Moment1)];
@@ -176,7 +184,7 @@ TEST_CASE("fp8lm optimizer: trains, saves its scale in the state, and reports wh
     int64_t elements = 0;
     for (const Param& p : parameters(setup.config)) elements += p.role.fp8_state ? p.size() : 0;
     CHECK((m.elements == elements && second.elements == elements));
-    CHECK(m.flushed > 0);  // E4M3 with one scale a tensor reaches 2^-18 of the largest
+    CHECK(m.flushed > 0);  // E4M3 per tensor reaches 2^-18 of the largest value
     CHECK(second.flushed < m.flushed);
     CHECK(second.snr_db() > m.snr_db());
     CHECK((report.k_m.empty() && report.k_v.empty()));

@@ -1,5 +1,5 @@
-// test_reference_operators.cpp - the forward and backward operators in reference.cpp, against their definitions and against
-// finite differences in double.
+// test_reference_operators.cpp - the operators in reference.cpp. Forward is compared with the definition,
+// backward with finite differences in double.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,15 +20,16 @@ namespace {
 
 const double NOT_WRITTEN = std::numeric_limits<double>::quiet_NaN();
 
-// Every entry of the gradient of f at x.
-void check_gradient(const char* what, const std::function<double(const Vector&)>& f, const Vector& x, const Vector& gradient) {
+// Compares every entry of the gradient of f at x with a finite difference.
+void check_gradient(const char* what, const std::function<double(const Vector&)>& f, const Vector& x,
+                    const Vector& gradient) {
     REQUIRE(gradient.size() == x.size());
     const double size = std::max(1.0, norm(gradient));
     for (size_t i = 0; i < x.size(); i++) {
-        Vector bucket(x.size());
-        bucket[i] = 1;
+        Vector direction(x.size());
+        direction[i] = 1;
         INFO(std::string(what), ", entry ", i);
-        REQUIRE(std::fabs(slope(f, x, bucket) - gradient[i]) <= TOLERANCE * size);
+        REQUIRE(std::fabs(slope(f, x, direction) - gradient[i]) <= TOLERANCE * size);
     }
 }
 
@@ -37,8 +38,9 @@ ModelConfig attention_config(int64_t NH, int64_t NKV, int64_t HS) {
     return c;
 }
 
-// Causal attention from its definition: softmax(q k / sqrt(HS)) v, query heads in turn sharing NH / NKV to a key head.
-void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const Vector& qkv, Vector& out, Vector& lse) {
+// Causal attention by its definition: softmax(q k / sqrt(HS)) v. NH / NKV query heads share a key head.
+void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const Vector& qkv, Vector& out,
+                             Vector& lse) {
     const int64_t HS = c.HS(), row = c.qkv_cols();
     auto at = [&](int64_t b, int64_t t, int64_t column) { return qkv[size_t((b * T + t) * row + column)]; };
     for (int64_t b = 0; b < B; b++)
@@ -65,19 +67,29 @@ void attention_by_definition(const ModelConfig& c, int64_t B, int64_t T, const V
 struct HeadShape {
     int64_t B, T, NH, NKV, HS;
 };
-constexpr HeadShape HEADS[] = {{1, 1, 1, 1, 8}, {2, 5, 4, 2, 8}, {1, 7, 4, 1, 8}, {2, 3, 2, 2, 16}, {1, 9, 6, 3, 8}};
+constexpr HeadShape HEADS[] = {
+    {1, 1, 1, 1, 8}, {2, 5, 4, 2, 8}, {1, 7, 4, 1, 8}, {2, 3, 2, 2, 16}, {1, 9, 6, 3, 8}};
 
 }  // namespace
 
 TEST_CASE("matmul: equals the triple loop for every layout, and accumulates") {
     FRESH_RANDOM(rng);
     struct Size { int64_t M, N, K; };
-    for (Size z : {Size{1, 1, 1}, {3, 5, 7}, {16, 16, 16}, {17, 33, 65}, {64, 48, 130}, {1, 100, 3}, {129, 1, 20}, {5, 70, 300}})
+    for (Size z : {Size{1, 1, 1},
+                   {3, 5, 7},
+                   {16, 16, 16},
+                   {17, 33, 65},
+                   {64, 48, 130},
+                   {1, 100, 3},
+                   {129, 1, 20},
+                   {5, 70, 300}})
         for (int layout = 0; layout < 8; layout++) {
             const bool a_transposed = layout & 1, b_transposed = layout & 2, accumulate = layout & 4;
-            const Vector a = rng.normals<double>(z.M * z.K), b = rng.normals<double>(z.K * z.N), before = rng.normals<double>(z.M * z.N);
+            const Vector a = rng.normals<double>(z.M * z.K), b = rng.normals<double>(z.K * z.N),
+                         before = rng.normals<double>(z.M * z.N);
             const std::vector<float> a32(a.begin(), a.end()), b32(b.begin(), b.end());
-            const Matrix<double> A{a.data(), a_transposed ? 1 : z.K, a_transposed ? z.M : 1}, B{b.data(), b_transposed ? 1 : z.N, b_transposed ? z.K : 1};
+            const Matrix<double> A{a.data(), a_transposed ? 1 : z.K, a_transposed ? z.M : 1},
+                B{b.data(), b_transposed ? 1 : z.N, b_transposed ? z.K : 1};
             const Matrix<float> A32{a32.data(), A.row, A.col}, B32{b32.data(), B.row, B.col};
             Vector c = accumulate ? before : Vector(before.size(), NOT_WRITTEN);
             std::vector<float> c32(c.begin(), c.end());
@@ -87,13 +99,16 @@ TEST_CASE("matmul: equals the triple loop for every layout, and accumulates") {
                 for (int64_t n = 0; n < z.N; n++) {
                     double sum = accumulate ? before[size_t(m * z.N + n)] : 0, size = std::fabs(sum);
                     for (int64_t k = 0; k < z.K; k++) {
-                        const double term = a[size_t(m * A.row + k * A.col)] * b[size_t(k * B.row + n * B.col)];
+                        const double term =
+                            a[size_t(m * A.row + k * A.col)] * b[size_t(k * B.row + n * B.col)];
                         sum += term, size += std::fabs(term);
                     }
                     INFO(z.M, "x", z.N, "x", z.K, " layout ", layout);
-                    // K + 1 roundings of partial sums, each at most the sum of magnitudes; inputs and products round in FP32 as well
+                    // K + 1 partial sums are rounded, each at most the sum of magnitudes. FP32 also rounds
+                    // inputs and products.
                     REQUIRE(std::fabs(c[size_t(m * z.N + n)] - sum) <= double(z.K + 2) * 0x1p-53 * size);
-                    REQUIRE(std::fabs(double(c32[size_t(m * z.N + n)]) - sum) <= double(z.K + 5) * 0x1p-24 * size);
+                    REQUIRE(std::fabs(double(c32[size_t(m * z.N + n)]) - sum) <=
+                            double(z.K + 5) * 0x1p-24 * size);
                 }
         }
 }
@@ -102,29 +117,36 @@ TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
     FRESH_RANDOM(rng);
     for (bool rms : {true, false})
         for (int64_t C : {1, 2, 7, 16, 33}) {
-            if (!rms && C < 3) continue;  // LayerNorm of one or two numbers is a step function
+            if (!rms && C < 3) continue;  // LayerNorm of one or two values is a step function
             const int64_t N = 3;
-            const Vector x = rng.normals<double>(N * C, 2), weight = rng.normals<double>(C), bias = rng.normals<double>(C), dy = rng.normals<double>(N * C);
-            const double eps = 1e-2;  // large, so that a backward that forgets it fails
-            auto loss = [&](const Vector& x_, const Vector& gain_, const Vector& bias_) {
+            const Vector x = rng.normals<double>(N * C, 2), weight = rng.normals<double>(C),
+                         bias = rng.normals<double>(C), dy = rng.normals<double>(N * C);
+            const double eps = 1e-2;  // large, so that a backward without eps fails
+            auto loss = [&](const Vector& x_, const Vector& weight_, const Vector& bias_) {
                 Vector y(x_.size(), NOT_WRITTEN);
-                norm_forward(rms, eps, N, C, x_.data(), gain_.data(), rms ? nullptr : bias_.data(), y.data());
+                norm_forward(rms, eps, N, C, x_.data(), weight_.data(), rms ? nullptr : bias_.data(),
+                             y.data());
                 return dot(y, dy);
             };
-            Vector dx(x.size(), NOT_WRITTEN), dweight(weight.size(), 10), dbias(weight.size(), 20);  // added to, not assigned
-            norm_backward(rms, eps, N, C, x.data(), weight.data(), dy.data(), dx.data(), dweight.data(), rms ? nullptr : dbias.data());
+            // The operator adds to the gradients of weight and bias.
+            Vector dx(x.size(), NOT_WRITTEN), dweight(weight.size(), 10), dbias(weight.size(), 20);
+            norm_backward(rms, eps, N, C, x.data(), weight.data(), dy.data(), dx.data(), dweight.data(),
+                          rms ? nullptr : dbias.data());
             for (double& v : dweight) v -= 10;
             for (double& v : dbias) v -= 20;
             check_gradient("x", [&](const Vector& z) { return loss(z, weight, bias); }, x, dx);
             check_gradient("weight", [&](const Vector& z) { return loss(x, z, bias); }, weight, dweight);
-            check_gradient("bias", [&](const Vector& z) { return loss(x, weight, z); }, bias, rms ? Vector(weight.size()) : dbias);
+            check_gradient(
+                "bias", [&](const Vector& z) { return loss(x, weight, z); }, bias,
+                rms ? Vector(weight.size()) : dbias);
         }
 }
 
 TEST_CASE("norm_forward: RMSNorm and LayerNorm match their definition") {
     FRESH_RANDOM(rng);
     const int64_t C = 37;
-    const Vector x = rng.normals<double>(C, 3), weight = rng.normals<double>(C), bias = rng.normals<double>(C);
+    const Vector x = rng.normals<double>(C, 3), weight = rng.normals<double>(C),
+                 bias = rng.normals<double>(C);
     double mean = 0, square = 0, variance = 0;
     for (double v : x) mean += v / C, square += v * v / C;
     for (double v : x) variance += (v - mean) * (v - mean) / C;
@@ -133,42 +155,47 @@ TEST_CASE("norm_forward: RMSNorm and LayerNorm match their definition") {
     norm_forward<double>(false, 1e-5, 1, C, x.data(), weight.data(), bias.data(), layer.data());
     for (size_t i = 0; i < x.size(); i++) {
         CHECK(std::fabs(rms[i] - x[i] / std::sqrt(square + 1e-5) * weight[i]) < 1e-13);
-        CHECK(std::fabs(layer[i] - ((x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i])) < 1e-13);
+        CHECK(std::fabs(layer[i] - ((x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i])) <
+              1e-13);
     }
 }
 
-TEST_CASE("activation_forward and activation_backward: SwiGLU and GELU match their definition and finite differences") {
+TEST_CASE("activation_forward, activation_backward: SwiGLU, GELU match definition and finite differences") {
     FRESH_RANDOM(rng);
     const int64_t N = 3, F = 11;
     for (bool gated : {true, false}) {
-        Vector up = rng.normals<double>(N * F * (gated ? 2 : 1), 3), dh = rng.normals<double>(N * F);
-        up[0] = 0, up[1] = 30, up[2] = -30;
-        Vector h(dh.size(), NOT_WRITTEN), dup(up.size(), NOT_WRITTEN);
-        activation_forward(gated, N, F, up.data(), h.data());
+        Vector gate_up = rng.normals<double>(N * F * (gated ? 2 : 1), 3), dact = rng.normals<double>(N * F);
+        gate_up[0] = 0, gate_up[1] = 30, gate_up[2] = -30;
+        Vector act(dact.size(), NOT_WRITTEN), dgate_up(gate_up.size(), NOT_WRITTEN);
+        activation_forward(gated, N, F, gate_up.data(), act.data());
         for (int64_t i = 0; i < N * F; i++) {
-            const double a = up[size_t(gated ? i / F * 2 * F + i % F : i)], b = gated ? up[size_t(i / F * 2 * F + F + i % F)] : 0;
-            const double wanted = gated ? a / (1 + std::exp(-a)) * b : 0.5 * a * (1 + std::tanh(std::sqrt(2 / M_PI) * (a + 0.044715 * a * a * a)));
-            CHECK(std::fabs(h[size_t(i)] - wanted) <= 1e-12 * (1 + std::fabs(wanted)));
+            const double a = gate_up[size_t(gated ? i / F * 2 * F + i % F : i)],
+                         b = gated ? gate_up[size_t(i / F * 2 * F + F + i % F)] : 0;
+            const double expected =
+                gated ? a / (1 + std::exp(-a)) * b
+                      : 0.5 * a * (1 + std::tanh(std::sqrt(2 / M_PI) * (a + 0.044715 * a * a * a)));
+            CHECK(std::fabs(act[size_t(i)] - expected) <= 1e-12 * (1 + std::fabs(expected)));
         }
-        activation_backward(gated, N, F, up.data(), dh.data(), dup.data());
+        activation_backward(gated, N, F, gate_up.data(), dact.data(), dgate_up.data());
         auto loss = [&](const Vector& z) {
-            Vector y(dh.size());
+            Vector y(dact.size());
             activation_forward(gated, N, F, z.data(), y.data());
-            return dot(y, dh);
+            return dot(y, dact);
         };
-        check_gradient(gated ? "gate, up" : "GELU", loss, up, dup);
+        check_gradient(gated ? "gate, up" : "GELU", loss, gate_up, dgate_up);
     }
 }
 
-TEST_CASE("activation_forward and activation_backward: finite in FP32 for inputs of any size") {
+TEST_CASE("activation_forward, activation_backward: finite in FP32 for inputs of any size") {
     for (bool gated : {true, false})
-        for (float x : {-3e38f, -1e20f, -1e10f, -1e3f, -90.0f, -88.0f, 88.0f, 90.0f, 1e3f, 1e10f, 1e20f, 3e38f}) {
-            float up[2] = {x, 1.0f}, dh = 1, h, dup[2] = {0, 0};
-            activation_forward(gated, 1, 1, up, &h);
-            activation_backward(gated, 1, 1, up, &dh, dup);
+        for (float x :
+             {-3e38f, -1e20f, -1e10f, -1e3f, -90.0f, -88.0f, 88.0f, 90.0f, 1e3f, 1e10f, 1e20f, 3e38f}) {
+            float gate_up[2] = {x, 1.0f}, dact = 1, act, dgate_up[2] = {0, 0};
+            activation_forward(gated, 1, 1, gate_up, &act);
+            activation_backward(gated, 1, 1, gate_up, &dact, dgate_up);
             INFO("x ", x, " gated ", gated);
-            CHECK(double(h) == doctest::Approx(x > 0 ? double(x) : 0).epsilon(1e-6));
-            CHECK(double(dup[0]) == doctest::Approx(x > 0 ? 1 : 0).epsilon(1e-6));
+            CHECK(double(act) == doctest::Approx(x > 0 ? double(x) : 0).epsilon(1e-6));
+            CHECK(double(dgate_up[0]) == doctest::Approx(x > 0 ? 1 : 0).epsilon(1e-6));
         }
 }
 
@@ -183,15 +210,18 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t theta^(-2i/HS), and the invers
             for (int64_t j = 0; j < c.qkv_cols(); j++) {
                 const size_t row = size_t(n * c.qkv_cols());
                 const int64_t i = j % z.HS, half = z.HS / 2;
-                const double angle = double(n % z.T) * std::pow(double(c.rope_theta), -2.0 * double(i % half) / double(z.HS));
+                const double angle =
+                    double(n % z.T) * std::pow(double(c.rope_theta), -2.0 * double(i % half) / double(z.HS));
                 const double other = x[row + size_t(i < half ? j + half : j - half)];
-                const double rotated = x[row + size_t(j)] * std::cos(angle) + (i < half ? -1 : 1) * other * std::sin(angle);
-                const bool turns = j < c.q_cols() + c.kv_cols();  // v stays
-                REQUIRE(std::fabs(y[row + size_t(j)] - (turns ? rotated : x[row + size_t(j)])) < 1e-6);  // angles may be FP32
+                const double rotated =
+                    x[row + size_t(j)] * std::cos(angle) + (i < half ? -1 : 1) * other * std::sin(angle);
+                const bool rotates = j < c.q_cols() + c.kv_cols();  // v is not rotated
+                // Angles may be computed in FP32.
+                REQUIRE(std::fabs(y[row + size_t(j)] - (rotates ? rotated : x[row + size_t(j)])) < 1e-6);
             }
         rope(c, z.B, z.T, y.data(), true);
         CHECK(relative_error(y, x) < 1e-6);
-        // A rotation's backward is its inverse: <rope(a), b> = <a, inverse(b)>.
+        // The backward of a rotation is its inverse: <rope(a), b> = <a, inverse(b)>.
         Vector a = x, b = rng.normals<double>(int64_t(x.size())), inverse = b;
         rope(c, z.B, z.T, a.data(), false);
         rope(c, z.B, z.T, inverse.data(), true);
@@ -204,11 +234,12 @@ TEST_CASE("attention_forward: matches its definition, for grouped queries and an
     for (HeadShape z : HEADS) {
         const ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
         const Vector qkv = rng.normals<double>(z.B * z.T * c.qkv_cols());
-        Vector out(size_t(z.B * z.T * c.q_cols()), NOT_WRITTEN), lse(size_t(z.B * c.NH * z.T), NOT_WRITTEN), wanted = out, wanted_lse = lse;
+        Vector out(size_t(z.B * z.T * c.q_cols()), NOT_WRITTEN), lse(size_t(z.B * c.NH * z.T), NOT_WRITTEN),
+            expected = out, expected_lse = lse;
         attention_forward(c, z.B, z.T, qkv.data(), out.data(), lse.data());
-        attention_by_definition(c, z.B, z.T, qkv, wanted, wanted_lse);
-        CHECK(relative_error(out, wanted) < 1e-13);
-        CHECK(relative_error(lse, wanted_lse) < 1e-13);
+        attention_by_definition(c, z.B, z.T, qkv, expected, expected_lse);
+        CHECK(relative_error(out, expected) < 1e-13);
+        CHECK(relative_error(lse, expected_lse) < 1e-13);
     }
 }
 
@@ -217,7 +248,8 @@ TEST_CASE("attention_backward: matches finite differences, for grouped queries a
     for (HeadShape z : HEADS) {
         const ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
         const Vector qkv = rng.normals<double>(z.B * z.T * c.qkv_cols());
-        Vector out(size_t(z.B * z.T * c.q_cols())), lse(size_t(z.B * c.NH * z.T)), dqkv(qkv.size(), NOT_WRITTEN);
+        Vector out(size_t(z.B * z.T * c.q_cols())), lse(size_t(z.B * c.NH * z.T)),
+            dqkv(qkv.size(), NOT_WRITTEN);
         const Vector dout = rng.normals<double>(int64_t(out.size()));
         attention_forward(c, z.B, z.T, qkv.data(), out.data(), lse.data());
         attention_backward(c, z.B, z.T, qkv.data(), out.data(), lse.data(), dout.data(), dqkv.data());
@@ -235,7 +267,8 @@ TEST_CASE("attention_forward: is causal and does not overflow") {
     FRESH_RANDOM(rng);
     const ModelConfig c = attention_config(4, 2, 8);
     const int64_t T = 9, row = c.qkv_cols();
-    std::vector<float> qkv = rng.normals<float>(T * row), out(size_t(T * c.q_cols())), lse(size_t(c.NH * T)), later = out;
+    std::vector<float> qkv = rng.normals<float>(T * row), out(size_t(T * c.q_cols())), lse(size_t(c.NH * T)),
+                       later = out;
     attention_forward(c, 1, T, qkv.data(), out.data(), lse.data());
     for (size_t i = size_t(6 * row); i < qkv.size(); i++) qkv[i] = 1e10f;  // scores of 3e20, tokens 6 to 8
     attention_forward(c, 1, T, qkv.data(), later.data(), lse.data());
@@ -252,19 +285,20 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns") {
         Vector z = x;
         return cross_entropy(N, V, stride, z.data(), targets, 1.0);
     };
-    double wanted = 0;
+    double expected = 0;
     for (int64_t n = 0; n < N; n++) {
         double sum = 0;
         for (int64_t i = 0; i < V; i++) sum += std::exp(logits[size_t(n * stride + i)]);
-        wanted += std::log(sum) - logits[size_t(n * stride + targets[n])];
+        expected += std::log(sum) - logits[size_t(n * stride + targets[n])];
     }
-    CHECK(std::fabs(loss(logits) - wanted) < 1e-12 * wanted);
+    CHECK(std::fabs(loss(logits) - expected) < 1e-12 * expected);
     Vector gradient = logits;
     const double scale = 0.3;
     cross_entropy(N, V, stride, gradient.data(), targets, scale);
     check_gradient("logits", [&](const Vector& x) { return scale * loss(x); }, logits, gradient);
     for (int64_t n = 0; n < N; n++)
-        for (int64_t i = V; i < stride; i++) CHECK(gradient[size_t(n * stride + i)] == 0);  // the vocabulary's padding
+        for (int64_t i = V; i < stride; i++)
+            CHECK(gradient[size_t(n * stride + i)] == 0);  // padding of the vocabulary
     std::vector<float> large = {1e30f, -1e30f, 0, 0};
     const int32_t second = 1;
     CHECK(cross_entropy(1, 4, 4, large.data(), &second, 1.0f) == doctest::Approx(2e30));

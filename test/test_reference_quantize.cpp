@@ -1,7 +1,9 @@
-// test_reference_quantize.cpp - quantize and dequantize in reference.cpp: every format, granularity, kind of data and tail.
+// test_reference_quantize.cpp - quantize and dequantize in reference.cpp, for every format, granularity, kind
+// of data and incomplete last block.
 //
-// Error bounds come from the formats. A value is code * s with code = encode(x * (1 / s)). 1 / s and the product round by
-// 2^-24 each, a normal code by 2^-(mantissa+1) relative, a subnormal code by half of FMIN, the last product by 2^-24.
+// The error bounds follow from the formats. A value is code * s with code = encode(x * (1 / s)). 1 / s and
+// both products round by 2^-24 each, relative. A normal code rounds by 2^-(mantissa+1), relative; a subnormal
+// code by half of FMIN.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,7 +22,8 @@ std::vector<Quant> fp8_quants() {
     std::vector<Quant> table;
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::F32, Format::BF16})
-            for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128}, Granularity{1, 0}, Granularity{0, 1}})
+            for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128},
+                                  Granularity{1, 0}, Granularity{0, 1}})
                 table.push_back({f, g, scale});
     return table;
 }
@@ -28,35 +31,39 @@ std::vector<Quant> fp8_quants() {
 struct Shape {
     int64_t rows, cols;
 };
-constexpr Shape SHAPES[] = {{1, 1}, {1, 15}, {1, 16}, {3, 17}, {5, 33}, {2, 129}, {7, 127}, {130, 257}, {129, 48}};
+constexpr Shape SHAPES[] = {{1, 1},   {1, 15},  {1, 16},    {3, 17},  {5, 33},
+                            {2, 129}, {7, 127}, {130, 257}, {129, 48}};
 
 template <class Check>
 void for_every_quant(Random& rng, Check check) {
     for (const Quant& q : fp8_quants())
         for (Shape shape : SHAPES)
             for (const Distribution& d : distributions()) {
-                INFO(q.text(), ", ", std::string(info(q.scale).name), " scales, ", shape.rows, "x", shape.cols, ", ", d.name);
+                INFO(q.text(), ", ", std::string(info(q.scale).name), " scales, ", shape.rows, "x",
+                     shape.cols, ", ", d.name);
                 check(q, shape.rows, shape.cols, sample(d, rng, shape.rows * shape.cols));
             }
 }
 
-// Largest magnitude of each element's block, by its definition.
+// The amax of each element's block, by its definition.
 std::vector<float> amax_of_blocks(const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
     auto block = [&](int64_t i) {
-        const int64_t r = q.granularity.rows ? i / cols / q.granularity.rows : 0, c = q.granularity.cols ? i % cols / q.granularity.cols : 0;
+        const int64_t r = q.granularity.rows ? i / cols / q.granularity.rows : 0,
+                      c = q.granularity.cols ? i % cols / q.granularity.cols : 0;
         return static_cast<size_t>(r * q.scale_cols(cols) + c);
     };
-    std::vector<float> top(static_cast<size_t>(q.scales(rows, cols))), result(x.size());
-    for (int64_t i = 0; i < rows * cols; i++) top[block(i)] = std::max(top[block(i)], std::fabs(x[size_t(i)]));
-    for (int64_t i = 0; i < rows * cols; i++) result[size_t(i)] = top[block(i)];
+    std::vector<float> amaxes(static_cast<size_t>(q.scales(rows, cols))), result(x.size());
+    for (int64_t i = 0; i < rows * cols; i++)
+        amaxes[block(i)] = std::max(amaxes[block(i)], std::fabs(x[size_t(i)]));
+    for (int64_t i = 0; i < rows * cols; i++) result[size_t(i)] = amaxes[block(i)];
     return result;
 }
 
-// What rounding x to a code of f under scale s may cost.
+// Largest error of x that is rounded to a code of f with scale s.
 double error_bound(Format f, double x, double s) {
     const double code = std::max(std::ldexp(std::fabs(x), -info(f).mantissa - 1), s * info(f).min / 2);
-    const double products = std::ldexp(std::fabs(x), -21);  // four roundings of 2^-24 and the square terms
-    return code * (1 + 0x1p-20) + products + 0x1p-149;      // the last where the value itself is denormal
+    const double products = std::ldexp(std::fabs(x), -21);  // four roundings of 2^-24 and their products
+    return code * (1 + 0x1p-20) + products + 0x1p-149;  // 2^-149: a denormal result
 }
 
 }  // namespace
@@ -75,7 +82,7 @@ TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16") {
         }
 }
 
-TEST_CASE("scale_of: amax 0 gives scale 1; an amax that is not finite gives 1 for a tensor and NaN for a block") {
+TEST_CASE("scale_of: amax 0 gives 1; an amax that is not finite gives 1 for a tensor and NaN for a block") {
     for (const Quant& q : fp8_quants()) {
         CHECK(scale_of(q, 0.0f) == 1.0f);
         for (float a : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
@@ -85,15 +92,15 @@ TEST_CASE("scale_of: amax 0 gives scale 1; an amax that is not finite gives 1 fo
     }
 }
 
-TEST_CASE("amax: group scaling gives the amax of a single pass, for any size") {
+TEST_CASE("amax: equals the largest magnitude for any size; NaN and infinity give infinity") {
     FRESH_RANDOM(rng);
     for (const Distribution& d : distributions())
         for (int64_t n : {0, 1, 2, 15, 16, 17, 31, 100, 4097, 16385, 100001}) {
             std::vector<float> x = sample(d, rng, n);
-            float one_stage = 0;
-            for (float v : x) one_stage = std::max(one_stage, std::fabs(v));
+            float expected = 0;
+            for (float v : x) expected = std::max(expected, std::fabs(v));
             INFO(d.name, " n ", n);
-            CHECK(amax(x.data(), n) == one_stage);
+            CHECK(amax(x.data(), n) == expected);
             for (uint32_t bits : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7F800000u, 0xFF800000u}) {
                 if (n == 0) continue;
                 const size_t at = size_t(rng.below(n));
@@ -122,7 +129,7 @@ TEST_CASE("quantize: scale, code and value of every element are correct, for eve
     const NearestCode oracles[] = {NearestCode(Format::E4M3), NearestCode(Format::E5M2)};
     for_every_quant(rng, [&](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
         const NearestCode& oracle = oracles[q.format == Format::E5M2];
-        const std::vector<float> tops = amax_of_blocks(q, rows, cols, x);
+        const std::vector<float> amaxes = amax_of_blocks(q, rows, cols, x);
         const Quantized z = quantize(x.data(), rows, cols, q);
         const std::vector<float> values = dequantize(z);
         REQUIRE(values.size() == x.size());
@@ -130,11 +137,12 @@ TEST_CASE("quantize: scale, code and value of every element are correct, for eve
             const size_t at = size_t(i);
             const float s = z.scale(i / cols, i % cols), inverse = 1.0f / s;
             INFO("element ", i, " = ", x[at], " scale ", s, " value ", values[at]);
-            REQUIRE(s == scale_of(q, tops[at]));
+            REQUIRE(s == scale_of(q, amaxes[at]));
             REQUIRE(z.codes[at] == oracle.of(x[at] * inverse));
             REQUIRE(values[at] == float(fp8_value(q.format, z.codes[at]) * double(s)));
             REQUIRE(values[at] == z.value(i / cols, i % cols));
-            REQUIRE(std::fabs(double(values[at]) - double(x[at])) <= error_bound(q.format, double(x[at]), double(s)));
+            REQUIRE(std::fabs(double(values[at]) - double(x[at])) <=
+                    error_bound(q.format, double(x[at]), double(s)));
         }
     });
 }
@@ -155,7 +163,7 @@ TEST_CASE("quantize: statistics count saturated and flushed elements, and add up
         }
         CHECK(stats.elements == 5 + rows * cols);
         CHECK(stats.flushed == flushed);
-        CHECK(stats.saturated == 0);  // a just-in-time scale never cuts a finite value off
+        CHECK(stats.saturated == 0);  // a just-in-time scale saturates no finite value
         CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
         CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
     });
@@ -180,7 +188,8 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         }
         if (q.granularity.rows != 1) continue;
         for (int64_t r : {0, 2, 3})
-            for (int64_t c = 0; c < 32; c++) CHECK(after.value(r, c) == before.value(r, c));  // never across tokens (paper figure 4a)
+            for (int64_t c = 0; c < 32; c++)
+                CHECK(after.value(r, c) == before.value(r, c));  // no error crosses tokens (paper, figure 4a)
     }
 }
 
@@ -190,7 +199,8 @@ TEST_CASE("quantize: -x gives the opposite codes, and x times a power of two the
         std::vector<float> x = rng.normals<float>(9 * 50), opposite(x), larger(x);
         for (float& v : opposite) v = -v;
         for (float& v : larger) v *= 0x1p20f;
-        const Quantized a = quantize(x.data(), 9, 50, q), b = quantize(opposite.data(), 9, 50, q), c = quantize(larger.data(), 9, 50, q);
+        const Quantized a = quantize(x.data(), 9, 50, q), b = quantize(opposite.data(), 9, 50, q),
+                        c = quantize(larger.data(), 9, 50, q);
         CHECK(a.codes == c.codes);
         CHECK(a.scales == b.scales);
         for (size_t i = 0; i < a.codes.size(); i++) REQUIRE(a.codes[i] == (b.codes[i] ^ 0x80));
@@ -198,8 +208,9 @@ TEST_CASE("quantize: -x gives the opposite codes, and x times a power of two the
 }
 
 TEST_CASE("quantize: quantizing dequantized values changes nothing") {
-    // The largest code of a block is FMAX where the scale is FP32, so the second scale is the first one up to rounding.
-    // A scale rounded up to BF16 leaves the largest code below FMAX, and a second pass may take another scale.
+    // With an FP32 scale the largest code of a block is FMAX, so quantizing again gives the same scale up to
+    // rounding. A scale that is rounded up to BF16 leaves the largest code below FMAX; quantizing again may
+    // give another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
         if (q.scale != Format::F32) return;
@@ -208,7 +219,8 @@ TEST_CASE("quantize: quantizing dequantized values changes nothing") {
         for (size_t i = 0; i < x.size(); i++) {
             INFO("element ", i, " = ", x[i]);
             const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
-            if (once.scale(r, c) > 0x1p-110f) REQUIRE(once.codes[i] == twice.codes[i]);  // else values are denormal
+            if (once.scale(r, c) > 0x1p-110f)
+                REQUIRE(once.codes[i] == twice.codes[i]);  // below it values are denormal
         }
     });
 }
@@ -233,36 +245,42 @@ TEST_CASE("quantize: smaller blocks limit the error that outliers cause (paper s
     auto noise_of_others = [&](Granularity g) {
         const std::vector<float> values = dequantize(quantize(x.data(), 64, 256, {Format::E4M3, g}));
         double noise = 0;
-        for (size_t i = 0; i < x.size(); i++) noise += x[i] < 1e4f ? double(x[i] - values[i]) * double(x[i] - values[i]) : 0;
+        for (size_t i = 0; i < x.size(); i++)
+            noise += x[i] < 1e4f ? double(x[i] - values[i]) * double(x[i] - values[i]) : 0;
         return noise;
     };
-    const double tensor = noise_of_others(PER_TENSOR), row = noise_of_others({1, 0}), group = noise_of_others(PER_GROUP);
+    const double tensor = noise_of_others(PER_TENSOR), row = noise_of_others({1, 0}),
+                 group = noise_of_others(PER_GROUP);
     CHECK(group < row);
     CHECK(row < tensor);
-    // With 8 groups of 1024 hit, nearly all elements have the noise of normal codes, below 2^-4 relative: 2^-8 of the signal 1.
+    // Outliers are in 8 of 1024 groups. Nearly all elements are normal codes with a relative error below
+    // 2^-4, which is 2^-8 of the signal of 1.
     CHECK(group / double(x.size()) < 0x1p-8 + 8 * 16.0 / double(x.size()) * 2);
 }
 
 namespace {
 
-// An operand by its definition, element by element in double: the scale of (r, c) is that of all elements that lie in the same group as it, where
-// a group is a run of `along` elements in the contracted direction and of `across` in the other one (0: all).
-std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q, bool by_rows) {
+// An operand by its definition, element by element in double. Elements with the same group share a scale. A
+// group has `along` elements in the reduction dimension and `across` in the other; 0 stands for all.
+std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t rows, int64_t cols,
+                                         const Quant& q, bool by_rows) {
     const NearestCode nearest(q.format);
     const int64_t across = q.granularity.rows, along = q.granularity.cols;
     auto group = [](int64_t i, int64_t size) { return size ? i / size : 0; };
     std::vector<float> y;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < cols; c++) {
-            float top = 0;
+            float largest = 0;
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t j = 0; j < cols; j++) {
-                    const bool same = by_rows ? group(i, along) == group(r, along) && group(j, across) == group(c, across)
-                                              : group(i, across) == group(r, across) && group(j, along) == group(c, along);
-                    if (same) top = std::max(top, std::fabs(x[size_t(i * cols + j)]));
+                    const bool same =
+                        by_rows ? group(i, along) == group(r, along) && group(j, across) == group(c, across)
+                                : group(i, across) == group(r, across) && group(j, along) == group(c, along);
+                    if (same) largest = std::max(largest, std::fabs(x[size_t(i * cols + j)]));
                 }
-            const float s = top == 0 ? 1.0f : std::max(top / info(q.format).max, 0x1p-126f);
-            y.push_back(float(fp8_value(q.format, nearest.of(x[size_t(r * cols + c)] * (1.0f / s))) * double(s)));
+            const float s = largest == 0 ? 1.0f : std::max(largest / info(q.format).max, 0x1p-126f);
+            y.push_back(
+                float(fp8_value(q.format, nearest.of(x[size_t(r * cols + c)] * (1.0f / s))) * double(s)));
         }
     return y;
 }
@@ -271,7 +289,8 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
 
 TEST_CASE("operand: scales are taken along the reduction dimension; a tail has its own scale") {
     FRESH_RANDOM(rng);
-    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, Granularity{1, 128}, Granularity{128, 128}})
+    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, Granularity{1, 128},
+                          Granularity{128, 128}})
         for (Format f : {Format::E4M3, Format::E5M2})
             for (Shape shape : {Shape{1, 1}, Shape{5, 33}, Shape{20, 17}, Shape{1, 140}, Shape{140, 3}}) {
                 std::vector<float> x = rng.normals<float>(shape.rows * shape.cols);
@@ -295,7 +314,8 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         QuantStats stats;
         const Quantized z = quantize(x.data(), 4, 16, {f}, &stats, &scale);
         const NearestCode nearest(f);
-        for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == nearest.of(x[i] / scale));  // a power of two: exact
+        for (size_t i = 0; i < x.size(); i++)
+            CHECK(z.codes[i] == nearest.of(x[i] / scale));  // a power of two: exact
         CHECK(z.scale(2, 5) == scale);
         CHECK((z.value(0, 3) == edge && z.value(2, 8) == -edge && z.value(2, 9) == edge));
         CHECK(stats.saturated == 2);

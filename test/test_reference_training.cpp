@@ -1,4 +1,4 @@
-// test_reference_training.cpp - whole training runs of the CPU reference: they learn, they repeat bit for bit, and they
+// test_reference_training.cpp - training runs of the CPU reference: they learn, repeat bit for bit, and
 // resume bit for bit.
 #include <doctest/doctest.h>
 
@@ -8,9 +8,9 @@
 
 #include "../plan.h"
 #include "../reference.h"
+#include "model_checks.h"
 #include "random.h"
 #include "setups.h"
-#include "tiny.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -27,9 +27,10 @@ std::vector<std::string> all_recipes() {
 
 }  // namespace
 
-TEST_CASE("training: 300 steps in fp32, bf16 and coat from one seed learn the text and end within 0.01 nats") {
-    // The text's entropy is 1.21 nats a token; a model that knows nothing has log 50 = 3.91. The band is about the mean of the last
-    // 50 steps: 0.01 nats, half of what the project promises of its main job (measured: 0.001). GPT-2 takes a shorter run.
+TEST_CASE("training: 300 steps in fp32, bf16 and coat learn the text and end within 0.01 nats") {
+    // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has a loss of log 50 =
+    // 3.91. The means of the last 50 steps may differ by 0.01 nats (measured: 0.001). This is half of the
+    // 0.02 nats promised for llama-tiny. GPT-2 has a shorter run.
     for (const auto& [arch, full] : {std::pair{LLAMA, 300}, std::pair{GPT2, 150}}) {
         const size_t steps = static_cast<size_t>(count(full, 8));
         std::map<std::string, double> last;
@@ -43,17 +44,19 @@ TEST_CASE("training: 300 steps in fp32, bf16 and coat from one seed learn the te
             last[recipe] = mean(loss, steps - 50, steps);
             CHECK(last[recipe] < 1.6);
             CHECK(last[recipe] > 1.1);
-            for (size_t i = 100; i < steps; i += 50) CHECK(mean(loss, i, i + 50) < mean(loss, i - 50, i) + 0.02);  // no late rise
+            for (size_t i = 100; i < steps; i += 50)
+                CHECK(mean(loss, i, i + 50) < mean(loss, i - 50, i) + 0.02);  // the loss does not rise later
         }
         if (quick()) continue;
-        INFO(std::string(arch.name), ": fp32 ", last["fp32"], ", bf16 ", last["bf16"], ", coat ", last["coat"]);
+        INFO(std::string(arch.name), ": fp32 ", last["fp32"], ", bf16 ", last["bf16"], ", coat ",
+             last["coat"]);
         CHECK(std::fabs(last["bf16"] - last["fp32"]) < 0.01);
         CHECK(std::fabs(last["coat"] - last["fp32"]) < 0.01);
     }
 }
 
 TEST_CASE("training: recipes with FP8 only in linear layers learn as bf16 does") {
-    // A shorter run than above; the band is the promise of the main job, 0.02 nats about the mean of the last 20 steps.
+    // A shorter run than above. The means of the last 20 steps may differ by 0.02 nats.
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const size_t steps = static_cast<size_t>(count(80, 8));
         std::map<std::string, double> last;
@@ -61,7 +64,8 @@ TEST_CASE("training: recipes with FP8 only in linear layers learn as bf16 does")
             Training training(setup_of(recipe, arch));
             const std::vector<double> loss = losses(training, int64_t(steps));
             last[recipe] = mean(loss, steps - steps / 4, steps);
-            INFO(std::string(arch.name), " ", std::string(recipe), ": from ", loss[0], " to ", last[recipe], ", bf16 to ", last["bf16"]);
+            INFO(std::string(arch.name), " ", std::string(recipe), ": from ", loss[0], " to ", last[recipe],
+                 ", bf16 to ", last["bf16"]);
             CHECK(last[recipe] < loss[0]);
             if (!quick()) CHECK(last[recipe] < loss[0] - 1);
             if (!quick()) CHECK(std::fabs(last[recipe] - last["bf16"]) < 0.02);
@@ -133,17 +137,21 @@ TEST_CASE("training: stop and resume is bit-identical, in every recipe and every
     }
     for (const Architecture& arch : {LLAMA, GPT2}) {
         setups.push_back(with_mode(setup_of("coat", arch), "lean"));
-        for (const MemoryMode& mode : memory_modes()) setups.push_back(with_mode(setup_of("bf16", arch), mode.flag));
+        for (const MemoryMode& mode : memory_modes())
+            setups.push_back(with_mode(setup_of("bf16", arch), mode.flag));
     }
     for (Setup setup : setups) {
         Training whole(setup);
         losses(whole, count(4, 2));
-        if (setup.master) setup.seed = 99;  // what the second run starts from must not matter; but stochastic rounding draws from it too
+        if (setup.master)
+            // The start of the second run must not matter. Without a master, rounding uses the seed.
+            setup.seed = 99;
         Training resumed(setup);
         restore(*resumed.model, snapshot(*whole.model));
         resumed.text = whole.text;
         resumed.adamw = whole.adamw;
-        INFO(std::string(setup.config.arch.name), " ", std::string(setup.recipe.name), " ", std::string(setup.optimizer.name));
+        INFO(std::string(setup.config.arch.name), " ", std::string(setup.recipe.name), " ",
+             std::string(setup.optimizer.name));
         CHECK((snapshot(*resumed.model) == snapshot(*whole.model)));
         CHECK(losses(resumed, count(4, 2)) == losses(whole, count(4, 2)));
         CHECK((snapshot(*resumed.model) == snapshot(*whole.model)));
@@ -151,9 +159,11 @@ TEST_CASE("training: stop and resume is bit-identical, in every recipe and every
 }
 
 TEST_CASE("training: accumulated micro-batches equal one larger batch within rounding") {
-    // Same tokens, another order of the same sums. fp32: N terms, each rounded by 2^-24, through 2 L layers. bf16: each
-    // micro-batch's part is rounded to 8 bits on its way, with the rms of 2^-8 / sqrt(3), and once more in the sum.
-    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16}, {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
+    // The same tokens, with sums in another order. fp32: the sums have N terms, each rounded by 2^-24, in 2 L
+    // layers. bf16: the gradient of each micro-batch is rounded to 8 bits, with an rms of 2^-8 / sqrt(3), and
+    // so is the sum.
+    const std::map<std::string, double> bounds = {{"fp32", 0x1p-24 * 40 * 16},
+                                                  {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}};
     for (const auto& [recipe, bound] : bounds) {
         Setup setup = setup_of(recipe);
         Training large(setup);
@@ -186,11 +196,14 @@ TEST_CASE("step: a BF16 gradient is rounded at most four times; sums of more ter
             training.step();
             int64_t beyond_bf16 = 0;
             for (const Param& p : parameters(setup.config))
-                for (float g : read_as<float>(*training.model, p.name + ".gradient", p.size())) beyond_bf16 += round_to(Format::BF16, g) != g;
+                for (float g : read_as<float>(*training.model, p.name + ".gradient", p.size()))
+                    beyond_bf16 += round_to(Format::BF16, g) != g;
             INFO(tied, " ", accumulate);
             CHECK((beyond_bf16 > 0) == (accumulate * (tied ? 2 : 1) > 4));
             const std::vector<MemoryRow> plan = memory_plan(setup);
-            const bool fp32 = std::any_of(plan.begin(), plan.end(), [](const MemoryRow& row) { return row.name == "gradients (fp32)"; });
+            const bool fp32 = std::any_of(plan.begin(), plan.end(), [](const MemoryRow& row) {
+                return row.name == "gradients (fp32)";
+            });
             CHECK(fp32 == (beyond_bf16 > 0));
         }
 }
@@ -199,56 +212,14 @@ TEST_CASE("training: a step with a loss or gradient that is not finite is skippe
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const std::string& recipe : all_recipes())
-            for (const char* name : {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
+            for (const char* name :
+                 {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
                 for (float poison : {nan, inf}) {
                     Training training(setup_of(recipe, arch));
                     INFO(std::string(arch.name), " ", recipe, " ", std::string(name), " ", poison);
                     check_poisoned_weight(training, name, poison);
                     if (quick()) break;
                 }
-}
-
-TEST_CASE("evaluate: gives the loss of a step's forward pass and changes nothing") {
-    for (const Architecture& arch : {LLAMA, GPT2})
-        for (const char* recipe : {"fp32", "bf16", "coat", "te", "deepseek", "lean"}) {
-            Training training(recipe == std::string("lean") ? with_mode(setup_of("coat", arch), "lean") : setup_of(recipe, arch));
-            check_evaluate(training);
-        }
-}
-
-TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
-    for (const char* recipe : {"te", "colossal", "coat", "bf16"}) {
-        Training training(setup_of(recipe));
-        check_infinite_evaluation(training);
-    }
-}
-
-TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
-    for (const char* recipe : {"bf16", "coat", "te", "colossal"})
-        for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_reference, recipe, arch, 1e-4);
-}
-
-TEST_CASE("next_logits: falls back to BF16 where a training batch does, for any length") {
-    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) check_fallback(make_reference, recipe);
-}
-
-TEST_CASE("next_logits: equal the logits of the loss, for any length") {
-    // A single sequence: the loss of T tokens is T times the mean, so two lengths' losses differ by the last token's.
-    for (const Architecture& arch : {LLAMA, GPT2}) {
-        Setup setup = tiny_setup(tiny_config(arch, true), "fp32", "fp32", 1, 16);
-        Training training(setup);
-        losses(training, 10);
-        training.text.next(1, 16, &training.tokens, &training.targets);
-        double total = 0;
-        for (int64_t n = 1; n <= 16; n++) {
-            std::vector<float> logits(static_cast<size_t>(setup.config.V));
-            training.model->next_logits(training.tokens.data(), n, logits.data());
-            double sum = 0;
-            for (float l : logits) sum += std::exp(double(l));
-            total += std::log(sum) - double(logits[size_t(training.targets[size_t(n - 1)])]);
-        }
-        CHECK(training.model->evaluate(training.tokens.data(), training.targets.data()) == doctest::Approx(total / 16).epsilon(1e-5));
-    }
 }
 
 TEST_CASE("training: clipping bounds the gradient norm, and 0 turns it off") {
@@ -258,17 +229,17 @@ TEST_CASE("training: clipping bounds the gradient norm, and 0 turns it off") {
         training.adamw.weight_decay = 0;
         const StepResult r = training.step();
         CHECK(r.grad_norm > 0.1);
-        double square = 0;  // m = (1 - beta1) times the clipped gradient after the first step
+        double square = 0;  // after the first step m = (1 - beta1) times the clipped gradient
         for (const Param& p : parameters(training.model->setup().config)) {
             const double m = norm(read_as<float>(*training.model, p.name + ".m", p.size()));
             square += m * m;
         }
-        const double wanted = 0.1 * (clip > 0 ? double(clip) : r.grad_norm);
-        CHECK(std::sqrt(square) == doctest::Approx(wanted).epsilon(1e-5));
+        const double expected = 0.1 * (clip > 0 ? double(clip) : r.grad_norm);
+        CHECK(std::sqrt(square) == doctest::Approx(expected).epsilon(1e-5));
     }
 }
 
-TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless it is clipped, with every optimizer") {
+TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless it is clipped") {
     for (const char* recipe : RECIPES)
         for (const OptimizerFormat& optimizer : optimizers()) {
             Setup setup = setup_of(recipe);
@@ -279,7 +250,7 @@ TEST_CASE("step: a gradient whose square exceeds FP32 skips the step unless it i
         }
 }
 
-TEST_CASE("training: norms and biases have FP32 moments and no weight decay; padding of the vocabulary stays zero") {
+TEST_CASE("training: norm weights and biases do not decay; padding of the vocabulary stays zero") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         Training training(setup_of("coat", arch));
         losses(training, 3);
@@ -288,51 +259,17 @@ TEST_CASE("training: norms and biases have FP32 moments and no weight decay; pad
             const auto weight = read_as<uint16_t>(*training.model, p.name, p.size());
             for (int64_t i = live_elements(c, p); i < p.size(); i++) REQUIRE(weight[size_t(i)] == 0);
         }
-        // Gradients that are skipped leave decay alone to tell: a learning rate with weight decay on a weight, against none.
+        // fp32 with and without weight decay: a weight differs exactly if it decays.
         Training with(setup_of("fp32", arch)), without(setup_of("fp32", arch));
         without.adamw.weight_decay = 0;
         with.step(), without.step();
         for (const Param& p : parameters(c)) {
-            const auto a = read_as<uint16_t>(*with.model, p.name, p.size()), b = read_as<uint16_t>(*without.model, p.name, p.size());
+            const auto a = read_as<uint16_t>(*with.model, p.name, p.size()),
+                       b = read_as<uint16_t>(*without.model, p.name, p.size());
             const auto low_a = read_as<int16_t>(*with.model, p.name + ".remainder", p.size()),
                        low_b = read_as<int16_t>(*without.model, p.name + ".remainder", p.size());
             INFO(p.name);
             CHECK((a == b && low_a == low_b) == !p.role.decay);
         }
     }
-}
-
-TEST_CASE("quantization: the report measures every kind of tensor and changes nothing") {
-    // A uniform relative error of half a step of E4M3 is 2^-4 / sqrt(3): 28.8 dB; E5M2's 22.8. Small elements under a per-tensor
-    // scale do worse relative to themselves but weigh little; second moments have k above 1 and do better.
-    Training training(with_mode(setup_of("coat"), "lean"));
-    losses(training, count(20, 2));
-    const Snapshot before = snapshot(*training.model);
-    const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
-    CHECK((snapshot(*training.model) == before));
-    for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
-        const QuantStats& s = report.kinds[kind];
-        INFO(std::string(KIND_NAMES[kind]), ": ", s.snr_db(), " dB of ", s.elements);
-        CHECK(s.elements > 0);
-        CHECK(s.saturated == 0);
-        CHECK(s.snr_db() > (kind == static_cast<int>(Kind::Gradient) ? 22.8 : 28.8));
-        CHECK(s.snr_db() < 60);
-        CHECK(s.flushed <= s.elements / 20);
-    }
-    int64_t groups = 0;
-    for (const Param& p : parameters(training.model->setup().config)) groups += is_fp8(p.moment(Format::E4M3)) ? p.groups() : 0;
-    for (const std::vector<float>* k : {&report.k_m, &report.k_v}) {
-        CHECK(int64_t(k->size()) == groups);
-        CHECK(std::is_sorted(k->begin(), k->end()));
-        CHECK((k->front() >= 1.0f / 16 && k->back() <= 64));
-    }
-    Training usual(setup_of("coat"));
-    usual.step();
-    const QuantReport without = usual.model->quantization(usual.tokens.data(), usual.targets.data());
-    for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++)
-        CHECK((without.kinds[kind].elements == 0) == (kind == static_cast<int>(Kind::Attention)));
-    Training plain(setup_of("fp32"));
-    plain.step();
-    const QuantReport none = plain.model->quantization(plain.tokens.data(), plain.targets.data());
-    for (const QuantStats& s : none.kinds) CHECK((s.elements == 0 && s.noise == 0));
 }

@@ -1,18 +1,14 @@
-// test_tokens.cpp - data/tokens.cpp: corpora, the split into training and validation, token files, vocabularies, and
-// the order of the batches.
+// test_tokens.cpp - data/tokens.cpp: corpora, the split into training and validation, token files,
+// vocabularies, and the order of batches.
 #include <doctest/doctest.h>
 
-#include <algorithm>
-#include <filesystem>
 #include <map>
 #include <numeric>
 
-#include "../coat.h"
-#include "../data/tokens.h"
-#include "random.h"
 #include "token_files.h"
 
 using namespace coat;
+using namespace coat::test;
 using namespace coat::test::token_files;
 
 namespace {
@@ -26,7 +22,8 @@ std::string text_of(const TokenStream& stream) {
 template <class Token>
 TokenStream stream_of(const std::vector<Token>& tokens) {
     const auto memory = std::make_shared<const std::vector<Token>>(tokens);
-    return TokenStream(std::shared_ptr<const void>(memory, memory->data()), sizeof(Token), static_cast<int64_t>(tokens.size()));
+    return TokenStream(std::shared_ptr<const void>(memory, memory->data()), sizeof(Token),
+                       static_cast<int64_t>(tokens.size()));
 }
 
 TokenStream counting(int64_t n) {
@@ -35,7 +32,8 @@ TokenStream counting(int64_t n) {
     return stream_of(tokens);
 }
 
-std::vector<int32_t> windows_of_epoch(Loader& loader) {  // with B = T = 1, of counting(): the windows in their order
+std::vector<int32_t> windows_of_epoch(
+    Loader& loader) {  // a loader of counting() with B = T = 1: its windows in order
     std::vector<int32_t> order;
     for (int64_t i = 0; i < loader.windows(); i++) {
         int32_t token, target;
@@ -66,13 +64,17 @@ TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens
             std::vector<uint32_t> words(static_cast<size_t>(rng.below(9)));
             for (auto& x : bytes) x = static_cast<uint8_t>(rng.bits()), expected.push_back(x);
             for (auto& x : shorts) x = static_cast<uint16_t>(rng.bits()), expected.push_back(x);
-            for (auto& x : words) x = static_cast<uint32_t>(rng.below(INT32_MAX)), expected.push_back(static_cast<int32_t>(x));
-            for (const TokenStream& s : {stream_of(bytes), stream_of(shorts), stream_of(words)}) stream.append(s);
+            for (auto& x : words)
+                x = static_cast<uint32_t>(rng.below(INT32_MAX)), expected.push_back(static_cast<int32_t>(x));
+            for (const TokenStream& s : {stream_of(bytes), stream_of(shorts), stream_of(words)})
+                stream.append(s);
         }
         REQUIRE(tokens_of(stream) == expected);
-        CHECK(stream.largest() == (expected.empty() ? -1 : *std::max_element(expected.begin(), expected.end())));
+        CHECK(stream.largest() ==
+              (expected.empty() ? -1 : *std::max_element(expected.begin(), expected.end())));
         const int64_t first = rng.below(stream.size() + 1), n = rng.below(stream.size() - first + 1);
-        CHECK(tokens_of(stream.part(first, n)) == std::vector<int32_t>(expected.begin() + first, expected.begin() + first + n));
+        CHECK(tokens_of(stream.part(first, n)) ==
+              std::vector<int32_t>(expected.begin() + first, expected.begin() + first + n));
         CHECK(tokens_of(stream.part(first, n).part(0, n / 2)) == tokens_of(stream.part(first, n / 2)));
     }
 }
@@ -81,7 +83,8 @@ TEST_CASE("load_corpus: without --data it is the compiler's headers, the same ea
     const Corpus corpus = load_corpus("");
     CHECK(corpus.train.size() > 1000000);
     CHECK(corpus.train.size() + corpus.validation.size() <= 32 << 20);
-    CHECK(corpus.validation.size() > corpus.train.size() / 100);  // every 20th file, and files are of very different sizes
+    CHECK(corpus.validation.size() >
+          corpus.train.size() / 100);  // every 20th file, but files have very different sizes
     CHECK(corpus.validation.size() < corpus.train.size() / 5);
     CHECK(corpus.tokens_in_use == 256);
     CHECK(corpus.vocabulary.size() == 256);
@@ -95,7 +98,8 @@ TEST_CASE("load_corpus: without --data it is the compiler's headers, the same ea
 TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
     Folder folder;
     const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n";
-    for (const std::string& data : {folder.write("a.txt", a), folder.write("a.txt", a) + "," + folder.write("b", b)}) {
+    for (const std::string& data :
+         {folder.write("a.txt", a), folder.write("a.txt", a) + "," + folder.write("b", b)}) {
         const Corpus corpus = load_corpus(data);
         const std::string all = data.find(',') == std::string::npos ? a : a + b;
         CHECK(text_of(corpus.train) + text_of(corpus.validation) == all);
@@ -104,9 +108,10 @@ TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
     }
 }
 
-TEST_CASE("load_corpus: of a folder's text files, sorted by bytes, every 20th is for validation and none is read twice") {
+TEST_CASE("load_corpus: of a folder's text files every 20th is for validation, and none is read twice") {
     Folder folder;
-    std::map<std::string, std::string> files;  // by name: std::map is in the order of bytes, as the corpus must be in any locale
+    std::map<std::string, std::string>
+        files;  // std::map sorts by bytes, as the corpus must in any locale
     for (int i = 0; i < 61; i++) {
         const std::string name = std::string(i % 3 ? "sub/" : "") + (i % 2 ? "Z" : "a") + std::to_string(i);
         files[name] = "This is text number " + std::to_string(i) + ".\n";
@@ -121,15 +126,15 @@ TEST_CASE("load_corpus: of a folder's text files, sorted by bytes, every 20th is
     fs::create_symlink("nothing", folder.path / "in/dangling");
     fs::create_directory_symlink("..", folder.path / "in/loop");
     std::string train, validation;
-    std::vector<int> held_out;  // their places in the order
+    std::vector<int> held_out;  // their positions in the order
     const Corpus corpus = load_corpus((folder.path / "in").string());
     const std::string trained = text_of(corpus.train);
-    int place = 0;
+    int index = 0;
     for (const auto& [name, text] : files) {
         const bool is_trained = trained.find(text) != std::string::npos;
         (is_trained ? train : validation) += text;
-        if (!is_trained) held_out.push_back(place);
-        place++;
+        if (!is_trained) held_out.push_back(index);
+        index++;
     }
     CHECK(trained == train);
     CHECK(text_of(corpus.validation) == validation);
@@ -146,7 +151,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
     for (auto& t : narrow) t = static_cast<uint16_t>(rng.below(65536));
     for (auto& t : wide) t = static_cast<uint32_t>(rng.below(128256));
     narrow[500] = 65535, wide[500] = 128255;
-    for (int version : {1, 7}) {  // llm.c's own files with 4 bytes have version 7
+    for (int version : {1, 7}) {  // files of llm.c with 4-byte tokens have version 7
         const Corpus corpus = load_corpus(folder.write("wide.bin", token_file(wide, version)));
         std::vector<int32_t> all = tokens_of(corpus.train);
         CHECK(corpus.validation.size() == 101);
@@ -155,7 +160,8 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
         CHECK(corpus.tokens_in_use == 128256);
         CHECK(corpus.vocabulary.empty());
     }
-    const std::string train = folder.write("x_train.bin", token_file(narrow)), val = folder.write("x_val.bin", token_file(wide));
+    const std::string train = folder.write("x_train.bin", token_file(narrow)),
+                      val = folder.write("x_val.bin", token_file(wide));
     const std::string more = folder.write("other.bin", token_file(std::vector<uint16_t>{1, 2, 3}));
     for (const std::string& data : {train + "," + val, val + "," + train}) {
         const Corpus corpus = load_corpus(data);
@@ -163,7 +169,7 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
         CHECK(tokens_of(corpus.validation) == std::vector<int32_t>(wide.begin(), wide.end()));
     }
     CHECK(tokens_of(load_corpus(more + "," + val).train) == std::vector<int32_t>{1, 2, 3});
-    const Corpus one = load_corpus(val);  // nothing to train on but itself
+    const Corpus one = load_corpus(val);  // the only file: it is split
     CHECK(one.train.size() + one.validation.size() == 1003);
 }
 
@@ -184,14 +190,16 @@ TEST_CASE("vocabulary: the table has the bytes of every piece") {
     CHECK(v.size() == 9);
     CHECK(v.decode({1, 3, 5, 9}) == "ab<3>\xC3\xA9<9>");
     CHECK(v.decode({4, 6}) == std::string("\0\xFF\"\\", 4));
-    CHECK(v.encode("ababcb\xC3\xA9") == std::vector<int32_t>{1, 7, 8, 5});  // the longest piece; of equal ones the last
-    check_refused([&] { v.encode("ax"); }, "--prompt");
+    // The longest piece counts; of equal pieces the last.
+    CHECK(v.encode("ababcb\xC3\xA9") == std::vector<int32_t>{1, 7, 8, 5});
+    check_error([&] { v.encode("ax"); }, "--prompt");
 
-    const std::string path = folder.write("x.bin", token_file(std::vector<uint16_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 0}));
+    const std::string path =
+        folder.write("x.bin", token_file(std::vector<uint16_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 0}));
     CHECK(load_corpus(path).vocabulary.size() == 9);
     CHECK(load_corpus(path).tokens_in_use == 9);
     folder.write("vocabulary.json", table(R"(["a", "b"])", "2"));
-    check_data_refused(path, "8");  // a token that the table has not
+    check_data_error(path, "8");  // the table has no such token
 }
 
 TEST_CASE("Loader: each epoch gives every window once, in another order for each epoch and seed") {
@@ -203,10 +211,12 @@ TEST_CASE("Loader: each epoch gives every window once, in another order for each
         const uint64_t seed = rng.bits();
         Loader loader(counting(n + 1), 1, 1, seed, true), other(counting(n + 1), 1, 1, seed + 1, true);
         REQUIRE(loader.windows() == n);
-        const std::vector<int32_t> first = windows_of_epoch(loader), second = windows_of_epoch(loader), third = windows_of_epoch(other);
-        CHECK((is_permutation_of_all(first) && is_permutation_of_all(second) && is_permutation_of_all(third)));
+        const std::vector<int32_t> first = windows_of_epoch(loader), second = windows_of_epoch(loader),
+                                   third = windows_of_epoch(other);
+        CHECK(
+            (is_permutation_of_all(first) && is_permutation_of_all(second) && is_permutation_of_all(third)));
         CHECK((loader.position().epoch == 2 && loader.position().window == 0));
-        if (n < 20) continue;  // of 20! orders no two are likely the same
+        if (n < 20) continue;  // two equal orders are unlikely: there are 20!
         CHECK((first != second && first != third && !std::is_sorted(first.begin(), first.end())));
     }
     Loader in_order(counting(1000), 1, 1, 3, false);
@@ -216,21 +226,23 @@ TEST_CASE("Loader: each epoch gives every window once, in another order for each
 
 TEST_CASE("Loader: every window is equally likely at every position") {
     FRESH_RANDOM(rng);
-    constexpr int64_t N = 7, EPOCHS = 7000;  // each window at each place: mean 1000, standard deviation 29.3
+    // Each window is at each position 1000 times on average, with a standard deviation of 29.3.
+    constexpr int64_t N = 7, EPOCHS = 7000;
     Loader loader(counting(N + 1), 1, 1, rng.bits(), true);
     int64_t seen[N][N] = {};
     for (int64_t epoch = 0; epoch < EPOCHS; epoch++) {
         const std::vector<int32_t> order = windows_of_epoch(loader);
-        for (size_t place = 0; place < N; place++) seen[place][order[place]]++;
+        for (size_t position = 0; position < N; position++) seen[position][order[position]]++;
     }
-    for (const auto& place : seen)
-        for (int64_t times : place) CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // beyond 6 sigma in one of 10^7 runs
+    for (const auto& position : seen)
+        for (int64_t times : position)
+            CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // 6 sigma are exceeded in one of 10^7 runs
 }
 
 TEST_CASE("Loader: batches span epochs, windows overlap by one token, and a position resumes exactly") {
     FRESH_RANDOM(rng);
     constexpr int64_t B = 3, T = 4, WINDOWS = 7;
-    const TokenStream stream = counting(WINDOWS * T + 3);  // two tokens too few for another window
+    const TokenStream stream = counting(WINDOWS * T + 3);  // two tokens short of another window
     const uint64_t seed = rng.bits();
     Loader loader(stream, B, T, seed, true);
     REQUIRE(loader.windows() == WINDOWS);
@@ -266,10 +278,12 @@ TEST_CASE("Loader: batches span epochs, windows overlap by one token, and a posi
 
 TEST_CASE("Loader: fewer tokens than one batch, and a position beyond the data, are rejected") {
     CHECK_NOTHROW(Loader(counting(4 * 8 + 1), 4, 8, 1, true));
-    for (int64_t n : {0, 1, 2, 8, 9, 32}) check_refused([&] { Loader(counting(n), 4, 8, 1, true); }, "--batch");
-    check_refused([] { Loader(TokenStream(), 1, 1, 1, true); }, "--batch");
+    for (int64_t n : {0, 1, 2, 8, 9, 32})
+        check_error([&] { Loader(counting(n), 4, 8, 1, true); }, "--batch");
+    check_error([] { Loader(TokenStream(), 1, 1, 1, true); }, "--batch");
     Loader loader(counting(101), 1, 10, 1, true);
     loader.seek({5, 9});
-    for (const Loader::Position& p : {Loader::Position{0, 10}, Loader::Position{0, -1}, Loader::Position{-1, 0}})
-        check_refused([&] { loader.seek(p); }, "--data");
+    for (const Loader::Position& p :
+         {Loader::Position{0, 10}, Loader::Position{0, -1}, Loader::Position{-1, 0}})
+        check_error([&] { loader.seek(p); }, "--data");
 }

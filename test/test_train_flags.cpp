@@ -1,45 +1,43 @@
-// test_train_flags.cpp - the flags of ./train. A flag that cannot be used gives one sentence that names it,
-// exit code 1, and no change to any file.
+// test_train_flags.cpp - the flags of ./train. A flag that cannot be used gives one sentence with its name
+// and exit code 1, and no file changes.
 #include <doctest/doctest.h>
 
-#include <filesystem>
-#include <nlohmann/json.hpp>
-#include <sstream>
+#include <cmath>
 
-#include "../data/checkpoint.h"
 #include "../plan.h"
 #include "program.h"
+#include "token_files.h"
 
 using namespace coat;
 using namespace coat::test;
-
-namespace {
-
-namespace fs = std::filesystem;
-
-}  // namespace
+using namespace coat::test::token_files;
 
 TEST_CASE("train: --help lists every flag, its default and the tables") {
-    Folder folder;
+    RunFolder folder;
     for (const char* flag : {"--help", "-h"}) {
         const Ended ended = train(folder, flag);
         CHECK(ended.code == 0);
         CHECK(ended.error.empty());
-        for (const char* name : {"device", "model", "recipe", "optimizer", "m-format", "v-format", "attention", "master", "gradients", "recompute",
-                                 "data", "batch", "seq", "accumulate", "steps",
-                                 "lr", "warmup", "schedule", "weight-decay", "clip", "seed", "out", "save-every", "resume", "eval-every",
-                                 "sample-every", "prompt", "log", "plan", "help"})
+        for (const char* name :
+             {"device",       "model",        "recipe",    "optimizer", "m-format",   "v-format",
+              "attention",    "master",       "gradients", "recompute", "data",       "batch",
+              "seq",          "accumulate",   "steps",     "lr",        "warmup",     "schedule",
+              "weight-decay", "clip",         "seed",      "out",       "save-every", "resume",
+              "eval-every",   "sample-every", "prompt",    "log",       "plan",       "help"})
             CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
         for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
-        for (const Recipe& r : recipes()) CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
-        for (const OptimizerFormat& o : optimizers()) CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
+        for (const Recipe& r : recipes())
+            CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
+        for (const OptimizerFormat& o : optimizers())
+            CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
         for (const MemoryMode& mode : memory_modes())
-            for (const Choice& choice : mode.choices) CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
+            for (const Choice& choice : mode.choices)
+                CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
     }
 }
 
 TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
-    Folder folder;
+    RunFolder folder;
     const std::string cases[][2] = {
         {"--bacth 4", "--batch"},  // the nearest flag is suggested
         {"--resum out", "--resume"},
@@ -84,66 +82,74 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
         {"--model llama-tinny", "--model"},
         {"--model nowhere/model", "--model"},
     };
-    for (const auto& [flags, names] : cases) check_refused(folder, flags, names);
-    const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;  // and why
-    if (no_gpu) check_refused(folder, "--device gpu --data text", "--device gpu");
+    for (const auto& [flags, names] : cases) check_rejected(folder, flags, names);
+    // The reason follows in brackets.
+    const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;
+    if (no_gpu) check_rejected(folder, "--device gpu --data text", "--device gpu");
 }
 
 TEST_CASE("train: impossible shapes and sizes are rejected before anything is allocated") {
-    Folder folder;
+    RunFolder folder;
     fs::create_directory(folder.path / "empty");
-    check_refused(folder, "--device cpu --data text --model empty", "config.json");
-    check_refused(folder, "--device cpu --data text --seq 512", "--seq");  // llama-tiny has 256 positions
-    check_refused(folder, "--plan --model llama-3-8b --batch 4096 --seq 8192", "--batch");
-    check_refused(folder, "--plan --batch 65536 --seq 16", "--batch");
-    check_refused(folder, "--plan --recipe fp32 --attention groups", "--attention groups");
-    check_refused(folder, "--plan --recipe fp32 --master none", "--master none");
-    check_refused(folder, "--plan --gradients none --accumulate 2", "--accumulate 1");
-    check_refused(folder, "--device cpu --data text --model llama-30b --batch 4000 --seq 2048", "memory");
-    check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'", "--prompt");
-    check_refused(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
+    check_rejected(folder, "--device cpu --data text --model empty", "config.json");
+    check_rejected(folder, "--device cpu --data text --seq 512", "--seq");  // llama-tiny has 256 positions
+    check_rejected(folder, "--plan --model llama-3-8b --batch 4096 --seq 8192", "--batch");
+    check_rejected(folder, "--plan --batch 65536 --seq 16", "--batch");
+    check_rejected(folder, "--plan --recipe fp32 --attention groups", "--attention groups");
+    check_rejected(folder, "--plan --recipe fp32 --master none", "--master none");
+    check_rejected(folder, "--plan --gradients none --accumulate 2", "--accumulate 1");
+    check_rejected(folder, "--device cpu --data text --model llama-30b --batch 4000 --seq 2048", "memory");
+    check_rejected(folder,
+                  "--device cpu --data text --batch 2 --seq 16 --prompt 'a prompt longer than sixteen'",
+                  "--prompt");
+    check_rejected(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
 }
 
 TEST_CASE("train: --data that cannot be trained on is rejected") {
-    Folder folder;
-    write_file(folder.path / "nothing", "");
-    write_file(folder.path / "short", "too few bytes for a batch");
-    write_file(folder.path / "cut.bin", token_file(20240520, 1000, {1, 2, 3}));
-    write_file(folder.path / "magic.bin", token_file(12345678, 3, {1, 2, 3}));
-    write_file(folder.path / "header.bin", std::string("abc"));
-    write_file(folder.path / "large.bin", token_file(20240520, 60000, std::vector<uint16_t>(60000, 50300)));
+    RunFolder folder;
+    folder.write("nothing", "");
+    folder.write("short", "too few bytes for a batch");
+    const std::string good = token_file(std::vector<uint16_t>{1, 2, 3});
+    folder.write("cut.bin", with_word(good, 2, 1000));
+    folder.write("magic.bin", with_word(good, 0, 12345678));
+    folder.write("header.bin", "abc");
+    folder.write("large.bin", token_file(std::vector<uint16_t>(60000, 50300)));
     fs::create_directory(folder.path / "hollow");
     const std::string tiny_run = "--device cpu --batch 2 --seq 16 --sample-every 0 --out '' --data ";
     for (const char* file : {"missing", "nothing", "short", "cut.bin", "magic.bin", "header.bin", "hollow"})
-        check_refused(folder, tiny_run + file, std::string(file) == "short" ? "--" : file);
-    check_refused(folder, tiny_run + "large.bin --model gpt2", "50300");  // gpt2 has 50257 tokens
+        check_rejected(folder, tiny_run + file, std::string(file) == "short" ? "--" : file);
+    check_rejected(folder, tiny_run + "large.bin --model gpt2", "50300");  // gpt2 has 50257 tokens
 }
 
 TEST_CASE("train: the learning rate and weight decay follow their flags") {
-    Folder folder;
+    RunFolder folder;
     auto rates = [&](const std::string& flags) {
         require_success(tiny(folder, "--warmup 1 --lr 1e-2 --steps 4 --out '' --log log " + flags));
         std::vector<double> result;
-        std::istringstream log(read_file(folder.path / "log"));
-        for (std::string line; std::getline(log, line);)
-            if (const auto told = nlohmann::json::parse(line); told.at("kind") == "step") result.push_back(told.at("lr"));
+        for (const auto& line : logged(folder, "step")) result.push_back(line.at("lr"));
         return result;
     };
     for (const Schedule& schedule : schedules()) {
-        const std::vector<double> told = rates(std::string("--schedule ") + schedule.name);
-        REQUIRE(told.size() == 4);
-        for (int64_t step = 0; step < 4; step++) CHECK(told[size_t(step)] == double(learning_rate(schedule, 1e-2, 1, 4, step)));
+        const std::vector<double> lr = rates(std::string("--schedule ") + schedule.name);
+        REQUIRE(lr.size() == 4);
+        for (int64_t step = 0; step < 4; step++)
+            CHECK(lr[size_t(step)] == double(learning_rate(schedule, 1e-2, 1, 4, step)));
     }
     CHECK(rates("--schedule constant").back() > 2 * rates("--schedule linear").back());
-    for (const char* decay : {"0", "1"}) require_success(tiny(folder, std::string("--steps 2 --warmup 0 --weight-decay ") + decay + " --out decay" + decay));
-    CHECK(weights_and_state(folder.path / "decay0/step-000002") != weights_and_state(folder.path / "decay1/step-000002"));
+    for (const char* decay : {"0", "1"})
+        require_success(tiny(
+            folder, std::string("--steps 2 --warmup 0 --weight-decay ") + decay + " --out decay" + decay));
+    CHECK(weights_and_state(folder.path / "decay0/step-000002") !=
+          weights_and_state(folder.path / "decay1/step-000002"));
 }
 
 TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without allocating it") {
-    Folder folder;
-    // 7B weights alone are 13 GB: an address space of one is not enough for any of the run. Sanitizers need more than all.
+    RunFolder folder;
+    // The weights of 7B alone are 13 GB: with an address space of 1 GB none of them can be allocated.
+    // Sanitizers need a larger address space.
     const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
-    const Ended ended = shell(folder, limit + "'" + program() + "' --plan --model llama-2-7b --batch 8 --seq 2048");
+    const Ended ended =
+        shell(folder, limit + "'" + program() + "' --plan --model llama-2-7b --batch 8 --seq 2048");
     CHECK(ended.code == 0);
     CHECK(number_after(ended.out, "saved activations: ") <= 16.5);
     CHECK(number_after(ended.out, "saved activations: ") >= 16.0);
@@ -152,14 +158,19 @@ TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without alloca
     CHECK(ended.out.find("C bytes per token and layer") != std::string::npos);
     CHECK(ended.out.find("bytes per parameter") != std::string::npos);
     for (const ModelConfig& c : models())
-        for (const Recipe& r : recipes()) CHECK(train(folder, "--plan --batch 1 --seq 128 --model " + c.name + " --recipe " + r.name).code == 0);
-    CHECK(folder.files().size() == 1);  // only the text
+        for (const Recipe& r : recipes())
+            CHECK(
+                train(folder, "--plan --batch 1 --seq 128 --model " + c.name + " --recipe " + r.name).code ==
+                0);
+    CHECK(folder.files().size() == 1);  // only "text"
 }
 
 TEST_CASE("train: --steps 0 evaluates and writes nothing") {
-    Folder folder;
+    RunFolder folder;
     const Ended ended = tiny(folder, "--steps 0");
     CHECK(ended.code == 0);
-    CHECK(number_after(ended.out, "validation | step 0 | loss ") == doctest::Approx(std::log(256.0)).epsilon(0.05));  // knows nothing yet
+    // The loss of a model that was not trained.
+    CHECK(number_after(ended.out, "validation | step 0 | loss ") ==
+          doctest::Approx(std::log(256.0)).epsilon(0.05));
     CHECK(folder.files().size() == 1);
 }

@@ -1,16 +1,14 @@
-// test_walk.cpp - dev/WALK.md: every quotation of a source file stands in that file.
+// test_walk.cpp - dev/WALK.md: every quotation of a source file is found in that file.
 #include <doctest/doctest.h>
 
 #include <sstream>
 
-#include "../data/checkpoint.h"
-#include "../plan.h"
-#include "program.h"
+#include "files.h"
 
 using namespace coat;
 using namespace coat::test;
 
-TEST_CASE("WALK.md: every quotation of a file stands in the file, line by line and in order") {
+TEST_CASE("WALK.md: every quoted line is in its file, in the same order") {
     auto trimmed = [](const std::string& line) {
         const size_t first = line.find_first_not_of(' ');
         return first == std::string::npos ? "" : line.substr(first);
@@ -19,7 +17,7 @@ TEST_CASE("WALK.md: every quotation of a file stands in the file, line by line a
     std::istringstream source;
     std::string file, line, found;
     bool gap = false;  // lines were left out before this one
-    int quoted = 0;
+    int lines = 0;
     while (std::getline(walk, line)) {
         const bool fence = line.rfind("```", 0) == 0;
         if (fence) file = line.rfind("```cpp ", 0) == 0 ? line.substr(7) : "";
@@ -28,15 +26,15 @@ TEST_CASE("WALK.md: every quotation of a file stands in the file, line by line a
         else if (!file.empty() && !trimmed(line).empty()) {
             CAPTURE(file);
             CAPTURE(line);
-            bool stands = false, over = false;
-            while (!stands && !over && std::getline(source, found)) {
-                stands = trimmed(found) == trimmed(line);
+            bool found_line = false, over = false;
+            while (!found_line && !over && std::getline(source, found)) {
+                found_line = trimmed(found) == trimmed(line);
                 over = !gap && !trimmed(found).empty();
             }
-            CHECK(stands);
+            CHECK(found_line);
             gap = false;
-            quoted++;
+            lines++;
         }
     }
-    CHECK(quoted > 40);
+    CHECK(lines > 40);
 }

@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <vector>
 
+#include "../../adamw.cuh"
 #include "../../coat.cuh"
+#include "../../gpu/layers.cuh"
 #include "../../reference.h"
 
 namespace ladder {

@@ -1,24 +1,15 @@
-// test_bad_runs.cpp - folders, paths, tokenizers and output streams that a run of ./train cannot use: each gives one
-// sentence, and no crash.
+// test_bad_runs.cpp - folders, paths, tokenizers and output streams that a run of ./train cannot use. Each
+// gives one sentence, and no crash.
 #include <doctest/doctest.h>
 
 #include <dirent.h>
 #include <sys/syscall.h>
 #include <cerrno>
-#include <chrono>
 #include <climits>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <set>
 
-#include "../../coat.h"
-#include "../../data/checkpoint.h"
-#include "../../data/safetensors.h"
-#include "../../data/tokens.h"
 #include "../bad_files.h"
-#include "../tiny.h"
+#include "../program.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -26,9 +17,10 @@ using namespace coat::test::bad_files;
 
 namespace {
 
-// The test's own fsync and readdir take the place of the C library's: one remembers what is synced, one can fail.
+// The fsync and readdir defined here replace those of the C library. fsync records which paths are synced;
+// readdir can be made to fail.
 std::set<std::string> synced;
-int readable_entries = INT_MAX;  // of folders, before the first failure
+int readable_entries = INT_MAX;  // entries of folders before the first failure
 
 }  // namespace
 
@@ -38,14 +30,14 @@ extern "C" int fsync(int file) {
     return static_cast<int>(syscall(SYS_fsync, file));
 }
 extern "C" dirent* readdir(DIR* folder) {
-    // On 64-bit Linux both structures are the same.
+    // On 64-bit Linux dirent and dirent64 are the same structure.
     if (readable_entries-- > 0) return reinterpret_cast<dirent*>(readdir64(folder));
     errno = EIO;
     return nullptr;
 }
 
 TEST_CASE("vocabulary: a long prompt is encoded quickly") {
-    std::vector<std::string> pieces;  // as many as GPT-2 has, and every byte among them
+    std::vector<std::string> pieces;  // as many as GPT-2 has, with every byte
     for (int c = 0; c < 256; c++) pieces.push_back({static_cast<char>(c < 128 ? c : 0xC2 + (c >= 192))});
     for (int c = 128; c < 256; c++) pieces[static_cast<size_t>(c)] += static_cast<char>(c & 0xBF);
     for (int i = 0; i < 50'000; i++) pieces.push_back(" word" + std::to_string(i));
@@ -81,7 +73,7 @@ TEST_CASE("vocabulary: the longest match equals that of a search over all pieces
                     best = t;
             expected.push_back(static_cast<int32_t>(best));
         }
-        // of equal pieces the last, and no piece that is empty
+        // Of equal pieces the last one counts; an empty piece never does.
         REQUIRE(Vocabulary::read(folder.write("v.json", vocabulary(pieces))).encode(text) == expected);
     }
 }
@@ -91,27 +83,24 @@ TEST_CASE("error messages: plain, short and complete for any file content or pat
     auto type_is = [&](const std::string& type) {
         const nlohmann::json config = {{"model_type", type}};
         folder.write("model/config.json", config.dump());
-        check_refused([&] { read_model_config(folder / "model"); }, "config.json",
-                      "implements llama and gpt2");
+        check_error([&] { read_model_config(folder / "model"); }, "config.json", "implements llama and gpt2");
     };
     type_is(std::string("a\0b", 3));
-    type_is("\u009B31m");                    // a control sequence in one character
-    type_is("\u202Eabc\u2066\u200F\u2028");  // changes of direction, and a line break that is not \n
+    type_is("\u009B31m");                    // a control sequence introducer in one character
+    type_is("\u202Eabc\u2066\u200F\u2028");  // changes of text direction, and a line break other than \n
     type_is(std::string(1'000'000, 'x'));
-    folder.write("model/config.json",
-                 "{\"model_type\": \"llama\", \"hidden_act\": \"" + std::string(1'000'000, 'y') + "\"}");
-    check_refused([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
-    check_refused([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
-                  "give a Hugging Face model folder");
-    CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) ==
-          "caf\u00E9 \u4E2D\u6587");  // what is no danger stays
+    const std::string long_name(1'000'000, 'y');
+    folder.write("model/config.json", "{\"model_type\": \"llama\", \"hidden_act\": \"" + long_name + "\"}");
+    check_error([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
+    check_error([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
+                "give a Hugging Face model folder");
+    // Harmless characters do not change.
+    CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) == "caf\u00E9 \u4E2D\u6587");
 
     const std::string header =
         "{\"" + std::string(1'000'000, 'z') + "\":{\"dtype\":\"F31\",\"shape\":[],\"data_offsets\":[0,0]}}";
-    const uint64_t length = header.size();
-    const std::string file =
-        folder.write("name", std::string(reinterpret_cast<const char*>(&length), 8) + header);
-    check_refused([&] { Safetensors s(file); }, file, "download it again");
+    const std::string file = folder.write("name", only_header(header));
+    check_error([&] { Safetensors s(file); }, file, "download it again");
 }
 
 TEST_CASE("train: paths in the output have no control characters") {
@@ -119,11 +108,11 @@ TEST_CASE("train: paths in the output have no control characters") {
     folder.write("te\u202Ext", text_of_lines());
     std::string run = TINY;
     replace(run, "text", "te\u202Ext");
-    const Ended first = shell(folder, run + "--out 'o\u202Eut'");
+    const Ended first = train(folder, run + "--steps 2 --out 'o\u202Eut'");
     CHECK(first.code == 0);
     CHECK(!contains(first.out, "\u202E"));
     CHECK(contains(first.out, "saved | step 2 | o?ut/step-000002"));
-    const Ended second = shell(folder, "train --resume 'o\u202Eut' --steps 3");
+    const Ended second = train(folder, "--device cpu --resume 'o\u202Eut' --steps 3");
     CHECK(second.code == 0);
     CHECK(!contains(second.out, "\u202E"));
 }
@@ -132,15 +121,10 @@ TEST_CASE("load_corpus: a folder that cannot be read is rejected by name") {
     Folder folder;
     for (int i = 0; i < 6; i++) folder.write(std::to_string(i), "");
     readable_entries = 5;
-    std::string said;
-    try {
-        find_checkpoint(folder.path.string());
-    } catch (const Error& error) {
-        said = error.what();
-    }
+    const std::string error = error_of([&] { find_checkpoint(folder.path.string()); });
     readable_entries = INT_MAX;
-    CHECK(contains(said, folder.path.string()));
-    CHECK(contains(said, "Input/output error"));
+    CHECK(contains(error, folder.path.string()));
+    CHECK(contains(error, "Input/output error"));
 }
 
 TEST_CASE("load_corpus: a link to itself in a folder is ignored") {
@@ -155,39 +139,37 @@ TEST_CASE("train: settings that a checkpoint cannot store are rejected at the st
     Folder folder;
     folder.write("caf\xE9", text_of_lines());
     folder.write("caf\u00E9", text_of_lines());
-    std::string run = TINY;
+    std::string run = TINY + "--steps 2";
     replace(run, "text", "caf\xE9");
-    check_refused(shell(folder, run), "--data", "UTF-8");
+    check_failed(train(folder, run), "--data", "UTF-8");
     CHECK(!fs::exists(folder / "out"));
     replace(run, "caf\xE9", "caf\u00E9");
-    CHECK(shell(folder, run).code == 0);
-    CHECK(shell(folder, "train --resume out --steps 3").code == 0);
+    CHECK(train(folder, run).code == 0);
+    CHECK(train(folder, "--device cpu --resume out --steps 3").code == 0);
 }
 
 TEST_CASE("train: damaged settings in a checkpoint are reported as the checkpoint's") {
-    Folder folder;
-    folder.write("text", text_of_lines());
-    REQUIRE(shell(folder, TINY).code == 0);
-    const std::string path = folder / "out/step-000002/trainer.json", good = read_bytes(path);
+    RunFolder folder;
+    REQUIRE(tiny(folder, "--steps 2").code == 0);
+    const std::string path = folder / "out/step-000002/trainer.json", good = read_file(path);
     for (const auto& [from, to] : {std::pair{"\\\"recipe\\\":\\\"coat\\\"", "\\\"recipe\\\":\\\"goat\\\""},
                                    {"\\\"lr\\\":\\\"3e-3\\\"", "\\\"lr\\\":\\\"3e9\\\""},
                                    {"\\\"master\\\":\\\"exact\\\"", "\\\"master\\\":\\\"some\\\""},
                                    {"\\\"schedule\\\":\\\"cosine\\\"", "\\\"schedule\\\":\\\"\\\""}}) {
         std::string bad = good;
         replace(bad, from, to);
-        std::ofstream(path, std::ios::binary) << bad;
-        check_refused(shell(folder, "train --resume out --steps 3"), "trainer.json");
+        write_file(path, bad);
+        check_failed(train(folder, "--device cpu --resume out --steps 3"), "trainer.json");
     }
-    std::ofstream(path, std::ios::binary) << good;
-    check_refused(shell(folder, "train --resume out --steps 3 --recompute maybe"),
-                  "--recompute maybe");  // this one is the user's
-    CHECK(!contains(shell(folder, "train --resume out --steps 3 --recompute maybe").error, "trainer.json"));
+    write_file(path, good);
+    const Ended by_user = train(folder, "--device cpu --resume out --steps 3 --recompute maybe");
+    check_failed(by_user, "--recompute maybe");  // a mistake of the user, not of the file
+    CHECK(!contains(by_user.error, "trainer.json"));
 }
 
 TEST_CASE("train: with stdout closed nothing but the log is written to the log") {
-    Folder folder;
-    folder.write("text", text_of_lines());
-    CHECK(shell(folder, TINY + "--out '' --log log >&-").code == 0);
+    RunFolder folder;
+    CHECK(tiny(folder, "--steps 2 --out '' --log log >&-").code == 0);
     std::ifstream log(folder / "log");
     int lines = 0;
     for (std::string line; std::getline(log, line); lines++) CHECK(nlohmann::json::accept(line));
@@ -225,10 +207,9 @@ class Tokenizer:
 )");
     for (const auto& [tokens, named] : {std::pair{"[]", "no tokens"}, {"[\"a\", \"\\u4e2d\"]", "alphabet"}}) {
         folder.write("t.json", tokens);
-        const Ended ended =
-            shell(folder, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() +
-                              "' --tokenizer t.json text");
-        check_refused(ended, named);
+        const std::string tokenize = fs::absolute("data/tokenize.py").string();
+        const Ended ended = shell(folder, "PYTHONPATH=. python3 '" + tokenize + "' --tokenizer t.json text");
+        check_failed(ended, named);
         CHECK(!contains(ended.error, "Traceback"));
     }
 }

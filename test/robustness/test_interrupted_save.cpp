@@ -1,34 +1,26 @@
-// test_interrupted_save.cpp - saving a checkpoint where the disk is full or the process is killed: a good checkpoint
-// remains at every moment.
+// test_interrupted_save.cpp - saving a checkpoint while the disk is full or the process is killed. A good
+// checkpoint exists at every moment.
 #include <doctest/doctest.h>
 
 #include <csignal>
-#include <filesystem>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
-#include "../../coat.h"
-#include "../../data/checkpoint.h"
-#include "../../data/file.h"
-#include "../../data/safetensors.h"
-#include "../../plan.h"
 #include "../model_files.h"
-#include "../random.h"
 
 using namespace coat;
-using coat::test::count;
-using coat::test::Random;
+using namespace coat::test;
 using namespace coat::test::model_files;
 
 TEST_CASE("checkpoint: a folder that cannot be written is an error, and nothing is lost") {
     Folder folder;
     MemoryModel model(small_setup(LLAMA), 1);
-    write_bytes(folder / "file", "x");
-    check_refused(error_of([&] { save_checkpoint(folder / "file", model, some_state(1)); }), folder / "file", "--out");
-    CHECK(read_bytes(folder / "file") == "x");
-    check_refused(error_of([&] { find_checkpoint(folder / "none"); }), folder / "none");
-    check_refused(error_of([&] { find_checkpoint(folder.path.string()); }), folder.path.string());
+    write_file(folder / "file", "x");
+    check_error([&] { save_checkpoint(folder / "file", model, some_state(1)); }, folder / "file",
+                  "--out");
+    CHECK(read_file(folder / "file") == "x");
+    check_error([&] { find_checkpoint(folder / "none"); }, folder / "none");
+    check_error([&] { find_checkpoint(folder.path.string()); }, folder.path.string());
 }
 
 TEST_CASE("checkpoint: a full disk leaves no partial checkpoint and keeps the previous one") {
@@ -37,7 +29,7 @@ TEST_CASE("checkpoint: a full disk leaves no partial checkpoint and keeps the pr
     MemoryModel model(small_setup(LLAMA), 1), loaded(small_setup(LLAMA), 2);
     const std::string first = save_checkpoint(out, model, some_state(1));
     const auto bytes = static_cast<rlim_t>(fs::file_size(first + "/optimizer.safetensors"));
-    // The largest size of a file stands for the disk; each limit strikes at another place.
+    // A limit on the size of a file stands for a full disk. Each limit stops the save at another place.
     for (rlim_t limit : {rlim_t{0}, rlim_t{100}, rlim_t{5000}, bytes - 1}) {
         rlimit before{};
         getrlimit(RLIMIT_FSIZE, &before);
@@ -47,7 +39,7 @@ TEST_CASE("checkpoint: a full disk leaves no partial checkpoint and keeps the pr
         const std::string error = error_of([&] { save_checkpoint(out, model, some_state(2)); });
         setrlimit(RLIMIT_FSIZE, &before);
         std::signal(SIGXFSZ, handler);
-        check_refused(error, out + "/step-000002.tmp/", "--out");
+        check_error(error, out + "/step-000002.tmp/", "--out");
         CHECK(!fs::exists(out + "/step-000002"));
         CHECK(!fs::exists(out + "/step-000002.tmp"));
         CHECK(find_checkpoint(out) == first);
@@ -58,8 +50,9 @@ TEST_CASE("checkpoint: a full disk leaves no partial checkpoint and keeps the pr
 
 namespace {
 
-// For ever: a model whose bits follow from its step, each step twice, so that replacing is killed as well.
-[[noreturn]] static void save_from(int64_t step, const std::string& out, const Setup& setup) {
+// Saves for ever. A model's bits follow from its step. Each step is saved twice, so that a kill can also
+// strike while a checkpoint is replaced.
+[[noreturn]] void save_from(int64_t step, const std::string& out, const Setup& setup) {
     for (;; step++) {
         MemoryModel model(setup, static_cast<uint64_t>(step));
         for (int twice = 0; twice < 2; twice++) save_checkpoint(out, model, some_state(step));
@@ -74,13 +67,14 @@ TEST_CASE("checkpoint: a kill at any moment of a save leaves the last good check
     const Setup setup = small_setup(LLAMA);
     MemoryModel first(setup, 1), loaded(setup, 0);
     save_checkpoint(out, first, some_state(1));
-    Random random(coat::test::run_seed());
-    int64_t last = 1, torn = 0;  // the newest step seen; kills that struck in the middle of a save
+    Random random(run_seed());
+    int64_t last = 1, torn = 0;  // the newest step seen; kills in the middle of a save
     for (int64_t i = 0; i < count(60, 15); i++) {
         const pid_t child = fork();
         REQUIRE(child >= 0);
         if (!child) save_from(last + 1, out, setup);
-        usleep(static_cast<useconds_t>(1000 + random.bits() % static_cast<uint64_t>(30000 + 2000 * i)));  // a busy machine is slow
+        // Longer and longer: a busy machine is slow.
+        usleep(static_cast<useconds_t>(1000 + random.bits() % static_cast<uint64_t>(30000 + 2000 * i)));
         kill(child, SIGKILL);
         int status = 0;
         waitpid(child, &status, 0);
@@ -88,7 +82,7 @@ TEST_CASE("checkpoint: a kill at any moment of a save leaves the last good check
         for (const auto& entry : fs::directory_iterator(out)) torn += contains(entry.path().string(), ".tmp");
         const std::string found = find_checkpoint(out);
         const LoopState state = read_loop_state(found);
-        REQUIRE(state.step >= last);  // what was once there is there, or newer
+        REQUIRE(state.step >= last);  // the checkpoint seen before, or a newer one
         last = state.step;
         load_checkpoint(found, loaded);
         REQUIRE(loaded.tensors() == MemoryModel(setup, static_cast<uint64_t>(last)).tensors());
@@ -97,13 +91,13 @@ TEST_CASE("checkpoint: a kill at any moment of a save leaves the last good check
     CHECK(torn > 0);
     CHECK(last > 1);
     save_checkpoint(out, first, some_state(last + 1));
-    const auto left = fs::directory_iterator(out);  // of what the kills left, nothing
+    const auto left = fs::directory_iterator(out);  // files that the kills left are removed
     CHECK(std::distance(begin(left), end(left)) == 1);
 }
 
-// The moment between two renames is too short for kills to meet it often; a saver that is only stopped can be looked at
-// thousands of times, and what is on the disk then is what a kill would leave.
-TEST_CASE("checkpoint: while the only one is replaced, a good one exists at every moment") {
+// The moment between two renames is so short that kills rarely strike it. A process that is stopped and
+// continued can be examined thousands of times: the disk then holds what a kill would leave.
+TEST_CASE("checkpoint: while the only checkpoint is replaced, a good one exists at every moment") {
     Folder folder;
     const std::string out = folder / "out";
     const Setup setup = small_setup(LLAMA);
@@ -113,7 +107,7 @@ TEST_CASE("checkpoint: while the only one is replaced, a good one exists at ever
     REQUIRE(child >= 0);
     if (!child)
         for (;;) save_checkpoint(out, model, some_state(1));
-    Random random(coat::test::run_seed());
+    Random random(run_seed());
     int64_t missing = 0, replacing = 0;
     for (int64_t i = 0; i < count(3000, 500); i++) {
         usleep(static_cast<useconds_t>(random.bits() % 500));

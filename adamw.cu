@@ -1,0 +1,952 @@
+// adamw.cu - the paper's section 4 on the GPU: AdamW with moments in FP8 and dynamic range expansion
+// (interface: adamw.cuh; the same operators on the CPU: reference.cpp).
+//
+// Read it in this order:
+//   1. weights and their exact FP32 master
+//   2. the gradient norm, clipping, and steps that are skipped
+//   3. AdamW of one element
+//   4. dynamic range expansion (equation 4): expand, contract, and the scales of a group
+//   5. AdamW in any format: one kernel that reads like the method
+//   6. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (`make build/ladder_adamw`
+//   shows the way there)
+#include "adamw.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// =====================================================================================================================
+// 1. Weights: BF16 and a 16-bit remainder make the FP32 master, bits = (weight << 16) + remainder
+
+__device__ void split(float master, uint16_t& weight, int16_t& remainder) {
+    const uint32_t bits = __float_as_uint(master);
+    weight = static_cast<uint16_t>((bits + 0x8000u) >>
+                                   16);  // nearest; ties away from zero, so that the remainder fits
+    remainder = static_cast<int16_t>(bits & 0xFFFFu);
+}
+__device__ float join(uint16_t weight, int16_t remainder) {
+    return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+constexpr int SIMPLE_THREADS = 256;
+__device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x; }
+
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size,
+                                  int64_t padded, float std, bool ones, int64_t live, uint64_t seed,
+                                  uint64_t index) {
+    const int64_t i = element();
+    if (i >= padded) return;
+    const float value = i < size ? initial(std, ones, live, seed, index, i) : 0.0f;
+    int16_t remainder;
+    if (values) values[i] = value;
+    else split(value, weights[i], remainder);
+    if (remainders) remainders[i] = remainder;
+}
+__global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
+    const int64_t i = element();
+    if (i < n) split(master[i], weight[i], remainder[i]);
+}
+__global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n) {
+    const int64_t i = element();
+    if (i < n) master[i] = join(weight[i], remainder[i]);
+}
+
+}  // namespace
+
+void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, uint64_t seed,
+                cudaStream_t s) {
+    const bool f32 = w.format == Format::F32;
+    const int64_t n = p.padded_size();
+    initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
+        f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
+        f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
+        w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.weight, live, seed,
+        index);
+    CHECK_LAUNCH("initialize");
+}
+void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    split_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(master, weight, remainder, n);
+    CHECK_LAUNCH("split_master");
+}
+void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    join_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(weight, remainder, master, n);
+    CHECK_LAUNCH("join_master");
+}
+
+// =====================================================================================================================
+// 2. The gradient norm, clipping, and steps that are skipped
+
+namespace {
+
+// Sum of squares of a chunk, in FP32 unless it leaves the middle of FP32's range, where squares would
+// overflow or vanish.
+__device__ double sum_of_squares(const Values& v) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
+    if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
+    double exact = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) exact += double(v[j]) * v[j];
+    return exact;
+}
+
+constexpr int NORM_THREADS = 256, NORM_UNROLL = 4;
+template <class T>
+__global__ void __launch_bounds__(NORM_THREADS)
+    squares_kernel(Dense<T> gradients, int64_t chunks, double* partials) {
+    double sum = 0;
+    const int64_t step = int64_t(GRADIENT_PARTIALS) * NORM_THREADS;
+    for (int64_t i = int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x; i < chunks; i += step * NORM_UNROLL) {
+        typename Dense<T>::Raw raw[NORM_UNROLL] = {};
+#pragma unroll
+        for (int u = 0; u < NORM_UNROLL; u++)
+            if (i + u * step < chunks) raw[u] = gradients.load((i + u * step) * CHUNK);
+#pragma unroll
+        for (int u = 0; u < NORM_UNROLL; u++) {
+            Values v;
+            gradients.values(raw[u], v);
+            sum += sum_of_squares(v);
+        }
+    }
+    sum = block_sum<NORM_THREADS>(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(GRADIENT_PARTIALS)
+    gradient_state_kernel(const double* partials, const double* loss, Clipping clip, GradientState* state) {
+    const double squares = block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]);
+    if (threadIdx.x != 0) return;
+    state->squares += squares;
+    state->norm = sqrt(state->squares);
+    const double norm = state->norm * clip.norm_correction;
+    state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
+    // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
+    // represent. NaN fails too.
+    const bool finite = sqrt(squares) * state->scale < 0x1p62 && (!loss || isfinite(*loss));
+    state->skip |= !finite;
+}
+
+constexpr int CHECK_THREADS = 256;
+__global__ void __launch_bounds__(CHECK_THREADS)
+    checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
+    bool finite = true;
+    for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
+    finite = __syncthreads_and(finite);
+    if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+}
+
+}  // namespace
+
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
+    checked_loss_kernel<<<1, CHECK_THREADS, 0, s>>>(scales, n, loss, checked);
+    CHECK_LAUNCH("checked_loss");
+}
+
+void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip,
+                   GradientState* state, double* workspace, cudaStream_t s) {
+    require(n % MOMENT_GROUP == 0, "the flat order is not padded to groups");
+    if (format == Format::F32)
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(dense<float>(gradients), n / CHUNK,
+                                                                  workspace);
+    else
+        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(dense<bf16>(gradients), n / CHUNK,
+                                                                  workspace);
+    CHECK_LAUNCH("gradient_norm");
+    gradient_state_kernel<<<1, GRADIENT_PARTIALS, 0, s>>>(workspace, loss, clip, state);
+    CHECK_LAUNCH("gradient_norm, state");
+}
+
+// =====================================================================================================================
+// 3. AdamW of one element, in FP32
+
+namespace {
+
+// The constants of a step, computed in double on the host.
+struct Factors {
+    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
+    float root_factor, eps;  // both times 1 - beta1^t, so that m needs no factor of its own
+};
+Factors factors(const AdamW& a) {
+    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
+    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
+    return {a.lr,
+            a.beta1,
+            a.beta2,
+            1 - a.beta1,
+            1 - a.beta2,
+            a.weight_decay,
+            static_cast<float>(bias1 / std::sqrt(bias2)),
+            static_cast<float>(bias1 * a.eps)};
+}
+
+// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) +
+// decay w) The old moments m and v still have to be multiplied by keep_m and keep_v: beta times the scale of
+// their format.
+__device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
+                              float& v, float& w) {
+    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
+    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
+    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.eps));
+    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
+}
+
+// How eight weights lie in memory. store() rounds them, and updates `top`, the largest magnitude so far in a
+// form of its own, which largest() converts to the bits of an FP32 value.
+__device__ uint32_t larger_pairs(uint32_t top, uint4 pairs) {  // of two BF16 magnitudes in a word
+    const uint32_t mask = 0x7FFF7FFFu;
+    return __vimax3_u16x2(__vimax3_u16x2(top, pairs.x & mask, pairs.y & mask), pairs.z & mask,
+                          pairs.w & mask);
+}
+__device__ uint32_t largest_of_pair(uint32_t top) { return max(top & 0xFFFF0000u, top << 16); }
+constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
+__device__ uint4 halves(const uint32_t (&b)[CHUNK],
+                        uint32_t selector) {  // the lower or upper 16 bits of each word
+    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
+            __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
+}
+
+struct MasterWeights {  // BF16 and remainder: the exact FP32 master
+    using Value = bf16;
+    static constexpr bool STOCHASTIC = false;
+    struct Raw {
+        uint4 w, r;
+    };
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i),
+                *reinterpret_cast<const uint4*>(w.remainder + i)};
+    }
+    static __device__ void values(const Raw& raw, Values& master) {
+        const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
+                       high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
+#pragma unroll
+        for (int j = 0; j < CHUNK;
+             j++)  // bits = (weight << 16 | remainder ^ 0x8000) - 0x8000, the inverse of store()
+            master[j] = __uint_as_float(
+                __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
+    }
+    static __device__ void store(const Weights& w, int64_t i, const Values& master, const uint64_t (&)[2],
+                                 bool live, uint32_t& top) {
+        uint32_t b[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) b[j] = __float_as_uint(master[j]) + 0x8000u;
+        const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
+        top = larger_pairs(top, weights);
+        if (!live) return;
+        put(static_cast<bf16*>(w.values) + i, weights);
+        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
+        put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
+                                        rest.w ^ 0x80008000u));
+    }
+    static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
+};
+
+struct StochasticWeights {  // BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
+    using Value = bf16;
+    static constexpr bool STOCHASTIC = true;
+    using Raw = Dense<bf16>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<bf16>{static_cast<bf16*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& weight) { Dense<bf16>().values(raw, weight); }
+    static __device__ void store(const Weights& w, int64_t i, const Values& weight,
+                                 const uint64_t (&random)[2], bool live, uint32_t& top) {
+        uint32_t b[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            b[j] =
+                __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFFu);
+        const uint4 weights = halves(b, UPPER);
+        top = larger_pairs(top, weights);
+        if (live) put(static_cast<bf16*>(w.values) + i, weights);
+    }
+    static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
+};
+
+struct FloatWeights {  // the fp32 recipe
+    using Value = float;
+    static constexpr bool STOCHASTIC = false;
+    using Raw = Dense<float>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<float>{static_cast<float*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& master) { Dense<float>().values(raw, master); }
+    static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2],
+                                 bool live, uint32_t& top) {
+        Dense<float>{static_cast<float*>(w.values)}.store(i, master, live);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
+    }
+    static __device__ uint32_t largest(uint32_t top) { return top; }
+};
+
+// Eight gradients, BF16 or FP32: known at run time, the same for all threads. BF16 gradients lie in the first
+// half.
+struct RawGradients {
+    uint4 lo, hi;
+};
+template <class T>
+__device__ RawGradients load_gradients(const Gradient& gradients, int64_t i) {
+    if (sizeof(T) == 4 || gradients.f32) {
+        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
+        return {p[0], p[1]};
+    }
+    return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+}
+template <class T>
+__device__ void gradient_values(const Gradient& gradients, const RawGradients& raw, Values& g) {
+    if (sizeof(T) == 4 || gradients.f32) {
+        const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
+                                       raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
+    } else {
+        Dense<bf16>().values(raw.lo, g);
+    }
+}
+
+// =====================================================================================================================
+// 4. Dynamic range expansion (paper section 4.2, equation 4)
+//
+// A group of 128 moments whose magnitudes span R = max / smallest non-zero is stretched to the range of E4M3,
+// 448 / 2^-9, by a power:
+//   k = log(448 / 2^-9) / log(R),   expand: code = sign(x) E4M3(448 (|x| / max)^k),   contract: x' = sign max
+//   (|code| / 448)^(1/k)
+//
+// A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's bandwidth a
+// multiprocessor has to finish one element per clock. That leaves 15 special functions (log2, exp2, roots,
+// reciprocals) and 120 instructions per element: hence the fast functions, and a table of log2(|code| / 448)
+// in shared memory. Rare cases branch off once for all eight elements.
+
+constexpr int TEAM = MOMENT_GROUP / CHUNK,
+              TEAMS = 32 / TEAM;  // lanes of a group; groups that a warp works on at once
+static_assert(TEAM >= 4, "group_scales() shares four maxima among the lanes of a group");
+__device__ int team() { return threadIdx.x / TEAM % TEAMS; }
+__device__ int first_of_lane() { return threadIdx.x % TEAM * CHUNK; }
+
+struct MomentFormat {  // of one moment, as the kernels need it; plain: FP32 or BF16
+    bool plain, half, e5m2, expand, per_tensor, keep_positive;
+    float max, log_max, log_range;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
+};
+MomentFormat moment_format(Format f, const OptimizerFormat& o) {
+    const double max = info(f).max;
+    const bool plain = !is_scaled(f), expand = o.expand && is_fp8(f);
+    if (plain) return {true, false, false, false, false, false, 1, 0, 1};
+    return {false,
+            f == Format::F16,
+            f == Format::E5M2,
+            expand,
+            o.granularity == PER_TENSOR,
+            o.keep_positive,
+            info(f).max,
+            static_cast<float>(std::log2(max)),
+            static_cast<float>(std::log2(max / info(f).min))};
+}
+
+// Equation 4: k = log_R(FMAX / FMIN), rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros
+// has k = 1.
+__device__ float expansion_factor(float log_range, float max, float min_nonzero) {
+    if (max == 0) return 1.0f;
+    const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
+    return fminf(fmaxf(floorf(16.0f * log_range * fast_reciprocal(log_ratio)) * 0.0625f, 0.0625f), 64.0f);
+}
+
+struct GroupScale {     // what the elements of a group share
+    float max, k;
+    float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
+};
+
+// In such a group magnitudes lie up to 2^(log_range / k) apart, which may leave FP32's normal range: it takes
+// the careful path.
+__device__ bool wide(const MomentFormat& f, float k) { return f.log_range > 120.0f * k; }
+
+// Eight values of FMAX (|x| / max)^k, before they are rounded to codes.
+__device__ void expand(const MomentFormat& f, const GroupScale& g, const Values& x, Values& y) {
+    if (!wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0)) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            y[j] = fast_exp2(
+                __fmaf_rn(g.k, fast_log2_of_normal(fabsf(x[j]) * g.inverse), f.log_max));  // log2(0) gives 0
+        return;
+    }
+    const float log_max = log2f(g.max);
+#pragma unroll 1
+    for (int j = 0; j < CHUNK; j++) {  // one at a time; the inner loops keep x and y in registers
+        float from = 0;
+#pragma unroll
+        for (int at = 0; at < CHUNK; at++) from = at == j ? fabsf(x[at]) : from;
+        const float to = f.max * fast_exp2(g.k * (log2f(from) - log_max));
+#pragma unroll
+        for (int at = 0; at < CHUNK; at++) y[at] = at == j ? to : y[at];
+    }
+}
+
+// Eight values of (|code| / FMAX)^(1/k), which are still to be multiplied by the result. `table` has
+// log2(|code| / FMAX).
+__device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
+                          Values& x) {
+    const float inverse_k = fast_reciprocal(g.k);
+    auto log_of = [&](int j) { return table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu]; };
+    if (!wide(f, g.k)) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(log_of(j) * inverse_k);
+        return g.max;
+    }
+#pragma unroll 1
+    for (int j = 0; j < CHUNK; j++) {  // the power alone may underflow where its product with max does not
+        const float root = exp2f(0.5f * (log_of(j) * inverse_k)), value = root * g.max * root;
+#pragma unroll
+        for (int to = 0; to < CHUNK; to++) x[to] = to == j ? value : x[to];
+    }
+    return 1.0f;
+}
+
+// Codes of eight moments. SECOND: a second moment is never negative, and what is above zero stays above zero.
+template <bool SECOND>
+__device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const Values& x) {
+    Values y;
+    if (f.expand) {
+        expand(f, g, x, y);
+    } else {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) y[j] = fabsf(x[j]) * g.inverse;
+    }
+    if constexpr (!SECOND) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
+    }
+    uint2 codes = encode(f.e5m2, y, 1.0f);
+    const bool fast =
+        f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // makes no zeros of its own
+    if (SECOND && f.keep_positive && !fast) {
+        for (int j = 0; j < CHUNK; j++) {
+            uint32_t& four = j < 4 ? codes.x : codes.y;
+            if (x[j] > 0 && (four >> 8 * (j % 4) & 0xFFu) == 0) four |= 1u << 8 * (j % 4);
+        }
+    }
+    return codes;
+}
+// The values of eight codes; they are still to be multiplied by the result. Without expansion `table` has
+// |code|.
+template <bool SECOND>
+__device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
+                               Values& x) {
+    float scale;
+    if (f.expand) {
+        scale = contract(f, g, codes, table, x);
+    } else {
+        scale = scale_of(f.max, g.max);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu];
+    }
+    if constexpr (!SECOND) {
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = (j < 4 ? codes.x : codes.y) >> 8 * (j % 4);
+            x[j] = __uint_as_float(__float_as_uint(x[j]) | (code << 24 & 0x80000000u));
+        }
+    }
+    return scale;
+}
+__device__ void fill_table(const MomentFormat& f, float* table) {
+    for (uint32_t code = threadIdx.x; code < 128; code += blockDim.x) {
+        const float value = decode2(f.e5m2, code).x;
+        table[code] = f.expand ? log2f(value) - log2f(f.max) : value;
+    }
+}
+
+// The scales of both moments of a group, from its new values. Four reductions over the group's lanes (the
+// maximum and the minimum of m and of v) share one butterfly: after the first exchange even lanes go on with
+// m and odd lanes with v; after the second, half of those with the maximum and half with the minimum. At the
+// end each lane computes the scale of its moment and exchanges it with its neighbour. Minima are found as
+// maxima of ~(bits - 1), so that zeros do not count.
+__device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
+                             GroupScale& gm, GroupScale& gv) {
+    const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;
+    auto exchange = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
+    uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t bits[2] = {magnitude(m[j]), __float_as_uint(v[j])};  // v is not negative
+#pragma unroll
+        for (int i = 0; i < 2; i++) tops[i] = max(tops[i], bits[i]), lows[i] = min(lows[i], bits[i] - 1);
+    }
+    const uint32_t top = max(odd ? tops[1] : tops[0], exchange(odd ? tops[0] : tops[1], 1));
+    const uint32_t inverted = ~min(odd ? lows[1] : lows[0], exchange(odd ? lows[0] : lows[1], 1));
+    uint32_t largest = max(low ? inverted : top, exchange(low ? top : inverted, 2));
+#pragma unroll
+    for (int lanes = 4; lanes < TEAM; lanes *= 2) largest = max(largest, exchange(largest, lanes));
+    const uint32_t other = exchange(largest, 2);
+    const float group_max = __uint_as_float(low ? other : largest),
+                group_min = __uint_as_float(~(low ? largest : other) + 1);
+
+    const bool expands = odd ? fv.expand : fm.expand;
+    const float k =
+        expands ? expansion_factor(odd ? fv.log_range : fm.log_range, group_max, group_min) : 1.0f;
+    float inverse = fast_reciprocal(fmaxf(group_max, 0x1p-126f));
+    if (expands)
+        inverse = __fmaf_rn(inverse, __fmaf_rn(-group_max, inverse, 1.0f), inverse);  // one Newton step
+    else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_max));
+    const GroupScale mine{group_max, k, inverse};
+    const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_max, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1),
+                            __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
+    gm = {odd ? theirs.max : mine.max, odd ? theirs.k : mine.k, odd ? theirs.inverse : mine.inverse};
+    gv = {odd ? mine.max : theirs.max, odd ? mine.k : theirs.k, odd ? mine.inverse : theirs.inverse};
+}
+
+// =====================================================================================================================
+// 5. AdamW in any format
+//
+// One kernel for moments in FP32, BF16, FP16 and FP8, in groups or with one scale per tensor. It goes through
+// groups of 128, half a warp each. One scale per tensor (FP8-LM) needs the largest new moment before the
+// first is encoded: so the moments are computed twice, once for the maxima, which go to max[1] while max[0]
+// still decodes, and once to be stored.
+
+struct AdamArguments {
+    Factors f;
+    MomentFormat m, v;
+    const Segment* segments;
+    int number_of_segments;
+    int64_t first, groups;  // of the range: its first element, how many groups it has
+    Weights w;
+    uint64_t rounding;
+    Gradient gradients;     // of the range
+    const GradientState* state;  // null: of a measurement
+    QuantStats *m_stats = nullptr, *v_stats = nullptr;  // Pass::Measure
+};
+enum class Pass { Maxima, Update, Measure };
+
+// One load. (For a pointer from a table in memory the compiler does not know that it points to global
+// memory.)
+template <class V>
+__device__ V get(const void* from) {
+    return __ldca(static_cast<const V*>(from));
+}
+__device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
+    const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
+                b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
+    const __half2 two = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ float2 unpack_half(uint32_t two) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+
+// FP32 moments belong to every optimizer: norm weights and biases keep theirs in FP32.
+__device__ bool scaled(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
+__device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int64_t group) {
+    if (!scaled(m)) return {1, 1};
+    return {m.max[f.per_tensor ? 0 : group], f.expand ? m.k[group] : 1.0f};
+}
+template <bool SECOND>
+__device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
+                             const float* table, Values& x) {
+    if (m.format == Format::F32) {
+        const Dense<float> data{static_cast<float*>(m.codes)};
+        data.values(data.load(i), x);
+    } else if (m.format == Format::BF16) {
+        const Dense<bf16> data{static_cast<bf16*>(m.codes)};
+        data.values(data.load(i), x);
+    } else if (m.format == Format::F16) {
+        const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = unpack_half(words[j]);
+            x[2 * j] = two.x, x[2 * j + 1] = two.y;
+        }
+        return scale_of(f.max, g.max);
+    } else {
+        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
+    }
+    return 1.0f;
+}
+template <bool SECOND>
+__device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
+                             Values& x) {
+    if (m.format == Format::F32) {
+        Dense<float>{static_cast<float*>(m.codes)}.store(i, x, true);
+    } else if (m.format == Format::BF16) {
+        Dense<bf16>{static_cast<bf16*>(m.codes)}.store(i, x, true);
+    } else if (m.format == Format::F16) {
+        put(static_cast<uint16_t*>(m.codes) + i,
+            make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
+                       half_pair(x[4], x[5], g.inverse), half_pair(x[6], x[7], g.inverse)));
+    } else {
+        put(static_cast<uint8_t*>(m.codes) + i, encode_moment<SECOND>(f, g, x));
+    }
+}
+__device__ void store_scale(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t group) {
+    if (scaled(m)) m.max[group] = g.max;
+    if (scaled(m) && f.expand) m.k[group] = g.k;
+}
+// What storing a moment would lose.
+template <bool SECOND>
+__device__ void measure_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g,
+                               const float* table, int64_t live, const Values& x, Counts& counts) {
+    if (!scaled(m)) return;
+    Values back;
+    uint2 codes{};
+    float scale = scale_of(f.max, g.max);
+    if (m.format == Format::F16) {
+        for (int j = 0; j < CHUNK; j++) back[j] = unpack_half(half_pair(x[j], 0, g.inverse)).x;
+    } else {
+        codes = encode_moment<SECOND>(f, g, x);
+        scale = decode_moment<SECOND>(f, g, codes, table, back);
+    }
+    for (int j = 0; j < CHUNK && j < live; j++) {
+        const bool zero = m.format == Format::F16 ? back[j] == 0
+                                                  : ((j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu) == 0;
+        counts.add(x[j], back[j] * scale);
+        counts.flushed += x[j] != 0 && zero;
+    }
+}
+
+// Whether the kernel of section 6 takes the segment.
+__device__ bool in_fp8_groups(const AdamArguments& a, const Segment& s) {
+    auto fp8 = [](const MomentView& m) { return m.format == Format::E4M3 || m.format == Format::E5M2; };
+    return fp8(s.m) && fp8(s.v) && !a.m.per_tensor;
+}
+
+constexpr int ADAM_THREADS = 256;
+template <class W, Pass PASS>
+__global__ void __launch_bounds__(ADAM_THREADS)
+    adamw_kernel(const AdamArguments a) {  // blockIdx.y: the segment
+    using T = typename W::Value;
+    const Segment segment = a.segments[blockIdx.y];
+    const bool skip = a.state && a.state->skip, per_tensor = a.m.per_tensor || a.v.per_tensor;
+    if (PASS == Pass::Maxima && (skip || (!scaled(segment.m) && !scaled(segment.v)))) return;
+    if (PASS == Pass::Update && in_fp8_groups(a, segment)) return;
+    __shared__ float table_m[128], table_v[128];
+    fill_table(a.m, table_m);
+    fill_table(a.v, table_v);
+    __syncthreads();
+    const int64_t groups = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
+    const Weights weights{static_cast<T*>(a.w.values) + segment.offset,
+                          a.w.remainder ? a.w.remainder + segment.offset : nullptr, a.w.format};
+    const float clip = a.state ? a.state->scale : 1.0f, decay = segment.decays ? a.f.decay : 0.0f;
+    uint32_t top_w = 0, top_m = 0, top_v = 0;
+    Counts counts_m, counts_v;
+    const int64_t warp = (int64_t(blockIdx.x) * ADAM_THREADS + threadIdx.x) / 32,
+                  warps = int64_t(gridDim.x) * ADAM_THREADS / 32;
+    for (int64_t at = warp * TEAMS; at < groups;
+         at += warps * TEAMS) {  // both groups of a warp at once: their lanes exchange values
+        const bool live = at + team() < groups;
+        const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
+        Values w, g, m, v;
+        W::values(W::load(weights, i), w);
+        if (skip) {  // nothing changes, but the amax of the weights is still wanted
+            for (int j = 0; j < CHUNK; j++)
+                top_w =
+                    max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
+            continue;
+        }
+        gradient_values<T>(a.gradients, load_gradients<T>(a.gradients, segment.offset - a.first + i), g);
+        const float keep_m =
+            a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
+        const float keep_v =
+            a.f.beta2 * load_moment<true>(segment.v, a.v, old_scale(segment.v, a.v, group), i, table_v, v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+            if (PASS == Pass::Maxima)
+                top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
+        }
+        if (PASS == Pass::Maxima) continue;
+        GroupScale gm{}, gv{};
+        if (!per_tensor) group_scales(a.m, a.v, m, v, gm, gv);
+        else {
+            if (scaled(segment.m)) gm = {segment.m.max[1], 1, __frcp_rn(scale_of(a.m.max, segment.m.max[1]))};
+            if (scaled(segment.v)) gv = {segment.v.max[1], 1, __frcp_rn(scale_of(a.v.max, segment.v.max[1]))};
+        }
+        if (PASS == Pass::Measure) {
+            const int64_t inside = live ? segment.size - i : 0;
+            measure_moment<false>(segment.m, a.m, gm, table_m, inside, m, counts_m);
+            measure_moment<true>(segment.v, a.v, gv, table_v, inside, v, counts_v);
+            continue;
+        }
+        uint64_t random[2] = {0, 0};
+        if (W::STOCHASTIC)
+            for (int q : {0, 1})
+                random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(segment.offset + i) / 4 + q);
+        uint32_t top = 0;
+        W::store(weights, i, w, random, live, top);
+        top_w = max(top_w, W::largest(top));
+        if (!live) continue;
+        store_moment<false>(segment.m, a.m, gm, i, m);
+        store_moment<true>(segment.v, a.v, gv, i, v);
+        if (per_tensor || threadIdx.x % TEAM != 0) continue;
+        store_scale(segment.m, a.m, gm, group);
+        store_scale(segment.v, a.v, gv, group);
+    }
+    if (PASS == Pass::Update && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
+    if (PASS == Pass::Maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
+    if (PASS == Pass::Maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
+    if (PASS == Pass::Measure && scaled(segment.m)) counts_m.add_to(a.m_stats);
+    if (PASS == Pass::Measure && scaled(segment.v)) counts_v.add_to(a.v_stats);
+}
+
+// One scale per tensor. Before the first pass nothing is known of the new moments; after the last one they
+// are stored.
+__global__ void next_maxima_kernel(const Segment* segments, int number_of_segments,
+                                   const GradientState* state, bool after) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= number_of_segments || (after && state->skip)) return;
+    for (const MomentView& m : {segments[i].m, segments[i].v})
+        if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
+}
+void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
+    next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments,
+                                                                         a.state, after);
+    CHECK_LAUNCH("adamw, maxima");
+}
+
+template <class W, Pass PASS>
+void launch_adamw(const AdamArguments& a, int64_t blocks_each, cudaStream_t s) {
+    const dim3 grid(static_cast<unsigned>(blocks_each), static_cast<unsigned>(a.number_of_segments));
+    adamw_kernel<W, PASS><<<grid, ADAM_THREADS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw");
+}
+
+// =====================================================================================================================
+// 6. AdamW with both moments in FP8 groups: the kernel of training with COAT
+//
+// The same arithmetic as above. What makes it fast: the loads of the next group are in flight while this one
+// is computed; and the (max, k) of eight groups are loaded and stored together, in whole sectors of memory.
+
+constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * TEAMS, FP8_BLOCKS_PER_SM = 2;
+constexpr int64_t FP8_GROUPS_PER_BLOCK = 16384;  // or more, so that a block's start and end do not count
+
+// The scales of RUN consecutive groups as a warp holds them: lane 8 n + g has number n (m's max and k, v's
+// max and k) of group g.
+constexpr int RUN = 8, SCALE_NUMBERS = 4;
+static_assert(RUN * SCALE_NUMBERS == 32 && RUN % TEAMS == 0, "every lane has one number of one group");
+
+struct RunOfScales {
+    float* mine;  // this lane's number of the segment's group g is mine[g]; null where there is none
+    int lane, groups;
+
+    __device__ RunOfScales(const Segment& s, int number_of_groups)
+        : lane(threadIdx.x % 32), groups(number_of_groups) {
+        const bool second = lane / RUN >= 2, is_k = lane / RUN % 2;
+        mine = second ? (is_k ? s.v.k : s.v.max) : (is_k ? s.m.k : s.m.max);
+    }
+    // Of the run that begins with group `first`. Places beyond the last group hold that one's.
+    __device__ float load(int first) const {
+        return mine ? get<float>(mine + min(first + lane % RUN, groups - 1)) : 1.0f;
+    }
+    __device__ void store(int first, float number) const {
+        const int group = first + lane % RUN;
+        if (mine && group < groups) put(mine + group, number);
+    }
+    // The scale of one moment of this lane's team; the teams have the groups `at` ... at + TEAMS - 1 of the
+    // run.
+    static __device__ GroupScale pick(float numbers, bool second, int at) {
+        const int group = at + team(), first = second ? 2 * RUN : 0;
+        return {__shfl_sync(0xFFFFFFFFu, numbers, first + group),
+                __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
+    }
+    // `numbers` with those of the groups that the teams of the warp have just finished.
+    __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
+        const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
+        const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);
+        return lane % RUN / TEAMS == at / TEAMS ? made : numbers;
+    }
+};
+
+// A warp's groups of one segment: runs that begin at `first` and then a block's length apart, as long as they
+// begin before `last`. Each team has one group at a time; a team without a group works on the last one again
+// and stores nothing. The pointers are moved to the segment and lane beforehand: then an address is one
+// multiplication.
+template <class W>
+__device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last,
+                                   const float* table_m, const float* table_v) {
+    using T = typename W::Value;
+    if (first >= last) return 0;
+    const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
+    const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
+    const Weights weights{static_cast<T*>(a.w.values) + start,
+                          a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
+    uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.codes) + first_of_lane();
+    uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.codes) + first_of_lane();
+    const RunOfScales scales(segment, groups);
+    const float clip = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
+    typename W::Raw next_w;
+    RawGradients next_g;
+    uint2 next_m, next_v;
+    auto fetch = [&](int at) {
+        const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
+        next_w = W::load(weights, i);
+        next_g = load_gradients<T>(a.gradients, to_gradients + i);
+        next_m = get<uint2>(codes_m + i);
+        next_v = get<uint2>(codes_v + i);
+    };
+    uint32_t top = 0;
+    fetch(first);
+    float next_numbers = scales.load(first);
+    for (int run = first; run < last; run += FP8_WARPS * RUN) {
+        const int stop = min(run + RUN, groups), next_run = run + FP8_WARPS * RUN;
+        const float numbers = next_numbers;
+        float made = 0;
+        next_numbers = scales.load(next_run);
+#pragma unroll 1
+        for (int at = run; at < stop; at += TEAMS) {
+            Values w, g, m, v;
+            W::values(next_w, w);
+            gradient_values<T>(a.gradients, next_g, g);
+            GroupScale gm = RunOfScales::pick(numbers, false, at - run),
+                       gv = RunOfScales::pick(numbers, true, at - run);
+            const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
+            const float keep_v = a.f.beta2 * decode_moment<true>(a.v, gv, next_v, table_v, v);
+            fetch(at + TEAMS < stop ? at + TEAMS : next_run);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++)
+                adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+            const bool live = at + team() < groups;
+            const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
+            uint64_t random[2] = {0, 0};
+            if (W::STOCHASTIC)
+                for (int q : {0, 1})
+                    random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + i) / 4 + q);
+            group_scales(a.m, a.v, m, v, gm, gv);
+            made = scales.insert(made, gm, gv, at - run);
+            W::store(weights, i, w, random, live, top);
+            const uint2 new_m = encode_moment<false>(a.m, gm, m), new_v = encode_moment<true>(a.v, gv, v);
+            if (live) put(codes_m + i, new_m), put(codes_v + i, new_v);
+        }
+        scales.store(run, made);
+    }
+    return W::largest(top);
+}
+
+// The amax of the weights of a step that is skipped.
+template <class T>
+__device__ uint32_t weights_amax(const AdamArguments& a, int64_t first, int64_t last) {
+    uint32_t top = 0;
+    for (int64_t group = first + team(); group < last; group += FP8_GROUPS)
+        for (int j = 0; j < CHUNK; j++) {
+            const int64_t i = group * MOMENT_GROUP + first_of_lane() + j;
+            top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[i])));
+        }
+    return top;
+}
+
+// A block has consecutive groups of the range. Within each segment among them its warps take turns with runs.
+template <class W>
+__global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
+    __shared__ float table_m[128], table_v[128];
+    fill_table(a.m, table_m);
+    fill_table(a.v, table_v);
+    __syncthreads();
+    const bool skip = a.state->skip;
+    const int64_t origin = a.first / MOMENT_GROUP;
+    const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x,
+                  end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
+    int low = 0, high = a.number_of_segments - 1;  // the last segment that starts at or before `begin`
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (a.segments[middle].offset <= begin * MOMENT_GROUP) low = middle;
+        else high = middle - 1;
+    }
+    for (; low < a.number_of_segments; low++) {
+        const Segment segment = a.segments[low];
+        const int64_t start = segment.offset / MOMENT_GROUP,
+                      stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
+        if (start >= end) return;
+        if (!in_fp8_groups(a, segment)) continue;
+        const int64_t first = max(begin, start), last = min(end, stop);
+        const int warp = threadIdx.x / 32,
+                  run = static_cast<int>((first - start + RUN - 1) / RUN + warp) * RUN;
+        const uint32_t top =
+            skip ? weights_amax<typename W::Value>(a, first + warp * TEAMS, last)
+                 : update_segment<W>(a, segment, run, static_cast<int>(last - start), table_m, table_v);
+        if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
+    }
+}
+
+template <class W>
+void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
+    const int64_t sms = multiprocessors();
+    const bool fp8_groups = is_fp8(optimizer.m) && is_fp8(optimizer.v) && !a.m.per_tensor;
+    if (fp8_groups) {
+        // As many rounds as blocks are long enough for: groups that take longer lie together (rows of tokens
+        // that no longer occur), and a multiprocessor that has none of them takes more blocks.
+        const int64_t at_once = sms * FP8_BLOCKS_PER_SM,
+                      rounds = std::max<int64_t>(1, a.groups / (at_once * FP8_GROUPS_PER_BLOCK));
+        const unsigned grid =
+            static_cast<unsigned>(std::min(ceil_div(a.groups, FP8_GROUPS), at_once * rounds));
+        adamw_fp8_kernel<W><<<grid, 32 * FP8_WARPS, 0, s>>>(a);
+        CHECK_LAUNCH("adamw, FP8");
+    }
+    const bool per_tensor = optimizer.granularity == PER_TENSOR;
+    const int64_t wanted = ceil_div(a.groups, ADAM_THREADS / TEAM),
+                  each = fp8_groups ? std::min<int64_t>(wanted, 8) : std::min(wanted, 4 * sms);
+    if (per_tensor) next_maxima(a, false, s);
+    if (per_tensor) launch_adamw<W, Pass::Maxima>(a, each, s);
+    launch_adamw<W, Pass::Update>(a, each, s);
+    if (per_tensor) next_maxima(a, true, s);
+}
+
+}  // namespace
+
+void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
+           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const GradientState* state, cudaStream_t s) {
+    require(format == Format::F32 || format == w.format,
+            "gradients are FP32, or in the format of the weights");
+    require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
+            "the flat order is not padded to groups");
+    require(optimizer.granularity == PER_TENSOR || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
+            "FP16 moments have one scale per tensor");
+    require(!(optimizer.granularity == PER_TENSOR) || (!optimizer.expand && !optimizer.keep_positive),
+            "one scale per tensor rounds plainly");
+    if (range.count == 0) return;
+    const AdamArguments arguments{factors(a),
+                                  moment_format(optimizer.m, optimizer),
+                                  moment_format(optimizer.v, optimizer),
+                                  segments,
+                                  number_of_segments,
+                                  range.first,
+                                  range.count / MOMENT_GROUP,
+                                  w,
+                                  rounding,
+                                  {const_cast<void*>(gradients), format == Format::F32},
+                                  state};
+    if (w.format == Format::F32) adamw_of<FloatWeights>(arguments, optimizer, s);
+    else if (w.remainder) adamw_of<MasterWeights>(arguments, optimizer, s);
+    else adamw_of<StochasticWeights>(arguments, optimizer, s);
+}
+
+void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
+                     const void* gradients, Format format, int64_t first, QuantStats* m_stats,
+                     QuantStats* v_stats, cudaStream_t s) {
+    if (!is_scaled(optimizer.m) && !is_scaled(optimizer.v)) return;
+    const AdamArguments a{factors({1, 0.0f}),
+                          moment_format(optimizer.m, optimizer),
+                          moment_format(optimizer.v, optimizer),
+                          segment,
+                          1,
+                          first,
+                          ceil_div(size, MOMENT_GROUP),
+                          w,
+                          0,
+                          {const_cast<void*>(gradients), format == Format::F32},
+                          nullptr,
+                          m_stats,
+                          v_stats};
+    const int64_t each = std::min<int64_t>(ceil_div(a.groups, ADAM_THREADS / TEAM), 4 * multiprocessors());
+    auto launch = [&](auto weights) {
+        using W = decltype(weights);
+        if (optimizer.granularity == PER_TENSOR) {
+            next_maxima(a, false, s);
+            launch_adamw<W, Pass::Maxima>(a, each, s);
+        }
+        launch_adamw<W, Pass::Measure>(a, each, s);
+    };
+    if (w.format == Format::F32) launch(FloatWeights());
+    else if (w.remainder) launch(MasterWeights());
+    else launch(StochasticWeights());
+}
+
+}  // namespace coat::gpu

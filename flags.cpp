@@ -1,0 +1,212 @@
+// flags.cpp - the table of flags, and how it parses, checks and prints --help.
+#include "flags.h"
+
+#include <cstdlib>
+
+#include "plan.h"
+
+namespace coat {
+
+const std::vector<Flag>& flag_table() {
+    constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
+    constexpr Value TEXT = Value::Text, COUNT = Value::Count, REAL = Value::Real;
+    constexpr Resume IGNORE = Resume::Ignore, DEFAULT = Resume::Default, SAME = Resume::Same;
+    static const std::vector<Flag> table = {
+        {"device", TEXT, "auto", "auto", 0, 0, IGNORE, "auto, cpu or gpu; auto is the GPU if there is one"},
+        {"model", TEXT, "llama-tiny", "llama-30m", 0, 0, SAME,
+         "a named model, or a Hugging Face folder to start from"},
+        {"recipe", TEXT, "coat", "coat", 0, 0, SAME, "formats of weights, activations and gradients"},
+        {"optimizer", TEXT, "", "", 0, 0, SAME,
+         "formats of the moments; default: coat with recipe coat, else fp32"},
+        {"m-format", TEXT, "", "", 0, 0, SAME, "format of the first moment: e4m3, e5m2, fp16, bf16, fp32"},
+        {"v-format", TEXT, "", "", 0, 0, SAME,
+         "format of the second moment; both default to the optimizer's"},
+        {"attention", TEXT, "compute", "compute", 0, 0, SAME,
+         "format of the saved q, k, v and attention output"},
+        {"master", TEXT, "exact", "exact", 0, 0, SAME, "FP32 master weights, or none (stochastic rounding)"},
+        {"gradients", TEXT, "kept", "kept", 0, 0, SAME,
+         "kept until the update, or none (update during backward)"},
+        {"recompute", TEXT, "on", "on", 0, 0, DEFAULT,
+         "whether backward recomputes norms and activation functions"},
+        {"accumulation", TEXT, "", "", 0, 0, SAME, "sums in FP8 GEMMs on Hopper; default: the recipe's"},
+        {"data", TEXT, "", "", 0, 0, DEFAULT,
+         "text files, folders of them, or token files (.bin), with commas; default: C++ headers"},
+        {"batch", COUNT, "16", "32", 1, 1 << 20, SAME, "sequences per micro-batch"},
+        {"seq", COUNT, "128", "1024", 1, 1 << 24, SAME, "tokens per sequence"},
+        {"accumulate", COUNT, "1", "1", 1, 1 << 20, SAME, "micro-batches per step"},
+        {"steps", COUNT, "250", "900", 0, MOST, DEFAULT, "steps in total; 0 evaluates the model and stops"},
+        {"lr", REAL, "3e-3", "1e-3", 0, 10, SAME, "peak of the learning rate"},
+        {"warmup", COUNT, "100", "100", 0, MOST, SAME, "steps of linear warm-up"},
+        {"schedule", TEXT, "cosine", "cosine", 0, 0, SAME, "the learning rate after the warm-up"},
+        {"weight-decay", REAL, "0.1", "0.1", 0, 10, SAME, "decoupled weight decay of matrices"},
+        {"clip", REAL, "1", "1", 0, 1e9, SAME, "clip gradients to this global norm; 0: do not clip"},
+        {"seed", COUNT, "1", "1", 0, MOST, SAME,
+         "seed of the first weights, the order of the data, the samples"},
+        {"out", TEXT, "out", "out", 0, 0, IGNORE, "folder for checkpoints; \"\": save none"},
+        {"save-every", COUNT, "0", "0", 0, MOST, DEFAULT, "steps between checkpoints; 0: only at the end"},
+        {"resume", TEXT, "", "", 0, 0, IGNORE, "a checkpoint, or a folder of them: continue the newest"},
+        {"eval-every", COUNT, "50", "150", 0, MOST, DEFAULT,
+         "steps between validations; 0: only first and last"},
+        {"sample-every", COUNT, "125", "300", 0, MOST, DEFAULT,
+         "steps between samples of generated text; 0: none"},
+        {"prompt", TEXT, "\n", "\n", 0, 0, DEFAULT, "the beginning of each sample"},
+        {"log", TEXT, "", "", 0, 0, IGNORE, "file for a log in JSON lines"},
+        {"plan", Value::Optional, "", "", 0, 0, IGNORE,
+         "print formats and memory of the run and stop; full: also FP8 operands and buffers"},
+        {"help", Value::None, "", "", 0, 0, IGNORE, "print this and stop"},
+    };
+    return table;
+}
+
+namespace {
+
+size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            const size_t substituted = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = std::min({substituted, row[j] + 1, row[j - 1] + 1});
+        }
+    }
+    return row.back();
+}
+
+std::string number_text(double x) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.10g", x);
+    return text;
+}
+
+template <class Table>
+void print_choices(const char* flag, const Table& table) {
+    std::printf("\n--%s\n", flag);
+    for (const auto& row : table) std::printf("  %-16s %s\n", row.name, row.about);
+}
+
+}  // namespace
+
+const Flag& find_flag(const std::string& name) {
+    const auto& table = flag_table();
+    const auto nearer = [&](const Flag& a, const Flag& b) {
+        return edit_distance(name, a.name) < edit_distance(name, b.name);
+    };
+    const Flag& nearest = *std::min_element(table.begin(), table.end(), nearer);
+    if (name != nearest.name)
+        throw Error("--" + escaped(name) + " is not a flag; write --" + nearest.name +
+                    " if you meant that (./train --help lists all flags).");
+    return nearest;
+}
+
+std::string Flag::limits() const {
+    if (!number()) return "a value";
+    const std::string kind = value == Value::Count ? "a whole number" : "a number";
+    return kind + (most < 1e15 ? " from " + number_text(least) + " to " + number_text(most)
+                               : " of at least " + number_text(least));
+}
+
+double Flag::parse(const std::string& text) const {
+    const char* characters = value == Value::Count ? "0123456789" : "0123456789.eE+-";
+    const bool digits = !text.empty() && text.find_first_not_of(characters) == std::string::npos;
+    char* end = nullptr;
+    const double x = digits ? std::strtod(text.c_str(), &end)
+                            : NAN;  // NaN fails both comparisons; an overflow is out of range
+    if (!digits || *end || !(x >= least && x <= most))
+        throw Error("--" + std::string(name) + " " + escaped(text) + " is not " + limits() +
+                    "; give such a number.");
+    return x;
+}
+
+void Flags::parse(int argc, char** argv) {
+    for (int i = 1; i < argc; i++) {
+        const std::string argument = std::string(argv[i]) == "-h" ? "--help" : argv[i];
+        if (argument.compare(0, 2, "--") != 0)
+            throw Error("\"" + escaped(argument) +
+                        "\" is not a flag; write --flag value (./train --help lists the flags).");
+        const size_t equals = argument.find('=');
+        const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const Flag& flag = find_flag(name);
+        if (flag.value == Value::None && equals != std::string::npos)
+            throw Error("--" + name + " takes no value; write it alone.");
+        const bool optional = flag.value == Value::Optional,
+                   follows = i + 1 < argc && std::string(argv[i + 1]).compare(0, 1, "-") != 0;
+        const bool separate = equals == std::string::npos && (flag.setting() || (optional && follows));
+        if (separate && i + 1 == argc)
+            throw Error("--" + name + " needs a value after it: " + flag.limits() + ".");
+        if (given(name)) throw Error("--" + name + " is given twice; give it once.");
+        values_[name] = separate ? argv[++i] : equals == std::string::npos ? "" : argument.substr(equals + 1);
+        if (flag.number()) flag.parse(values_[name]);
+        if (flag.resume != Resume::Ignore && !is_utf8(values_[name]))  // a checkpoint remembers it, in JSON
+            throw Error("--" + name + " " + escaped(values_[name]) +
+                        " is not UTF-8 text; give another value, or rename the file.");
+        if (optional && !values_[name].empty() && values_[name] != "full")
+            throw Error("--" + name + " " + escaped(values_[name]) + " is not known; write --" + name +
+                        " or --" + name + " full.");
+    }
+}
+
+void Flags::take(const nlohmann::json& saved) {
+    for (const Flag& flag : flag_table()) {
+        if (flag.resume == Resume::Ignore || !saved.contains(flag.name)) continue;
+        const std::string theirs = saved[flag.name].get<std::string>();
+        if (flag.resume == Resume::Same && given(flag.name)) {
+            const std::string& ours = text(flag.name);
+            if (flag.number() ? flag.parse(ours) != flag.parse(theirs) : ours != theirs)
+                throw Error("--" + std::string(flag.name) + " " + escaped(ours) +
+                            " differs from the checkpoint's " + escaped(theirs) +
+                            "; leave it out to continue that run, or leave --resume out to begin another.");
+        }
+        values_.emplace(flag.name, theirs);
+    }
+}
+
+void Flags::take_defaults(bool gpu) {
+    for (const Flag& flag : flag_table())
+        if (flag.setting()) values_.emplace(flag.name, gpu ? flag.gpu : flag.cpu);
+}
+
+nlohmann::ordered_json Flags::remembered() const {
+    nlohmann::ordered_json json;
+    for (const Flag& flag : flag_table())
+        if (flag.resume != Resume::Ignore) json[flag.name] = text(flag.name);
+    return json;
+}
+
+nlohmann::ordered_json Flags::typed() const {
+    nlohmann::ordered_json json;
+    for (const Flag& flag : flag_table()) {
+        if (flag.value == Value::Text) json[flag.name] = text(flag.name);
+        if (flag.value == Value::Count) json[flag.name] = count(flag.name);
+        if (flag.value == Value::Real) json[flag.name] = real(flag.name);
+    }
+    return json;
+}
+
+void print_help() {
+    std::printf(
+        "./train trains a Llama or GPT-2 model in FP8 with COAT (arXiv 2410.19313). Without flags it trains "
+        "a small model on\n"
+        "text that this machine has. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
+    for (const Flag& flag : flag_table()) {
+        const std::string cpu = escaped(flag.cpu), gpu = escaped(flag.gpu),
+                          defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
+        const char* const kinds[] = {"", "[full]", "TEXT", "N", "X"};
+        const std::string name = std::string("--") + flag.name + " " + kinds[static_cast<int>(flag.value)];
+        std::printf("  %-19s %-24s %s%s\n", name.c_str(), defaults.c_str(), flag.about,
+                    flag.number() ? ("; " + flag.limits()).c_str() : "");
+    }
+    std::printf("\n--model\n");
+    for (const ModelConfig& c : models())
+        std::printf("  %-16s %s, %lld layers, hidden size %lld, %lld positions\n", c.name.c_str(),
+                    c.arch.name, static_cast<long long>(c.L), static_cast<long long>(c.C),
+                    static_cast<long long>(c.max_T));
+    print_choices("recipe", recipes());
+    print_choices("optimizer", optimizers());
+    for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
+    print_choices("accumulation", accumulations());
+    print_choices("schedule", schedules());
+}
+
+}  // namespace coat

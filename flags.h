@@ -1,0 +1,56 @@
+// flags.h - the command line of ./train: one table of flags that parses, checks and prints --help
+// (flags.cpp).
+#pragma once
+#include <map>
+#include <string>
+#include <vector>
+#include <nlohmann/json.hpp>
+
+namespace coat {
+
+enum class Value : uint8_t { None, Optional, Text, Count, Real };  // Optional: a text, which may be left out
+// What --resume does: ignores the checkpoint's value; takes it unless another is given; rejects another.
+enum class Resume : uint8_t { Ignore, Default, Same };
+
+struct Flag {
+    const char* name;
+    Value value;
+    const char *cpu, *gpu;  // default values on each device
+    double least, most;     // of a number
+    Resume resume;
+    const char* about;
+
+    bool number() const { return value == Value::Count || value == Value::Real; }
+    bool setting() const { return number() || value == Value::Text; }
+    // "a whole number from 1 to 9", for messages and --help.
+    std::string limits() const;
+    // The number in this text; Error if it is none, or out of range.
+    double parse(const std::string& text) const;
+};
+const std::vector<Flag>& flag_table();
+const Flag& find_flag(const std::string& name);
+
+// The values of all flags: from the command line, else from the checkpoint, else the device's defaults.
+class Flags {
+public:
+    void parse(int argc, char** argv);
+    // Takes what is not given from a checkpoint. Error if a flag is given that would make it another run.
+    void take(const nlohmann::json& saved);
+    void take_defaults(bool gpu);
+    void set(const std::string& name, const std::string& value) { values_[name] = value; }
+
+    bool given(const std::string& name) const { return values_.count(name) > 0; }
+    const std::string& text(const std::string& name) const { return values_.at(name); }
+    int64_t count(const std::string& name) const { return static_cast<int64_t>(real(name)); }
+    double real(const std::string& name) const { return find_flag(name).parse(text(name)); }
+
+    nlohmann::ordered_json remembered() const;  // for a checkpoint: texts, exactly as they were given
+    nlohmann::ordered_json typed() const;       // for the log: texts and numbers
+
+private:
+    std::map<std::string, std::string> values_;
+};
+
+void print_help();
+
+}  // namespace coat

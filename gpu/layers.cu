@@ -1,0 +1,836 @@
+// gpu/layers.cu - residual + norm, RoPE, cross-entropy and embedding on the GPU (interface: layers.cuh; how
+// tensors are read and written: tensor.cuh).
+#include "layers.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// =====================================================================================================================
+// Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
+// several.
+
+constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
+
+dim3 row_block(int64_t C) {
+    const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
+    require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
+    return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
+}
+__device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
+
+// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it. Two
+// calls in a row need different PLACEs in shared memory, because a thread may still be reading the first when
+// another writes the second.
+template <int PLACE, int K>
+__device__ void team_sum(float (&x)[K]) {
+    __shared__ float parts[K][ROW_WARPS];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], lanes);
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (warps == 1) return;
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        x[k] = 0;
+        for (int w = 0; w < warps; w++) x[k] += parts[k][first + w];
+    }
+}
+
+__device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqrt(squares / C + eps)
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
+}
+
+// {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
+// the same bits.
+__device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+    float sum[1] = {0};
+    if (!rms) {
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
+        team_sum<0>(sum);
+    }
+    const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
+    float square[1] = {0};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            square[0] = __fmaf_rn(d, d, square[0]);
+        }
+    team_sum<1>(square);
+    return {mean, inverse_root(square[0], C, eps)};
+}
+
+// =====================================================================================================================
+// The second stage of a sum over rows: partial sums of blocks, in order
+
+constexpr int REDUCE_ROWS = 16;
+__global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient.add(col, total);
+}
+
+}  // namespace
+
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+    const int64_t n = gradient.rows * gradient.cols;
+    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
+                                                                           gradient_of(gradient));
+    CHECK_LAUNCH("reduce_partials");
+}
+
+// =====================================================================================================================
+// Residual and norm, forward
+
+namespace {
+
+template <class T>
+struct Sum {  // x + branch
+    struct Raw {
+        typename Dense<T>::Raw x, branch;
+    };
+    Dense<T> x, branch;
+    int64_t width;
+
+    __device__ Raw load(int64_t row, int64_t col) const {
+        return {x.load(row * width + col), branch.load(row * width + col)};
+    }
+    __device__ void compute(const Raw& raw, Values& v) const {
+        Values other;
+        x.values(raw.x, v);
+        branch.values(raw.branch, other);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], other[j]);
+    }
+};
+
+template <class T>
+struct Embedding {  // embedding[token] (+ positions[row % T])
+    struct Raw {
+        typename Dense<T>::Raw token, position;
+    };
+    const int32_t* tokens;
+    Dense<T> embedding, positions;
+    int64_t period, width;
+
+    __device__ Raw load(int64_t row, int64_t col) const {
+        Raw raw{};
+        raw.token = embedding.load(tokens[row] * width + col);
+        if (positions.data) raw.position = positions.load(row % period * width + col);
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, Values& v) const {
+        Values p;
+        embedding.values(raw.token, v);
+        if (!positions.data) return;
+        positions.values(raw.position, p);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], p[j]);
+    }
+};
+
+// sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's
+// quantizer needs.
+template <class Source, class Storage>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+    residual_kernel(Source source, int64_t rows, Dense<typename Storage::Compute> x_out, Storage in,
+                    NormParameters<typename Storage::Compute> parameters, float2* stats, bool rms, float eps,
+                    TensorScale* y_amax) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = source.width;
+    typename Source::Raw raw[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+        if (row < rows && row_column(c) < C) raw[c] = source.load(row, row_column(c));
+    Values v[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        const int64_t col = row_column(c), i = row * C + col;
+        const bool live = row < rows && col < C;
+        Values sum = {};
+        if (live) source.compute(raw[c], sum);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
+        if (x_out.data) x_out.store(i, sum, live);
+        in.store(i, v[c], live);  // v becomes what the norm will read
+    }
+    const float2 st = row_stats(v, C, rms, eps);
+    if (row < rows && threadIdx.x == 0) stats[row] = st;
+    if (!y_amax) return;
+    uint32_t top = 0;
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= rows || row_column(c) >= C) continue;
+        Values weight, bias;
+        parameters.load(row_column(c), weight, bias);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
+    }
+    update_amax_by_warp(&y_amax->amax, top);
+}
+
+template <class Source, class Storage>
+void launch_residual(const Source& source, const View& x_out, const Norm& n, Storage in, TensorScale* y_amax,
+                     cudaStream_t s) {
+    using T = typename Storage::Compute;
+    if (n.in.rows == 0) return;
+    const dim3 block = row_block(n.in.cols);
+    residual_kernel<<<blocks(n.in.rows, block.y), block, 0, s>>>(
+        source, n.in.rows, dense<T>(x_out.codes), in, NormParameters<T>{dense<T>(n.weight), dense<T>(n.bias)},
+        n.stats, n.rms, n.eps, y_amax);
+    CHECK_LAUNCH("residual");
+}
+
+}  // namespace
+
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
+                  cudaStream_t s) {
+    with_storage(next.in, [&](auto in) {
+        using T = typename decltype(in)::Compute;
+        launch_residual(Sum<T>{dense<T>(x.codes), dense<T>(branch.codes), x.cols}, x_out, next, in, y_amax,
+                        s);
+    });
+}
+
+void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
+                       const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
+    with_storage(next.in, [&](auto in) {
+        using C = typename decltype(in)::Compute;
+        launch_residual(
+            Embedding<C>{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T, embedding.cols},
+            x_out, next, in, y_amax, s);
+    });
+}
+
+// =====================================================================================================================
+// Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) /
+//   rms, xhat = x / rms dweight += dy xhat, dbias += dy
+// A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
+// in order.
+
+namespace {
+
+// A thread's own columns of a parameter gradient. In shared memory the two halves of a chunk lie apart, so
+// that neighbouring threads use different banks. Where shared memory is too small, the sums are in the
+// block's row of the partial sums.
+struct ColumnSums {
+    float4* sums;
+    int64_t apart, step;  // from the first half of a chunk to the second, and from chunk to chunk
+    __device__ ColumnSums(float* sums, int64_t C, bool shared)
+        : sums(reinterpret_cast<float4*>(sums)), apart(shared ? C / CHUNK : 1), step(shared ? 1 : 2) {}
+    __device__ void zero(int64_t col) const {
+        float4* at = sums + col / CHUNK * step;
+        at[0] = at[apart] = float4{};
+    }
+    __device__ void add(int64_t col, const Values& v) const {
+        float4 *at = sums + col / CHUNK * step, &a = at[0], &b = at[apart];
+        a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
+        b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
+    }
+    __device__ void read(int64_t col, Values& v) const {
+        const float4 *at = sums + col / CHUNK * step, a = at[0], b = at[apart];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    }
+};
+
+// The sums of a block's teams, added in order, to row blockIdx.x of partials (blocks, C).
+__device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
+    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
+         col += blockDim.x * blockDim.y * CHUNK) {
+        Values total = {}, one;
+        for (int team = 0; team < blockDim.y; team++) {
+            ColumnSums(sums + team * C, C, true).read(col, one);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) total[j] += one[j];
+        }
+        partials.store(blockIdx.x * C + col, total, true);
+    }
+}
+
+template <class Storage>
+struct NormBackward {  // the arguments of both kernels
+    using T = typename Storage::Compute;
+    Storage in;
+    Dense<T> weight, dy, g_in, g_out;
+    int64_t rows, C;
+    float eps;
+    float2* stats;
+    TensorScale* g_amax;
+    float* partials;
+};
+
+// What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the
+// rest, unless FP32 rows leave no registers for it.
+template <class Storage>
+struct BackwardRow {
+    using T = typename Storage::Compute;
+    static constexpr bool EARLY = sizeof(T) < 4;
+    const NormBackward<Storage>& a;
+    int64_t row, first;  // element of the thread's first chunk
+    typename Storage::Raw raw_x[ROW_CHUNKS] = {};
+    typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+
+    __device__ BackwardRow(const NormBackward<Storage>& a, int64_t row)
+        : a(a), row(row), first(row * a.C + threadIdx.x * CHUNK) {
+        const Storage x = a.in.from(first);
+        const Dense<T> dy = a.dy.from(first), g = a.g_in.from(first);
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            raw_x[c] = x.load(offset(c));
+            raw_dy[c] = dy.load(offset(c));
+            if (EARLY && a.g_in.data) raw_g[c] = g.load(offset(c));
+        }
+    }
+    __device__ bool live(int c) const { return row < a.rows && row_column(c) < a.C; }
+    __device__ uint32_t offset(int c) const { return c * blockDim.x * CHUNK; }
+    __device__ void x(int c, Values& v) const { a.in.values(raw_x[c], v); }
+    __device__ void dy_and_weight(int c, Values& d, Values& w) const {
+        a.dy.values(raw_dy[c], d);
+        a.weight.values(a.weight.load(row_column(c)), w);
+    }
+    __device__ void g(int c, Values& v) {
+        if (!EARLY && a.g_in.data) raw_g[c] = a.g_in.from(first).load(offset(c));
+        a.g_in.values(raw_g[c], v);
+    }
+    __device__ void store(int c, Values& v, float& top) const {
+        a.g_out.store(first + offset(c), v, true);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = larger(top, v[j]);
+    }
+};
+
+template <class Storage>
+__global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const NormBackward<Storage> a) {
+    extern __shared__ __align__(16) float sums[];  // (teams, C)
+    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C, true);
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+        if (row_column(c) < a.C) dweight.zero(row_column(c));
+    const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
+    float top = 0;
+    bool turn = false;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+         first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
+        BackwardRow<Storage> r(a, first + threadIdx.y);
+        Values x[ROW_CHUNKS];
+        float sum[2] = {
+            0, 0};  // of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            r.x(c, x[c]);
+            if (!r.live(c)) continue;
+            Values d, w;
+            r.dy_and_weight(c, d, w);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const float dw = d[j] * w[j];
+                sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+                sum[1] += dw * x[c][j];
+            }
+        }
+        if (turn) team_sum<1>(sum);  // two places in turn
+        else team_sum<2>(sum);
+        const float inverse = inverse_root(sum[0], a.C, a.eps), mean_xhat = sum[1] * per_column * inverse;
+        if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = {0, inverse};
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!r.live(c)) continue;
+            Values d, w, g;
+            r.dy_and_weight(c, d, w);
+            r.g(c, g);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const float xhat = x[c][j] * inverse, dw = d[j] * w[j];
+                g[j] += inverse * (dw - xhat * mean_xhat);
+                d[j] *= xhat;
+            }
+            dweight.add(row_column(c), d);
+            r.store(c, g, top);
+        }
+    }
+    if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
+    __syncthreads();
+    write_partials(sums, a.C, {a.partials});
+}
+
+template <class Storage, bool SHARED>
+__global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
+    extern __shared__ __align__(
+        16) float sums[];  // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials
+    float* const own = a.partials + blockIdx.x * a.C;
+    const ColumnSums dweight(SHARED ? sums + threadIdx.y * a.C : own, a.C, SHARED);
+    const ColumnSums dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * a.C : own + gridDim.x * a.C, a.C,
+                           SHARED);
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row_column(c) >= a.C) continue;
+        dweight.zero(row_column(c));
+        dbias.zero(row_column(c));
+    }
+    const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
+    float top = 0;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+         first += int64_t(gridDim.x) * blockDim.y) {
+        BackwardRow<Storage> r(a, first + threadIdx.y);
+        Values x[ROW_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) r.x(c, x[c]);
+        const float2 st = row_stats(x, a.C, false, a.eps);
+        float sum[2] = {0, 0};  // of d, and of d xhat
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!r.live(c)) continue;
+            Values d, w;
+            r.dy_and_weight(c, d, w);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                x[c][j] = (x[c][j] - st.x) * st.y;
+                const float dw = d[j] * w[j];
+                sum[0] += dw;
+                sum[1] += dw * x[c][j];
+            }
+        }
+        team_sum<2>(sum);
+        if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
+        const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column;
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!r.live(c)) continue;
+            Values d, w, g;
+            r.dy_and_weight(c, d, w);
+            r.g(c, g);
+            dbias.add(row_column(c), d);
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const float xhat = x[c][j], dw = d[j] * w[j];
+                g[j] += st.y * ((dw - mean) - xhat * mean_xhat);
+                d[j] *= xhat;
+            }
+            dweight.add(row_column(c), d);
+            r.store(c, g, top);
+        }
+    }
+    if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
+    if (!SHARED) return;
+    __syncthreads();
+    write_partials(sums, a.C, {a.partials});
+    write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
+}
+
+constexpr int NORM_BLOCKS_PER_SM = 4;
+// Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
+// the same path.
+constexpr size_t NORM_SHARED = 98 << 10;
+
+}  // namespace
+
+size_t norm_backward_workspace(int64_t C) {
+    return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
+}
+
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    if (rows == 0) return;
+    const dim3 block = row_block(C);
+    const unsigned grid =
+        std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float),
+                 shared = sums <= NORM_SHARED ? sums : 0;
+    require(shared || !n.rms, "the sums of RMSNorm do not fit into shared memory");
+    with_storage(n.in, [&](auto in) {
+        using Storage = decltype(in);
+        using T = typename Storage::Compute;
+        const NormBackward<Storage> a{in,
+                                      dense<T>(n.weight),
+                                      dense<T>(dy.codes),
+                                      dense<T>(g_in.codes),
+                                      dense<T>(g_out.codes),
+                                      rows,
+                                      C,
+                                      n.eps,
+                                      n.stats,
+                                      g_amax,
+                                      workspace};
+        const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
+                            : shared ? layernorm_backward_kernel<Storage, true>
+                                     : layernorm_backward_kernel<Storage, false>;
+        if (shared > 40 << 10)
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared)),
+                  "Shared memory for norm_backward");
+        kernel<<<grid, block, shared, s>>>(a);
+        CHECK_LAUNCH("norm_backward");
+    });
+    reduce_partials(workspace, grid, dweight, s);
+    if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
+}
+
+// =====================================================================================================================
+// RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * theta^(-2i / HS)
+
+namespace {
+
+__global__ void rope_table_kernel(int64_t n, int half, double theta, float2* table) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const double angle = static_cast<double>(i / half) * pow(theta, -static_cast<double>(i % half) / half);
+    double sine, cosine;
+    sincos(angle, &sine, &cosine);
+    table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
+}
+
+// Four elements: half a head may be a multiple of four only.
+__device__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
+__device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ float4 values4(uint2 raw) {
+    const float2 lo = unpack(raw.x), hi = unpack(raw.y);
+    return {lo.x, lo.y, hi.x, hi.y};
+}
+__device__ float4 values4(float4 raw) { return raw; }
+__device__ float4 store4(bf16* p, float4 v) {  // and returns what is stored
+    const uint2 raw = make_uint2(pack(v.x, v.y), pack(v.z, v.w));
+    put(p, raw);
+    return values4(raw);
+}
+__device__ float4 store4(float* p, float4 v) {
+    put(p, v);
+    return v;
+}
+__device__ float rotated(float own, float partner, float cosine, float sine) {
+    return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
+}
+__device__ float4 rotated(float4 own, float4 partner, const float2* table, float sign) {
+    const float4 a = reinterpret_cast<const float4*>(table)[0], b = reinterpret_cast<const float4*>(table)[1];
+    return {rotated(own.x, partner.x, a.x, sign * a.y), rotated(own.y, partner.y, a.z, sign * a.w),
+            rotated(own.z, partner.z, b.x, sign * b.y), rotated(own.w, partner.w, b.z, sign * b.w)};
+}
+__device__ float larger(float top, float4 v) {
+    return gpu::larger(gpu::larger(gpu::larger(gpu::larger(top, v.x), v.y), v.z), v.w);
+}
+
+// A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1
+// forward, -1 backward. Heads from `rotated_heads` on (v) only enter the amax.
+constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
+template <class T>
+__global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols,
+                                                            uint32_t heads, float sign, TensorScale* amax) {
+    using Four = decltype(load4(static_cast<const T*>(nullptr)));
+    const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
+    const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
+    const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
+    const uint32_t first = blockIdx.y * ROPE_HEADS;
+    float top = 0;
+    if (row < rows) {
+        T* p = qkv + row * cols + first * rope.HS + angle;
+        Four raw[ROPE_HEADS][2] = {};
+#pragma unroll
+        for (int h = 0; h < ROPE_HEADS; h++)
+            if (first + h < heads)
+                raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
+        const float2* table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+#pragma unroll
+        for (int h = 0; h < ROPE_HEADS; h++) {
+            if (first + h >= heads) break;
+            float4 x = values4(raw[h][0]), y = values4(raw[h][1]);
+            if (first + h < rotated_heads) {
+                const float4 x_new = rotated(x, y, table, -sign), y_new = rotated(y, x, table, sign);
+                x = store4(p + h * rope.HS, x_new);
+                y = store4(p + h * rope.HS + half, y_new);
+            }
+            if (amax) top = larger(larger(top, x), y);
+        }
+    }
+    if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
+}
+
+void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, cudaStream_t s) {
+    require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
+            "a head size is not a multiple of 8");
+    const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
+    require(quads < int64_t(1) << 32, "there are more rows than RoPE can count");
+    if (quads == 0 || heads == 0) return;
+    const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
+    with_dense(qkv, [&](auto x) {
+        rope_kernel<<<grid, ROPE_THREADS, 0, s>>>(x.data, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
+                                                  static_cast<uint32_t>(heads), sign, amax);
+        CHECK_LAUNCH("rope");
+    });
+}
+
+}  // namespace
+
+void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
+    const int64_t half = c.HS() / 2;
+    rope_table_kernel<<<blocks(positions * half, 256), 256, 0, s>>>(positions * half, static_cast<int>(half),
+                                                                    c.rope_theta, table);
+    CHECK_LAUNCH("rope_table");
+}
+void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }
+void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s) {
+    launch_rope(r, dqkv, -1, amax, s);
+}
+
+// =====================================================================================================================
+// Cross-entropy
+
+namespace {
+
+__device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
+
+struct Softmax {  // a maximum, and the sum of exp(x - maximum)
+    float top, sum;
+    __device__ Softmax(float top = -INFINITY, float sum = 0) : top(top), sum(sum) {}
+    __device__ void merge(const Softmax& o) {
+        const float t = fmaxf(top, o.top);
+        sum = sum * factor(top, t) + o.sum * factor(o.top, t);
+        top = t;
+    }
+    static __device__ float factor(float from, float to) { return from == to ? 1.0f : fast_exp(from - to); }
+};
+
+constexpr int LOSS_THREADS = 512;
+__device__ Softmax block_softmax(Softmax mine) {
+    __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        Softmax other;
+        other.top = __shfl_down_sync(0xFFFFFFFFu, mine.top, lanes);
+        other.sum = __shfl_down_sync(0xFFFFFFFFu, mine.sum, lanes);
+        mine.merge(other);
+    }
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = mine.top, sums[threadIdx.x / 32] = mine.sum;
+    __syncthreads();
+    Softmax all;
+    for (int w = 0; w < LOSS_THREADS / 32; w++) all.merge({tops[w], sums[w]});
+    return all;
+}
+
+// A block a token. The second pass reads the row from shared memory, each thread what it has left there; a
+// row that is too long for it (not CACHED) comes from L2.
+template <class T, bool CACHED>
+__global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
+    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
+                         float* losses) {
+    extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
+    typename Dense<T>::Raw* const cached = reinterpret_cast<typename Dense<T>::Raw*>(shared);
+    const int64_t row = blockIdx.x, first = row * stride;
+    const int32_t target = targets[row];
+    const float correct = static_cast<float>(logits.data[first + target]);
+    constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
+    const int live = static_cast<int>(V);
+    auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
+        if (col + CHUNK <= live) return;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
+    };
+    Softmax mine;
+    for (int begin = threadIdx.x * CHUNK; begin < live; begin += IN_FLIGHT * STEP) {
+        typename Dense<T>::Raw raw[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (begin + i * STEP < live) raw[i] = logits.load(first + begin + i * STEP);
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int col = begin + i * STEP;
+            if (col >= live) break;
+            if (CACHED) cached[col / CHUNK] = raw[i];
+            Values x;
+            logits.values(raw[i], x);
+            mask(col, x, -INFINITY);
+            float top = x[0];
+#pragma unroll
+            for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
+            if (top > mine.top) mine.merge({top, 0.0f});
+            const float offset = -mine.top * LOG2_E;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
+        }
+    }
+    const Softmax all = block_softmax(mine);
+    const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
+    if (threadIdx.x == 0) losses[row] = lse - correct;
+    if (scale == 0) return;
+#pragma unroll 4
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride);
+         col += STEP) {  // (softmax - one_hot(target)) * scale
+        Values x = {};
+        if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
+        if (target >= col && target < col + CHUNK) {
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
+        }
+        mask(col, x, 0.0f);
+        logits.store(first + col, x, true);
+    }
+}
+
+constexpr int SUM_THREADS = 1024;
+__global__ void __launch_bounds__(SUM_THREADS)
+    loss_sum_kernel(const float* losses, int64_t n, double scale, double* total) {
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
+    sum = block_sum<SUM_THREADS>(sum);
+    if (threadIdx.x == 0) *total += scale * sum;
+}
+
+}  // namespace
+
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses,
+                   cudaStream_t s) {
+    require(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
+    if (logits.rows == 0) return;
+    with_dense(logits, [&](auto x) {
+        using T = typename decltype(x)::Compute;
+        const int row = static_cast<int>(logits.cols * sizeof(T));
+        const bool cached = row <= shared_memory_limit() - 2048;  // beside the block's sums
+        const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
+        if (cached)
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, row),
+                  "Shared memory for cross_entropy");
+        kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s>>>(
+            x, logits.cols, V, targets, scale, losses);
+        CHECK_LAUNCH("cross_entropy");
+    });
+}
+
+void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaStream_t s) {
+    loss_sum_kernel<<<1, SUM_THREADS, 0, s>>>(losses, n, scale, total);
+    CHECK_LAUNCH("loss_sum");
+}
+
+// =====================================================================================================================
+// Embedding, backward
+
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
+    std::vector<int32_t> first(V + 1, 0);
+    for (int64_t i = 0; i < N; i++) first[tokens[i] + 1]++;
+    for (int64_t t = 0; t < V; t++) first[t + 1] += first[t];
+    EmbeddingOrder out;
+    out.order.resize(N);
+    std::vector<int32_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < N; i++) out.order[next[tokens[i]]++] = static_cast<int32_t>(i);
+    // Tokens with several chunks come first: only their chunks need partial sums.
+    for (const bool several : {true, false})
+        for (int64_t t = 0; t < V; t++) {
+            const int32_t count = first[t + 1] - first[t],
+                          chunks = static_cast<int32_t>(ceil_div(count, EMBEDDING_CHUNK));
+            for (int32_t c = 0; c < chunks && several == (chunks > 1); c++)
+                out.chunks.push_back({static_cast<int32_t>(t), first[t] + c * EMBEDDING_CHUNK,
+                                      std::min(EMBEDDING_CHUNK, count - c * EMBEDDING_CHUNK),
+                                      c ? 0 : chunks});
+        }
+    return out;
+}
+
+namespace {
+
+constexpr int EMBEDDING_THREADS = 128;
+dim3 embedding_grid(int64_t n, int64_t C) {
+    return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)};
+}
+__device__ int64_t embedding_column() {
+    return (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+}
+
+// sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
+template <class Storage, class Index>
+__device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, Values& sum) {
+#pragma unroll 4
+    for (int i = 0; i < n; i++) {
+        Values v;
+        x.values(x.load(index(i) * C + col), v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
+    }
+}
+
+// Stage one: the rows of a chunk. A token with one chunk is done then; others leave their chunks' sums in
+// partials.
+template <class T>
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_chunks_kernel(Dense<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
+                            Gradient gradient, Dense<float> partials) {
+    const int64_t col = embedding_column();
+    if (col >= C) return;
+    const EmbeddingChunk chunk = chunks[blockIdx.x];
+    Values sum = {};
+    sum_rows(g, C, col, chunk.count, [&](int i) { return int64_t(order[chunk.first + i]); }, sum);
+    if (chunk.chunks == 1) gradient.add(chunk.token * C + col, sum);
+    else partials.store(blockIdx.x * C + col, sum, true);
+}
+
+// Stage two: the chunks of a token that has several, in order.
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Gradient gradient,
+                            Dense<float> partials) {
+    const int64_t col = embedding_column();
+    const EmbeddingChunk chunk = chunks[blockIdx.x];
+    if (col >= C || chunk.chunks < 2) return;
+    Values sum = {};
+    sum_rows(partials, C, col, chunk.chunks, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
+    gradient.add(chunk.token * C + col, sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+    positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, Gradient gradient) {
+    const int64_t t = blockIdx.x, col = embedding_column();
+    if (col >= C) return;
+    Values sum = {};
+    sum_rows(
+        g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; },
+        sum);
+    gradient.add(t * C + col, sum);
+}
+
+}  // namespace
+
+void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks,
+                        int64_t number_of_chunks, const View& gradient, float* workspace, cudaStream_t s) {
+    if (number_of_chunks == 0) return;
+    const dim3 grid = embedding_grid(number_of_chunks, g.cols);
+    const Dense<float> partials{workspace};
+    with_dense(g, [&](auto x) {
+        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks,
+                                                                   gradient_of(gradient), partials);
+        CHECK_LAUNCH("embedding_backward");
+    });
+    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, gradient_of(gradient),
+                                                               partials);
+    CHECK_LAUNCH("embedding_backward, tokens with several chunks");
+}
+
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
+    if (g.rows == 0) return;
+    with_dense(g, [&](auto x) {
+        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
+            x, g.rows, g.cols, T, gradient_of(gradient));
+        CHECK_LAUNCH("positions_backward");
+    });
+}
+
+}  // namespace coat::gpu

@@ -1,0 +1,82 @@
+// gpu/layers.cuh - what any transformer has around its GEMMs and attention: residual + norm, RoPE, embedding,
+// loss (layers.cu).
+//
+// All tensors are in the compute dtype (BF16 or FP32) unless a comment says otherwise; all views of a call
+// have the same one. Rows are tokens; columns are a multiple of 16. Parameter gradients are added to, in
+// their own format (BF16 or FP32). No function allocates or waits; all launch on the given CUDA stream.
+#pragma once
+#include "tensor.cuh"
+
+namespace coat::gpu {
+
+// --- Residual and norm (the pair of the paper's section 5)
+// -------------------------------------------------------------
+
+// sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
+// is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
+// the norm's output there.
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
+                  cudaStream_t s);
+// The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).
+void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
+                       const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s);
+
+// g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
+// C). g_in may be no tensor, g_out may be g_in. Leaves n.stats again and, if g_amax is not null, the amax of
+// g_out. dweight, dbias (C) are added to; dbias is no tensor for RMSNorm. Workspace:
+// norm_backward_workspace(C) bytes.
+size_t norm_backward_workspace(int64_t C);
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
+
+// gradient (n) = round(gradient + sums over the rows of partials (rows, n)): the second stage of every sum
+// over tokens.
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
+
+// --- RoPE
+// --------------------------------------------------------------------------------------------------------------
+
+struct Rope {
+    const float2* table;          // (positions, HS/2) {cos, sin}, from rope_table
+    int64_t T, HS,
+        rotated_cols;  // the position of a row is row % T; columns from rotated_cols on (v) are not rotated
+};
+void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
+void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv_cols), in place
+// The inverse rotation of the gradient, in place. Takes the amax of the whole of dqkv in passing, if amax is
+// not null.
+void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s);
+
+// --- Loss
+// --------------------------------------------------------------------------------------------------------------
+
+// logits (rows, V_padded = logits.cols) become the gradients of scale * sum(losses), zero from column V on;
+// losses (rows) FP32 are -log softmax(logits)[target]. With scale 0 the logits stay as they are (evaluation).
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses,
+                   cudaStream_t s);
+// *total += scale * sum of losses (n), in a fixed order, in double.
+void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaStream_t s);
+
+// --- Embedding, backward
+// -------------------------------------------------------------------------------------------------
+
+// The rows of g that belong to the same token, sorted on the host by counting, so that sums have a fixed
+// order. A chunk is at most EMBEDDING_CHUNK rows of one token.
+inline constexpr int EMBEDDING_CHUNK = 32;
+struct EmbeddingChunk {
+    int32_t token, first, count;  // rows order[first .. first + count)
+    int32_t chunks;               // of this token, which follow each other; 0 for all but the first of them
+};
+struct EmbeddingOrder {
+    std::vector<int32_t> order;          // (N) row numbers by token, ascending within a token
+    std::vector<EmbeddingChunk> chunks;  // at most N
+};
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V);
+// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and chunks are on the
+// device. Workspace: (number_of_chunks, C) floats.
+void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks,
+                        int64_t number_of_chunks, const View& gradient, float* workspace, cudaStream_t s);
+// gradient (max_T, C): row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
+void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
+
+}  // namespace coat::gpu

@@ -1,0 +1,447 @@
+// gpu/tensor.cuh - how kernels read and write tensors: eight elements at a time, as FP32 values.
+//
+// A thread handles a chunk of 8 consecutive elements, which is 16 bytes of BF16, the widest access of a GPU.
+// How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
+// scale per 16 elements).
+//   load()    fetches a chunk as it is, so that several fetches can be in flight before the first is used;
+//   values()  converts a fetched chunk to FP32;
+//   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
+//
+// Determinism: every sum has a fixed order. The only atomics are maxima (and the counters of the quantization
+// report).
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../coat.h"
+
+namespace coat::gpu {
+
+using View = QuantizedView;  // a tensor on the GPU; a view whose codes are null means "no tensor"
+
+// The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
+// GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
+// scale from it.
+struct alignas(16) TensorScale {
+    float scale;    // what codes are multiplied by; written by quantize()
+    float amax;  // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
+    float delayed;  // delayed scaling: the scale from the history of amaxes; 0 while that history is empty
+    float unused;
+};
+inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
+
+// A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
+// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either of the two may
+// be missing (null). With per-tensor scaling both have the same scale, view.scales. Other granularities have
+// scales for each, in the layout that cuBLASLt reads: per row one after the other; 1x128 as (cols / 128,
+// rows); 128x128 as (rows / 128, cols / 128) with each row padded to a multiple of four.
+struct Operand {
+    View view;
+    void* transposed = nullptr;
+    void* transposed_scales = nullptr;
+    TensorScale* amax =
+        nullptr;  // updated by quantize() where the granularity is not per tensor; may be null
+};
+
+// A norm layer. Backward recomputes its output from `in` and `stats` instead of saving it.
+struct Norm {
+    View in;             // (N, C) in the compute dtype, or in groups
+    const void* weight;  // (C) compute dtype
+    const void* bias;    // (C) compute dtype; null for RMSNorm
+    float2* stats;       // (N) {mean, 1 / std}, or {0, 1 / rms}
+    bool rms;
+    float eps;
+};
+
+// Throws Error("<what>: <CUDA's reason>.") and clears the error, so that a later launch is not blamed for it.
+inline void check(cudaError_t error, const char* what) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();
+    throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
+}
+#define CHECK_LAUNCH(kernel) check(cudaGetLastError(), "Launching " kernel " failed")
+inline void require(bool ok, const char* what) {
+    if (!ok) throw Error(std::string("A GPU kernel was called wrongly: ") + what + ".");
+}
+inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
+inline int device_attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    check(cudaGetDevice(&device), "Asking for the GPU failed");
+    check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
+    return value;
+}
+inline int multiprocessors() {
+    static const int count = device_attribute(cudaDevAttrMultiProcessorCount);
+    return count;
+}
+inline int shared_memory_limit() {  // bytes of one block
+    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return bytes;
+}
+
+#ifdef __CUDACC__
+
+using bf16 = __nv_bfloat16;
+constexpr int CHUNK = 8;
+using Values = float[CHUNK];
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The largest magnitude. The bits of |x| as an integer order like |x| itself, with NaN above infinity.
+
+inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+inline __device__ float larger(float top, float x) {  // max(top, |x|), NaN if one of them is
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
+    return y;
+}
+template <int LANES>
+__device__ float largest_of(float top) {  // over LANES neighbouring lanes
+    if constexpr (LANES > 1)
+        top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
+    return top;
+}
+
+// *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
+inline __device__ void update_amax(float* amax, uint32_t bits) {
+    uint32_t* word = reinterpret_cast<uint32_t*>(amax);
+    if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
+}
+inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
+    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+    if (threadIdx.x % 32 == 0) update_amax(amax, bits);
+}
+template <int THREADS>
+__device__ void update_amax_by_block(float* amax, uint32_t bits) {
+    __shared__ uint32_t warps[THREADS / 32];
+    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bits;
+    __syncthreads();
+    if (threadIdx.x < 32) update_amax_by_warp(amax, threadIdx.x < THREADS / 32 ? warps[threadIdx.x] : 0);
+}
+
+// Sum over a block's threads, in the same order every time.
+template <int THREADS>
+__device__ double block_sum(double x) {
+    __shared__ double parts[THREADS];
+    parts[threadIdx.x] = x;
+    for (int n = THREADS / 2; n > 0; n /= 2) {
+        __syncthreads();
+        if (threadIdx.x < n) parts[threadIdx.x] += parts[threadIdx.x + n];
+    }
+    __syncthreads();
+    return parts[0];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// FP8 codes and their scales (the paper's preliminaries): code = encode(x / s), x' = s * code, s = amax /
+// FMAX
+
+inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
+    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
+}
+inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
+    const auto format = e5m2 ? __NV_E5M2 : __NV_E4M3;
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
+    return __half22float2(__half2(h));
+}
+inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {  // eight codes of v * inverse
+    uint32_t half[4];
+    if (e5m2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) half[i] = encode2(true, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) half[i] = encode2(false, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    }
+    return {half[0] | half[1] << 16, half[2] | half[3] << 16};
+}
+inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = decode2(e5m2, (i < 2 ? codes.x : codes.y) >> (i & 1) * 16 & 0xFFFFu);
+        v[2 * i] = two.x * scale;
+        v[2 * i + 1] = two.y * scale;
+    }
+}
+
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN.
+inline __device__ float scale_of(float fmax, float amax) {
+    return amax > 0 && amax < INFINITY ? fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f) : 1.0f;
+}
+// amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
+// remainder. The remainder is exact for results from 2^-123 on; smaller ones become 2^-126 anyway.
+inline __device__ float divide_by_448(float amax) {
+    const float q = __fmul_rn(amax, 1 / 448.0f);
+    return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
+}
+inline __device__ float round_up_to_bf16(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u);
+}
+inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals
+// count as 0.
+
+inline __device__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline __device__ float fast_log2(float x) {  // of subnormals too
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline __device__ float fast_log2_of_normal(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline __device__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline __device__ float fast_sqrt(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+constexpr float LOG2_E = 1.4426950408889634f;
+inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
+    return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
+}
+inline __device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG2_E, x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Storage
+
+inline __device__ uint32_t pack(float lo, float hi) {  // two BF16 in a word
+    const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+inline __device__ float2 unpack(uint32_t two) {
+    return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
+}
+
+// One store of 8 or 16 bytes. (The compiler may split an assignment through a cast pointer into four small
+// stores.)
+template <class V>
+__device__ void put(void* to, V value) {
+    __stwb(static_cast<V*>(to), value);
+}
+
+template <class T>
+struct Dense;
+
+template <>
+struct Dense<bf16> {
+    using Compute = bf16;
+    using Raw = uint4;
+    bf16* data;
+
+    __device__ Dense from(int64_t i) const {
+        return {data + i};
+    }  // the same tensor, counted from element i on
+    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
+    __device__ void values(const Raw& raw, Values& v) const {
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = unpack(words[j]);
+            v[2 * j] = two.x, v[2 * j + 1] = two.y;
+        }
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {  // writes only if live, rounds in any case
+        const uint4 raw{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
+        if (live) put(data + i, raw);
+        values(raw, v);
+    }
+};
+
+template <>
+struct Dense<float> {
+    using Compute = float;
+    struct Raw {
+        float4 lo, hi;
+    };
+    float* data;
+
+    __device__ Dense from(int64_t i) const { return {data + i}; }
+    __device__ Raw load(int64_t i) const {
+        const float4* p = reinterpret_cast<const float4*>(data + i);
+        return {p[0], p[1]};
+    }
+    __device__ void values(const Raw& r, Values& v) const {
+        v[0] = r.lo.x, v[1] = r.lo.y, v[2] = r.lo.z, v[3] = r.lo.w;
+        v[4] = r.hi.x, v[5] = r.hi.y, v[6] = r.hi.z, v[7] = r.hi.w;
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        if (!live) return;
+        put(data + i, make_float4(v[0], v[1], v[2], v[3]));
+        put(data + i + 4, make_float4(v[4], v[5], v[6], v[7]));
+    }
+};
+
+// E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
+// the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
+// call store(), the first writes the scale.
+constexpr int GROUP = PER_GROUP.cols, GROUP_LANES = GROUP / CHUNK;
+struct Groups {
+    using Compute = bf16;
+    struct Raw {
+        uint2 codes;
+        uint16_t scale;
+    };
+    uint8_t* codes;
+    uint16_t* scales;
+
+    __device__ Groups from(int64_t i) const { return {codes + i, scales + i / GROUP}; }
+    __device__ Raw load(int64_t i) const {
+        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP]};
+    }
+    __device__ void values(const Raw& r, Values& v) const {
+        decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v);
+    }
+    // The scale of the group that these lanes hold. It is rounded up to BF16 before it is used, so that no
+    // code saturates. A group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
+    static __device__ float group_scale(const Values& v) {
+        float amax = 0;
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
+        amax = largest_of<GROUP_LANES>(amax);
+        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
+        return amax > 0 ? round_up_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
+    }
+    // 1 / scale with the bits of a division: a BF16 scale has 8 bits, so the remainder is exact.
+    static __device__ float inverse_of(float scale) {
+        const float r = fast_reciprocal(scale);
+        return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        const float scale = group_scale(v);
+        const uint2 c = encode(false, v, inverse_of(scale));
+        if (live) {
+            put(codes + i, c);
+            if (threadIdx.x % GROUP_LANES == 0)
+                scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+        }
+        decode(false, c, scale, v);
+    }
+};
+
+template <class T>
+Dense<T> dense(const void* p) {
+    return {static_cast<T*>(const_cast<void*>(p))};
+}
+inline Groups groups_of(const View& v) {
+    return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)};
+}
+inline bool in_groups(const Quant& q) {
+    return q.format == Format::E4M3 && q.granularity == PER_GROUP && q.scale == Format::BF16;
+}
+
+// Calls f with the Storage of a view: BF16 or FP32.
+template <class F>
+void with_dense(const View& v, F f) {
+    require(!v.quant.fp8() && v.cols % CHUNK == 0,
+            "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
+    if (v.quant.format == Format::F32) return f(dense<float>(v.codes));
+    f(dense<bf16>(v.codes));
+}
+// The same, or groups.
+template <class F>
+void with_storage(const View& v, F f) {
+    if (!in_groups(v.quant)) return with_dense(v, f);
+    require(v.cols % GROUP == 0, "the columns are not a multiple of the group size");
+    f(groups_of(v));
+}
+
+// A gradient: BF16, or FP32 where many micro-batches are summed (coat.h, gradient_format). Which one is known
+// at run time; all threads take the same branch.
+struct Gradient {
+    void* data;
+    bool f32;
+
+    __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
+        if (f32) add_to(Dense<float>{static_cast<float*>(data)}, i, sum);
+        else add_to(Dense<bf16>{static_cast<bf16*>(data)}, i, sum);
+    }
+    __device__ void add(int64_t i, float x) const {
+        if (f32) static_cast<float*>(data)[i] += x;
+        else
+            static_cast<bf16*>(data)[i] =
+                static_cast<bf16>(static_cast<float>(static_cast<bf16*>(data)[i]) + x);
+    }
+
+private:
+    template <class T>
+    static __device__ void add_to(Dense<T> gradient, int64_t i, const Values& sum) {
+        Values g;
+        gradient.values(gradient.load(i), g);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) g[j] += sum[j];
+        gradient.store(i, g, true);
+    }
+};
+inline Gradient gradient_of(const View& v) {
+    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16, "a gradient is FP32 or BF16");
+    return {v.codes, v.quant.format == Format::F32};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The quantization report (coat.h, QuantStats)
+
+// What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the
+// whole GPU.
+struct Counts {
+    double signal = 0, noise = 0;
+    unsigned elements = 0, saturated = 0, flushed = 0;
+
+    __device__ void add(float value, float back) {
+        const double error = double(value) - double(back);
+        signal += double(value) * value;
+        noise += error * error;
+        elements++;
+    }
+    __device__ void add_to(QuantStats* stats) const {
+        double sums[2] = {signal, noise};
+        unsigned counts[3] = {elements, saturated, flushed};
+        for (int lanes = 16; lanes > 0; lanes /= 2)
+            for (double& sum : sums) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+        for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
+        if (threadIdx.x % 32 != 0) return;
+        atomicAdd(&stats->signal, sums[0]);
+        atomicAdd(&stats->noise, sums[1]);
+        int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
+        for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Norms: what their forward and backward kernels and their recomputation share
+
+// y = (x - mean) / std * weight + bias. Operations are spelled out so that every kernel computes the same
+// bits.
+inline __device__ float normalized(float x, float2 stats, float weight, float bias) {
+    return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), weight, bias);
+}
+template <class T>
+struct NormParameters {
+    Dense<T> weight, bias;
+
+    __device__ void load(int64_t col, Values& w, Values& b) const {
+        weight.values(weight.load(col), w);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) b[j] = 0;
+        if (bias.data) bias.values(bias.load(col), b);
+    }
+};
+
+#endif  // __CUDACC__
+
+}  // namespace coat::gpu

@@ -1,0 +1,98 @@
+// test_reference_evaluate.cpp - what a Model of the CPU reference reports without training: evaluate,
+// next_logits and the report on quantization.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "../reference.h"
+#include "model_checks.h"
+#include "setups.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+using namespace coat::test::setups;
+
+TEST_CASE("evaluate: gives the loss of a step's forward pass and changes nothing") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (const char* recipe : {"fp32", "bf16", "coat", "te", "deepseek", "lean"}) {
+            Training training(recipe == std::string("lean") ? with_mode(setup_of("coat", arch), "lean")
+                                                            : setup_of(recipe, arch));
+            check_evaluate(training);
+        }
+}
+
+TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
+    for (const char* recipe : {"te", "colossal", "coat", "bf16"}) {
+        Training training(setup_of(recipe));
+        check_infinite_evaluation(training);
+    }
+}
+
+TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
+    for (const char* recipe : {"bf16", "coat", "te", "colossal"})
+        for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_reference, recipe, arch, 1e-4);
+}
+
+TEST_CASE("next_logits: falls back to BF16 where a training batch does, for any length") {
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"})
+        check_fallback(make_reference, recipe);
+}
+
+TEST_CASE("next_logits: equal the logits of the loss, for any length") {
+    // The loss of a single sequence is the mean over its tokens, each predicted by next_logits of the tokens
+    // before.
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        Setup setup = tiny_setup(tiny_config(arch, true), "fp32", "fp32", 1, 16);
+        Training training(setup);
+        losses(training, 10);
+        training.text.next(1, 16, &training.tokens, &training.targets);
+        double total = 0;
+        for (int64_t n = 1; n <= 16; n++) {
+            std::vector<float> logits(static_cast<size_t>(setup.config.V));
+            training.model->next_logits(training.tokens.data(), n, logits.data());
+            double sum = 0;
+            for (float l : logits) sum += std::exp(double(l));
+            total += std::log(sum) - double(logits[size_t(training.targets[size_t(n - 1)])]);
+        }
+        CHECK(training.model->evaluate(training.tokens.data(), training.targets.data()) ==
+              doctest::Approx(total / 16).epsilon(1e-5));
+    }
+}
+
+TEST_CASE("quantization: the report measures every kind of tensor and changes nothing") {
+    // A uniform relative error of half a step of E4M3 has an rms of 2^-4 / sqrt(3), which is 28.8 dB; of E5M2
+    // 22.8 dB. With per-tensor scales small elements have larger relative errors, but little weight in the
+    // sum. Second moments have k above 1, and smaller errors.
+    Training training(with_mode(setup_of("coat"), "lean"));
+    losses(training, count(20, 2));
+    const Snapshot before = snapshot(*training.model);
+    const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
+    CHECK((snapshot(*training.model) == before));
+    for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
+        const QuantStats& s = report.kinds[kind];
+        INFO(std::string(KIND_NAMES[kind]), ": ", s.snr_db(), " dB of ", s.elements);
+        CHECK(s.elements > 0);
+        CHECK(s.saturated == 0);
+        CHECK(s.snr_db() > (kind == static_cast<int>(Kind::Gradient) ? 22.8 : 28.8));
+        CHECK(s.snr_db() < 60);
+        CHECK(s.flushed <= s.elements / 20);
+    }
+    int64_t groups = 0;
+    for (const Param& p : parameters(training.model->setup().config))
+        groups += is_fp8(p.moment(Format::E4M3)) ? p.groups() : 0;
+    for (const std::vector<float>* k : {&report.k_m, &report.k_v}) {
+        CHECK(int64_t(k->size()) == groups);
+        CHECK(std::is_sorted(k->begin(), k->end()));
+        CHECK((k->front() >= 1.0f / 16 && k->back() <= 64));
+    }
+    Training usual(setup_of("coat"));
+    usual.step();
+    const QuantReport without = usual.model->quantization(usual.tokens.data(), usual.targets.data());
+    for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++)
+        CHECK((without.kinds[kind].elements == 0) == (kind == static_cast<int>(Kind::Attention)));
+    Training plain(setup_of("fp32"));
+    plain.step();
+    const QuantReport none = plain.model->quantization(plain.tokens.data(), plain.targets.data());
+    for (const QuantStats& s : none.kinds) CHECK((s.elements == 0 && s.noise == 0));
+}
