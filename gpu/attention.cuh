@@ -32,8 +32,8 @@ enum class AttentionKernel { Best, Simple, TensorCores, Hopper };
 // qkv: (B, T, (NH + 2 NKV) HS), columns [q heads | k heads | v heads]. out: (B, T, NH HS). lse: (B, NH, T)
 // FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over keys. Backward recomputes p from it.
 // Pointers are 16-byte aligned. An unsupported shape or an implementation that cannot run it is an Error.
-void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream,
-                       AttentionKernel kernel = AttentionKernel::Best);
+void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
+                       cudaStream_t stream, AttentionKernel kernel = AttentionKernel::Best);
 
 // dout: like out. dqkv: like qkv; every element is written. workspace: attention_workspace(shape)
 // bytes of temporary memory.

@@ -49,7 +49,7 @@ constexpr int PANEL = 64;  // columns of a panel; 128 bytes, as the swizzle of T
 constexpr int BOX = 64;    // rows that one TMA instruction copies
 constexpr int BOX_BYTES = BOX * PANEL * 2;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Hopper's instructions (PTX ISA, sections on mbarrier, cp.async.bulk and wgmma). Addresses in shared
 // memory are 32 bits.
 
@@ -182,7 +182,7 @@ __device__ void wgmma_wait(Registers&... used) {
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Tiles and GEMMs
 //
 // A tile (rows, HS) is stored in shared memory as panels of 64 columns. A panel has rows of 128 bytes
@@ -302,7 +302,7 @@ __device__ void release(Barrier empty) {
     if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Forward
 
 template <int HS_, int CONSUMERS_>
@@ -513,7 +513,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
            int(launches++ % COUNTERS), lse);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Backward: prepare_kernel, backward_kernel, finish_kernel
 
 template <int HS_, int QUERIES_>

@@ -99,7 +99,8 @@ __device__ void softmax(float (&s)[R], float (&max)[2], float (&sum)[2], float (
 // size 64 or 128.
 namespace coat::sm90 {
 
-void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, cudaStream_t stream);
+void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
+                       cudaStream_t stream);
 void attention_backward(const AttentionShape& shape, const void* qkv, const void* out, const float* lse,
                         const void* dout, void* dqkv, void* workspace, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
