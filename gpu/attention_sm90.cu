@@ -10,8 +10,8 @@
 //   mbarrier: a barrier in shared memory that counts arrivals of threads and bytes copied by TMA. Its phase
 //     flips between 0 and 1 when all have arrived. A thread waits for the end of the phase of a given parity.
 //   wgmma: a GEMM instruction of a warpgroup (4 warps, 128 threads) for 64 rows. It reads operands from
-//     shared memory and sums in registers. It is asynchronous: threads fence, issue, commit, compute something else,
-//     and wait before they touch the registers again.
+//     shared memory and sums in registers. It is asynchronous: threads fence, issue, commit, compute something
+//     else, and wait before they touch the registers again.
 //   setmaxnreg: a warpgroup that needs few registers gives them to the others.
 //
 // A block has one producer warpgroup and two or three consumer warpgroups. One thread of the producer
@@ -94,10 +94,10 @@ __device__ void sync_named(int id, int threads) {
 __device__ void arrive_named(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-template <int REGISTERS>
-__device__ void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-__device__ void decrease_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int N>
+__device__ void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+__device__ void decrease_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 
 __device__ void tma_load(uint32_t to, const CUtensorMap& map, Barrier full, int col, int row, int b) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -223,7 +223,8 @@ template <int KEYS, int R>
 __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < KEYS; i += 16) wgmma<true, true>(d, descriptor(a + i * 128), descriptor(b + i * 128), i > 0);
+    for (int i = 0; i < KEYS; i += 16)
+        wgmma<true, true>(d, descriptor(a + i * 128), descriptor(b + i * 128), i > 0);
     wgmma_commit();
 }
 
@@ -273,8 +274,7 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
         cudaDriverEntryPointQueryResult found;
         check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
                                                &found), "Asking the driver for TMA failed");
-        if (found != cudaDriverEntryPointSuccess)
-            throw Error("The NVIDIA driver does not support TMA; install a driver for CUDA 12 or newer.");
+        if (!function) throw Error("The NVIDIA driver does not support TMA; install one for CUDA 12 or newer.");
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     CUtensorMap map;
@@ -309,8 +309,7 @@ template <int HS_, int CONSUMERS_>
 struct Forward {  // sizes, and where things are in shared memory
     static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128, STAGES = 2;
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-    static constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+    static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160, PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
     static constexpr int Q_BYTES = QUERIES * HS * 2, KV_BYTES = KEYS * HS * 2;
     static constexpr int K = Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
     static constexpr int BARRIERS = O + Q_BYTES, ITEM = BARRIERS + (2 + 4 * STAGES) * 8;
@@ -321,13 +320,8 @@ struct Forward {  // sizes, and where things are in shared memory
     __device__ uint32_t k(int stage) const { return base + K + stage * KV_BYTES; }
     __device__ uint32_t v(int stage) const { return base + V + stage * KV_BYTES; }
     __device__ uint32_t item() const { return base + ITEM; }  // which item of the work q belongs to
-    __device__ Barrier barrier(int i) const { return {base + BARRIERS + 8 * i}; }
-    __device__ Barrier q_full() const { return barrier(0); }
-    __device__ Barrier q_empty() const { return barrier(1); }
-    __device__ Barrier k_full(int stage) const { return barrier(2 + 4 * stage); }
-    __device__ Barrier k_empty(int stage) const { return barrier(3 + 4 * stage); }
-    __device__ Barrier v_full(int stage) const { return barrier(4 + 4 * stage); }
-    __device__ Barrier v_empty(int stage) const { return barrier(5 + 4 * stage); }
+    enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };  // barriers; the last four for each stage
+    __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
     __device__ void init_barriers() const {
         // The even ones are `full`: one arrival, by the producer. The odd ones are `empty`: every
         // consumer warp arrives.
@@ -368,25 +362,26 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
     Ring<F::STAGES> ring;
     for (uint32_t parity = 0;; parity ^= 1) {
         const int item = atomicAdd(&counter->next, 1);
-        smem.q_empty().wait(parity ^ 1);
+        smem.barrier(F::Q_EMPTY).wait(parity ^ 1);
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem.item()), "r"(item) : "memory");
         if (item >= work.total()) break;
         int tile, head;
         work.find(item, tile, head);
         const int b = head / d.NH, h = head % d.NH, kv = h / d.group();
-        smem.q_full().arrive_and_expect(F::Q_BYTES);
-        load_tile<F::HS, F::QUERIES>(smem.q(), qkv, smem.q_full(), h * F::HS, tile * F::QUERIES, b);
+        smem.barrier(F::Q_FULL).arrive_and_expect(F::Q_BYTES);
+        load_tile<F::HS, F::QUERIES>(smem.q(), qkv, smem.barrier(F::Q_FULL), h * F::HS, tile * F::QUERIES, b);
         for (int n = F::key_tiles(d, tile) - 1; n >= 0; n--, ring.next()) {
-            auto load = [&](uint32_t to, Barrier full, Barrier empty, int column_head) {
-                empty.wait(ring.parity ^ 1);
-                full.arrive_and_expect(F::KV_BYTES);
-                load_tile<F::HS, F::KEYS>(to, qkv, full, column_head * F::HS, n * F::KEYS, b);
+            auto load = [&](uint32_t to, int full, int empty, int column_head) {
+                const Barrier arrived = smem.barrier(full, ring.stage);
+                smem.barrier(empty, ring.stage).wait(ring.parity ^ 1);
+                arrived.arrive_and_expect(F::KV_BYTES);
+                load_tile<F::HS, F::KEYS>(to, qkv, arrived, column_head * F::HS, n * F::KEYS, b);
             };
-            load(smem.k(ring.stage), smem.k_full(ring.stage), smem.k_empty(ring.stage), d.NH + kv);
-            load(smem.v(ring.stage), smem.v_full(ring.stage), smem.v_empty(ring.stage), d.NH + d.NKV + kv);
+            load(smem.k(ring.stage), F::K_FULL, F::K_EMPTY, d.NH + kv);
+            load(smem.v(ring.stage), F::V_FULL, F::V_EMPTY, d.NH + d.NKV + kv);
         }
     }
-    smem.q_full().arrive();  // with an item after the last one, on which the consumers leave
+    smem.barrier(F::Q_FULL).arrive();  // with an item after the last one, on which the consumers leave
     __threadfence();
     if (atomicAdd(&counter->left, 1) == int(gridDim.x) - 1) counter->next = 0, counter->left = 0;
 }
@@ -407,7 +402,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
     if (warpgroup == F::CONSUMERS - 1) arrive_named(next_turn, 2 * WARPGROUP);  // to warpgroup 0
 
     for (uint32_t parity = 0;; parity ^= 1) {
-        smem.q_full().wait(parity);
+        smem.barrier(F::Q_FULL).wait(parity);
         int item = 0, tile, head;
         if (threadIdx.x % WARP == 0)
             asm volatile("ld.shared.b32 %0, [%1];" : "=r"(item) : "r"(smem.item()) : "memory");
@@ -421,28 +416,28 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
         int n = F::key_tiles(d, tile) - 1;
         bool add = false;  // to o, which is not initialized
         auto start_output = [&] {  // o += p v
-            smem.v_full(v.stage).wait(v.parity);
+            smem.barrier(F::V_FULL, v.stage).wait(v.parity);
             start_accumulate<F::KEYS>(o, p, smem.v(v.stage), add);
         };
         auto finish_scores = [&] {  // s becomes p in FP32
-            release(smem.k_empty(k.stage));
+            release(smem.barrier(F::K_EMPTY, k.stage));
             k.next();
             if ((n + 1) * F::KEYS - 1 > first_row) mask(s, n * F::KEYS - row);
             softmax(s, max, sum, shrink, scale);
         };
         auto finish_output = [&] {
             wgmma_wait<0>(o, p);
-            release(smem.v_empty(v.stage));
+            release(smem.barrier(F::V_EMPTY, v.stage));
             v.next();
         };
 
-        smem.k_full(k.stage).wait(k.parity);
+        smem.barrier(F::K_FULL, k.stage).wait(k.parity);
         start_scores<HS, F::QUERIES>(s, q, smem.k(k.stage));
         wgmma_wait<0>(s);
         finish_scores();
         to_operand(p, s);
         for (n--; n >= 0; n--) {
-            smem.k_full(k.stage).wait(k.parity);
+            smem.barrier(F::K_FULL, k.stage).wait(k.parity);
             sync_named(my_turn, 2 * WARPGROUP);
             start_scores<HS, F::QUERIES>(s, q, smem.k(k.stage));
             start_output();  // of the tile before
@@ -455,7 +450,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
 #pragma unroll
             for (int i = 0; i < HS / 2; i++) o[i] *= shrink[i / 2 % 2];
         }
-        release(smem.q_empty());
+        release(smem.barrier(F::Q_EMPTY));
         start_output();
         const int b = head / d.NH, h = head % d.NH;
         float inverse[2];
@@ -497,7 +492,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
         if (threadIdx.x == F::CONSUMERS * WARPGROUP)
             forward_producer<F>(qkv, smem, d, work, &counters[counter]);
     } else {
-        increase_registers<F::CONSUMER_REGISTERS>();
+        increase_registers<F::REGISTERS>();
         forward_consumer<F>(out, smem, d, work, lse);
     }
 }
@@ -538,20 +533,15 @@ struct Backward {  // sizes, and where things are in shared memory
     __device__ uint32_t ds(int i) const { return base + DS + i * DS_BYTES; }
     __device__ uint32_t dq() const { return base + DQ; }
     __device__ uint32_t stats(int stage) const { return base + STATS + stage * STATS_BYTES; }
-    __device__ Barrier barrier(int i) const { return {base + BARRIERS + 8 * i}; }
-    __device__ Barrier kv_full() const { return barrier(0); }
-    __device__ Barrier dq_full() const { return barrier(1); }
-    __device__ Barrier dq_empty() const { return barrier(2); }
-    __device__ Barrier q_full(int stage) const { return barrier(3 + 4 * stage); }
-    __device__ Barrier q_empty(int stage) const { return barrier(4 + 4 * stage); }
-    __device__ Barrier dout_full(int stage) const { return barrier(5 + 4 * stage); }
-    __device__ Barrier dout_empty(int stage) const { return barrier(6 + 4 * stage); }
+    // Barriers; the last four for each stage.
+    enum { KV_FULL, DQ_FULL, DQ_EMPTY, Q_FULL, Q_EMPTY, DOUT_FULL, DOUT_EMPTY };
+    __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
     __device__ void init_barriers() const {
         constexpr int WARPS = CONSUMERS * 4;
-        kv_full().init(1), dq_full().init(WARPS), dq_empty().init(1);
+        barrier(KV_FULL).init(1), barrier(DQ_FULL).init(WARPS), barrier(DQ_EMPTY).init(1);
         for (int i = 0; i < STAGES; i++) {
-            q_full(i).init(1), q_empty(i).init(WARPS * WARP);
-            dout_full(i).init(1), dout_empty(i).init(WARPS);
+            barrier(Q_FULL, i).init(1), barrier(Q_EMPTY, i).init(WARPS * WARP);
+            barrier(DOUT_FULL, i).init(1), barrier(DOUT_EMPTY, i).init(WARPS);
         }
         fence_barrier_init();
     }
@@ -634,19 +624,19 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
                                 Walk walk, const Scratch& scratch) {
     constexpr int HS = F::HS;
     const int b = walk.b, first_key = walk.n * F::KEYS;
-    smem.kv_full().arrive_and_expect(2 * F::KV_BYTES);
-    load_tile<HS, F::KEYS>(smem.k(), qkv, smem.kv_full(), (d.NH + walk.kv) * HS, first_key, b);
-    load_tile<HS, F::KEYS>(smem.v(), qkv, smem.kv_full(), (d.NH + d.NKV + walk.kv) * HS, first_key, b);
+    smem.barrier(F::KV_FULL).arrive_and_expect(2 * F::KV_BYTES);
+    load_tile<HS, F::KEYS>(smem.k(), qkv, smem.barrier(F::KV_FULL), (d.NH + walk.kv) * HS, first_key, b);
+    load_tile<HS, F::KEYS>(smem.v(), qkv, smem.barrier(F::KV_FULL), (d.NH + d.NKV + walk.kv) * HS, first_key, b);
     Ring<F::STAGES> ring;
     for (; !walk.done(); walk.next(), ring.next()) {
-        const Barrier q_full = smem.q_full(ring.stage), dout_full = smem.dout_full(ring.stage);
+        const Barrier q_full = smem.barrier(F::Q_FULL, ring.stage), dout_full = smem.barrier(F::DOUT_FULL, ring.stage);
         const float* stats = scratch.stats + walk.tile(d) * 2 * F::QUERIES;
         const int first_query = walk.m * F::QUERIES;
-        smem.q_empty(ring.stage).wait(ring.parity ^ 1);
+        smem.barrier(F::Q_EMPTY, ring.stage).wait(ring.parity ^ 1);
         q_full.arrive_and_expect(F::Q_BYTES + F::STATS_BYTES);
         load_tile<HS, F::QUERIES>(smem.q(ring.stage), qkv, q_full, walk.h * HS, first_query, b);
         bulk_load(smem.stats(ring.stage), stats, F::STATS_BYTES, q_full);
-        smem.dout_empty(ring.stage).wait(ring.parity ^ 1);
+        smem.barrier(F::DOUT_EMPTY, ring.stage).wait(ring.parity ^ 1);
         dout_full.arrive_and_expect(F::Q_BYTES);
         load_tile<HS, F::QUERIES>(smem.dout(ring.stage), dout, dout_full, walk.h * HS, first_query, b);
     }
@@ -664,7 +654,7 @@ __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch
         const int64_t tile = walk.tile(d);
         float* sum = scratch.dq + tile * F::QUERIES * F::HS;
         int* added = scratch.added + tile;
-        smem.dq_full().wait(step & 1);
+        smem.barrier(F::DQ_FULL).wait(step & 1);
         if (before == 0) {
             bulk_store(sum, smem.dq(), F::DQ_BYTES);
         } else {
@@ -675,7 +665,7 @@ __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch
         }
         bulk_commit();
         bulk_wait_read();
-        smem.dq_empty().arrive();
+        smem.barrier(F::DQ_EMPTY).arrive();
         bulk_wait();
         fence_async();
         asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(added), "r"(before + 1) : "memory");
@@ -743,11 +733,11 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const 
     Ring<F::STAGES> ring;
 
     auto start_next = [&] {  // s = k q^T, of the tile of queries at the ring's stage
-        smem.q_full(ring.stage).wait(ring.parity);
+        smem.barrier(F::Q_FULL, ring.stage).wait(ring.parity);
         start_scores<HS, F::KEYS>(s, own_k, smem.q(ring.stage));
     };
 
-    smem.kv_full().wait(0);
+    smem.barrier(F::KV_FULL).wait(0);
     start_next();
     wgmma_wait<0>(s);
     for (int step = 0; !walk.done(); step++) {
@@ -755,7 +745,7 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const 
         const uint32_t lse = smem.stats(stage), delta = lse + F::QUERIES * 4, ds = smem.ds(step & 1);
         const uint32_t dq_ds = ds + dq_row / PANEL * F::KEYS * 128;
 
-        smem.dout_full(stage).wait(ring.parity);
+        smem.barrier(F::DOUT_FULL, stage).wait(ring.parity);
         start_scores<HS, F::KEYS>(dp, own_v, smem.dout(stage));  // dp = v dout^T
         make_p(s, lse, scale, first_key + fragment_row() - first_query);
         to_operand(p, s);
@@ -778,12 +768,12 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const 
         // wait for every GEMM.
         start_next();
         wgmma_wait<1>(dq, dk, p);
-        smem.q_empty(stage).arrive();  // by every thread, because each has read the statistics itself
-        release(smem.dout_empty(stage));
-        smem.dq_empty().wait(~step & 1);
+        smem.barrier(F::Q_EMPTY, stage).arrive();  // by every thread, because each has read the statistics itself
+        release(smem.barrier(F::DOUT_EMPTY, stage));
+        smem.barrier(F::DQ_EMPTY).wait(~step & 1);
         store_dq<HS>(smem.dq(), dq, dq_row, dq_col);
         fence_async_shared();
-        release(smem.dq_full());
+        release(smem.barrier(F::DQ_FULL));
         wgmma_wait<0>(s);
     }
 
@@ -848,7 +838,8 @@ __global__ void __launch_bounds__(TILE_THREADS) finish_kernel(Dims d, Scratch sc
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * F::QUERIES + first + i * STEP;
-        const uint32_t low = pack(x[i].x * d.scale, x[i].y * d.scale), high = pack(x[i].z * d.scale, x[i].w * d.scale);
+        const uint32_t low = pack(x[i].x * d.scale, x[i].y * d.scale);
+        const uint32_t high = pack(x[i].z * d.scale, x[i].w * d.scale);
         bf16* to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
         if (t < d.T) *reinterpret_cast<uint2*>(to) = {low, high};
     }
@@ -882,8 +873,8 @@ void attention_backward(const AttentionShape& s, const void* qkv, const void* ou
 
 size_t attention_workspace(const AttentionShape& s) {  // what Scratch places in it
     const int64_t queries = s.HS == 64 ? Backward64::QUERIES : Backward128::QUERIES;
-    const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries), words = tiles * (2 * queries + queries * s.HS + 1) + 1;
-    return static_cast<size_t>(round_up(words * 4, 256));
+    const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries), words = 2 * queries + queries * s.HS + 1;  // per tile
+    return static_cast<size_t>(round_up((tiles * words + 1) * 4, 256));
 }
 
 }  // namespace coat::sm90

@@ -18,7 +18,8 @@ namespace coat::gpu {
 namespace {
 
 void succeed(cublasStatus_t status, const char* what) {
-    if (status != CUBLAS_STATUS_SUCCESS) throw Error(std::string(what) + ": " + cublasLtGetStatusString(status) + ".");
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw Error(std::string(what) + ": " + cublasLtGetStatusString(status) + ".");
 }
 
 cudaDataType data_type(Format f) {
@@ -60,26 +61,17 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
 }
 
 // A handle of cuBLASLt or CUDA that is destroyed with its owner, even if the owner's constructor throws.
-template <auto DESTROY>
-struct Destroy {
-    template <class T>
-    void operator()(T* handle) const { DESTROY(handle); }
-};
-template <class Handle, auto DESTROY>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy<DESTROY>>;
-using MatrixLayout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
-using Event = Owned<cudaEvent_t, cudaEventDestroy>;
+template <class Handle, class Status = cublasStatus_t>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Status (*)(Handle)>;
 
-template <class T, class Create, class... Args>
-T make(Create create, Args... args) {
-    typename T::pointer handle = nullptr;
+template <class Handle, class Create, class... Args>
+Owned<Handle> make(cublasStatus_t (*destroy)(Handle), Create create, Args... args) {
+    Handle handle = nullptr;
     succeed(create(&handle, args...), "Describing a GEMM to cuBLASLt failed");
-    return T(handle);
+    return {handle, destroy};
 }
-MatrixLayout layout(Format f, int64_t rows, int64_t cols) {
-    return make<MatrixLayout>(cublasLtMatrixLayoutCreate, data_type(f), rows, cols, rows);
+Owned<cublasLtMatrixLayout_t> layout(Format f, int64_t rows, int64_t cols) {
+    return make(cublasLtMatrixLayoutDestroy, cublasLtMatrixLayoutCreate, data_type(f), rows, cols, rows);
 }
 
 // Tells the outputs of two algorithms apart: a sum over all words, each mixed with its index, so that
@@ -90,7 +82,8 @@ struct Fingerprint {
 __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint* total) {
     unsigned long long sum = 0;
     unsigned zeros = 0;
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
+    for (int64_t i = first; i < n; i += step) {
         uint64_t z = (uint64_t(i) << 32 | words[i]) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
         sum += z ^ (z >> 31);
@@ -101,7 +94,7 @@ __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint
     if (threadIdx.x % 32 == 0) atomicAdd(&total->bits, sum), atomicAdd(&total->zeros, zeros);
 }
 
-constexpr int CANDIDATES = 16;  // asked for 64, cuBLASLt 13.1 gave 8 for every shape of a 7B, a 1.1B and a 124M model
+constexpr int CANDIDATES = 16;  // cuBLASLt 13.1 has 8 for every shape of a 7B, a 1.1B and a 124M model
 constexpr size_t ROUNDS = 5;
 // With fewer outputs, two orders of summation could give the same bits by chance, and there is little
 // time to gain.
@@ -126,8 +119,9 @@ struct Gemms::Call {
 };
 
 struct Gemms::Problem {  // what cuBLASLt knows of a shape
-    MatrixLayout a, b, out;
-    Operation operation = make<Operation>(cublasLtMatmulDescCreate, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    Owned<cublasLtMatrixLayout_t> a, b, out;
+    Owned<cublasLtMatmulDesc_t> operation =
+        make(cublasLtMatmulDescDestroy, cublasLtMatmulDescCreate, CUBLAS_COMPUTE_32F, CUDA_R_32F);
     cublasLtMatmulAlgo_t algorithm{};
     bool tuned = false;
 
@@ -158,7 +152,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     // cuBLASLt's algorithms in its own order of preference, at least one. Partial sums in the
     // output's format are excluded.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) const {
-        const auto preference = make<Preference>(cublasLtMatmulPreferenceCreate);
+        const auto preference = make(cublasLtMatmulPreferenceDestroy, cublasLtMatmulPreferenceCreate);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
             succeed(cublasLtMatmulPreferenceSetAttribute(preference.get(), name, &value, sizeof value),
                     "Setting a preference of cuBLASLt failed");
@@ -176,7 +170,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status, "cuBLASLt has no algorithm for a GEMM");
+        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status, "cuBLASLt does not support a GEMM");
         return algorithms;
     }
 };
@@ -193,9 +187,9 @@ Gemms::~Gemms() {
 cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =
-        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes,
-                       p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
-    if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next kernel launch would report it as its own
+        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta,
+                       c.out.codes, p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
+    if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
 }
 
@@ -206,7 +200,7 @@ std::unique_ptr<Gemms::Problem> Gemms::launch_first(Gemm kind, const Call& c) co
     for (const cublasLtMatmulAlgo_t& candidate : p->candidates(handle_)) {
         p->algorithm = candidate;
         status = launch(*p, candidate, c);
-        if (status == CUBLAS_STATUS_SUCCESS) return p;
+        if (status == CUBLAS_STATUS_SUCCESS) break;
     }
     succeed(status, "A GEMM failed");
     return p;
@@ -233,15 +227,13 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
         if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits)
             equal.push_back(candidate);
 
-    std::vector<Event> marks(ROUNDS * equal.size() + 1);  // one before each launch, one after the last
-    for (size_t i = 0; i < marks.size(); i++) {
-        cudaEvent_t event = nullptr;
-        check(cudaEventCreate(&event), TIMING);
-        marks[i].reset(event);
-    }
-    for (size_t i = 0; i < marks.size(); i++) {
+    std::vector<Owned<cudaEvent_t, cudaError_t>> marks;  // one before each launch, one after the last
+    for (size_t i = 0; i <= ROUNDS * equal.size(); i++) {
+        cudaEvent_t mark = nullptr;
         if (i > 0) succeed(launch(p, equal[(i - 1) % equal.size()], c), "A GEMM failed");
-        check(cudaEventRecord(marks[i].get(), c.stream), TIMING);
+        check(cudaEventCreate(&mark), TIMING);
+        marks.emplace_back(mark, cudaEventDestroy);
+        check(cudaEventRecord(mark, c.stream), TIMING);
     }
     check(cudaEventSynchronize(marks.back().get()), TIMING);
     float best = INFINITY;
@@ -258,23 +250,24 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
 }
 
 int64_t Gemms::tuned() const {
-    return std::count_if(problems_.begin(), problems_.end(), [](const auto& p) { return p.second && p.second->tuned; });
+    return std::count_if(problems_.begin(), problems_.end(),
+                         [](const auto& entry) { return entry.second && entry.second->tuned; });
 }
 
-void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias,
-                cudaStream_t s) {
+void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
+                const void* bias, cudaStream_t s) {
     const Quant &qa = a.view.quant, &qb = b.view.quant;
     require(!out.quant.fp8(), "a GEMM's output is F32 or BF16");
     require(qa.fp8() == qb.fp8(), "both operands of a GEMM are FP8 or none is");
     require(!(qa.format == Format::E5M2 && qb.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
     if (out.rows == 0) return;
-    const Call call{side(b, kind != Gemm::Fprop, true), side(a, kind == Gemm::Wgrad, false), out, accumulate, bias, s};
-    const Side &ca = call.a, &cb = call.b;
+    const Side ca = side(b, kind != Gemm::Fprop, true), cb = side(a, kind == Gemm::Wgrad, false);
+    const Call call{ca, cb, out, accumulate, bias, s};
     const int64_t depth = ca.transpose ? ca.rows : ca.cols, width = ca.transpose ? ca.cols : ca.rows;
     const int64_t depth_b = cb.transpose ? cb.cols : cb.rows, height = cb.transpose ? cb.rows : cb.cols;
     require(depth == depth_b && width == out.cols && height == out.rows, "the shapes of a GEMM do not fit");
-    std::unique_ptr<Problem>& p = problems_[{kind, ca.format, cb.format, out.quant.format, ca.scale_mode, cb.scale_mode,
-                                             out.rows, out.cols, depth, bias != nullptr}];
+    std::unique_ptr<Problem>& p = problems_[{kind, ca.format, cb.format, out.quant.format, ca.scale_mode,
+                                             cb.scale_mode, out.rows, out.cols, depth, bias != nullptr}];
     if (p) {
         p->set_pointers(call);
         succeed(launch(*p, p->algorithm, call), "A GEMM failed");

@@ -37,8 +37,8 @@ public:
     // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
     // adds to it. bias (out), in out's format, or null: for Fprop. Shapes, formats or scales that no
     // GEMM supports are an Error.
-    void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias,
-             cudaStream_t s);
+    void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
+             const void* bias, cudaStream_t s);
 
     // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's
     // algorithms on its own operands. Only algorithms whose output has the same bits as the first
@@ -61,7 +61,7 @@ private:
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
     bool fast_accumulation_[3], tuning_ = false;
-    std::map<Key, std::unique_ptr<Problem>> problems_;  // null while the first launch of a shape has not succeeded
+    std::map<Key, std::unique_ptr<Problem>> problems_;  // null until the first launch succeeds
 };
 
 }  // namespace coat::gpu
