@@ -568,8 +568,8 @@ bool tensor_cores_fit(const AttentionShape& s) {
 AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     const bool format_fits = s.format == Format::F32 || s.format == Format::BF16;
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !format_fits)
-        throw Error("Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, and "
-                    "query heads that are a multiple of the key/value heads; change the model's config.json.");
+        throw Error("Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
+                    "and query heads that are a multiple of the key/value heads; change config.json.");
     auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; };
     if (wanted == AttentionKernel::Best) {
         if (!tensor_cores_fit(s)) return AttentionKernel::Simple;

@@ -10,8 +10,8 @@
 //   mbarrier: a barrier in shared memory that counts arrivals of threads and bytes copied by TMA. Its phase
 //     flips between 0 and 1 when all have arrived. A thread waits for the end of the phase of a given parity.
 //   wgmma: a GEMM instruction of a warpgroup (4 warps, 128 threads) for 64 rows. It reads operands from
-//     shared memory and sums in registers. It is asynchronous: threads fence, issue, commit, compute something
-//     else, and wait before they touch the registers again.
+//     shared memory and sums in registers. It is asynchronous: threads fence, issue, commit, compute other
+//     things, and wait before they touch the registers again.
 //   setmaxnreg: a warpgroup that needs few registers gives them to the others.
 //
 // A block has one producer warpgroup and two or three consumer warpgroups. One thread of the producer
@@ -35,9 +35,8 @@ namespace {
 
 using namespace flash;
 
-// wgmma and setmaxnreg exist on sm_90a only. For other targets the kernels are compiled as traps.
-// attention.cu does not launch them except on a Hopper GPU, where a program built for sm_90 without
-// the "a" thus fails instead of doing nothing.
+// wgmma and setmaxnreg exist on sm_90a only; for other targets the kernels are compiled as traps. attention.cu
+// launches them on Hopper GPUs only. There a program built for sm_90 without the "a" stops with an error.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool HOPPER = true;
 #else
@@ -46,12 +45,10 @@ constexpr bool HOPPER = false;
 
 constexpr int WARPGROUP = 128;
 constexpr int PANEL = 64;  // columns of a panel; 128 bytes, as the swizzle of TMA and wgmma needs
-constexpr int BOX = 64;    // rows that one TMA instruction copies
-constexpr int BOX_BYTES = BOX * PANEL * 2;
+constexpr int BOX = 64, BOX_BYTES = BOX * PANEL * 2;  // rows that one TMA instruction copies
 
 // -----------------------------------------------------------------------------------------------------------
-// Hopper's instructions (PTX ISA, sections on mbarrier, cp.async.bulk and wgmma). Addresses in shared
-// memory are 32 bits.
+// Hopper's instructions (PTX ISA: mbarrier, cp.async.bulk, wgmma). Addresses in shared memory are 32 bits.
 
 struct Barrier {
     uint32_t address;
@@ -81,19 +78,13 @@ struct Ring {
     }
 };
 
-// The proxy fences order ordinary accesses before accesses by TMA and wgmma, which go through the
-// "async proxy".
+// Proxy fences order ordinary accesses before those of TMA and wgmma, which use the "async proxy".
 __device__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// Named barriers: __syncthreads() for a part of the block; with arrive_named() a thread counts but
-// does not wait.
-__device__ void sync_named(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ void arrive_named(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+// Named barriers: __syncthreads() for a part of a block. arrive_named() counts without waiting.
+__device__ void sync_named(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+__device__ void arrive_named(int id, int n) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 template <int N>
 __device__ void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
@@ -125,9 +116,8 @@ __device__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "
 __device__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Describes a matrix in shared memory to wgmma: 128-byte swizzle, 1024 bytes from one group of eight
-// rows to the next. panel_stride: bytes from one panel of 64 columns to the next; needed where the
-// reduction runs over rows.
+// Describes a swizzled matrix in shared memory to wgmma; a group of eight rows is 1024 bytes. panel_stride:
+// bytes from one panel of 64 columns to the next, needed if the reduction runs over rows.
 __device__ uint64_t descriptor(uint32_t address, int panel_stride = 16) {
     return uint64_t(address >> 4 & 0x3FFF) | uint64_t(panel_stride >> 4) << 16 | uint64_t(1024 >> 4) << 32 |
            uint64_t(1) << 62;
@@ -153,9 +143,8 @@ __device__ void wgmma_wait(Registers&... used) {
     (pin(used), ...);
 }
 
-// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. b, and in the first form a,
-// is a descriptor; in the second form a is in registers. TA, TB: that operand is contiguous along the
-// dimension that is not reduced.
+// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. b is a descriptor; a is a descriptor
+// or in registers. TA, TB: the operand is contiguous along the dimension that is not reduced.
 #define LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
                ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define LIST64 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
@@ -192,9 +181,8 @@ DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 
 __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + threadIdx.x % WARP / 4; }
 
-// The next three functions start a GEMM, as one group of wgmma instructions. The caller waits with
-// wgmma_wait(). d (64, N) = a (64, HS) b (N, HS)^T; a is 64 rows of a tile of ROWS_A rows, b a tile
-// of N rows.
+// Each of the next three functions starts a GEMM as one group of wgmmas; the caller waits with wgmma_wait().
+// d (64, N) = a (64, HS) b (N, HS)^T; a is 64 rows of a tile of ROWS_A rows, b a tile of N rows.
 template <int HS, int ROWS_A, int R>
 __device__ void start_scores(float (&d)[R], uint32_t a, uint32_t b) {
     constexpr int N = R * 2;
@@ -228,16 +216,14 @@ __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
     wgmma_commit();
 }
 
-// Rounds accumulators to BF16. The registers of 16 columns then are operand a of the next GEMM, in
-// the layout that it needs.
+// Rounds accumulators to BF16. They already have the layout of operand a of the next GEMM.
 template <int R>
 __device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R / 2; i++) a[i / 4][i % 4] = pack(d[2 * i], d[2 * i + 1]);
 }
 
-// Writes this warpgroup's 64 rows of a tile (ROWS, HS) to shared memory; `tile` is the address of its
-// first row.
+// Writes this warpgroup's 64 rows of a tile (ROWS, HS) to shared memory, from address `tile` on.
 template <int ROWS, int K>
 __device__ void store_tile(uint32_t tile, const uint32_t (&a)[K][4]) {
     const int lane = threadIdx.x % WARP, row = threadIdx.x % WARPGROUP / WARP * 16 + lane % 16;
@@ -274,7 +260,7 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
         cudaDriverEntryPointQueryResult found;
         check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
                                                &found), "Asking the driver for TMA failed");
-        if (!function) throw Error("The NVIDIA driver does not support TMA; install one for CUDA 12 or newer.");
+        if (!function) throw Error("The NVIDIA driver lacks TMA; install one for CUDA 12 or newer.");
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     CUtensorMap map;
@@ -323,8 +309,7 @@ struct Forward {  // sizes, and where things are in shared memory
     enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };  // barriers; the last four for each stage
     __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
     __device__ void init_barriers() const {
-        // The even ones are `full`: one arrival, by the producer. The odd ones are `empty`: every
-        // consumer warp arrives.
+        // Even: `full`, one arrival, by the producer. Odd: `empty`, one arrival per consumer warp.
         for (int i = 0; i < 2 + 4 * STAGES; i++) barrier(i).init(i % 2 ? CONSUMERS * 4 : 1);
         fence_barrier_init();
     }
@@ -346,11 +331,8 @@ struct Work {
     }
 };
 
-// Launches use the counters in turn, so that passes in flight do not share one. The last block of a
-// pass sets its counter back to 0.
-struct Counter {
-    int next, left;
-};
+// Launches use the counters in turn. The last block of a pass sets its counter back to 0.
+struct Counter { int next, left; };
 constexpr int COUNTERS = 256;
 __device__ Counter counters[COUNTERS];
 std::atomic<unsigned> launches{0};
@@ -386,8 +368,7 @@ __device__ void forward_producer(const CUtensorMap& qkv, const F& smem, const Di
     if (atomicAdd(&counter->left, 1) == int(gridDim.x) - 1) counter->next = 0, counter->left = 0;
 }
 
-// A consumer warpgroup: 64 queries of each item. Tiles of keys are visited from the diagonal back to
-// the first.
+// A consumer warpgroup: 64 queries of each item; from the diagonal tile of keys back to the first.
 template <class F>
 __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Dims& d, const Work& work,
                                  float* lse) {
@@ -515,8 +496,7 @@ template <int HS_, int QUERIES_>
 struct Backward {  // sizes, and where things are in shared memory
     static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, QUERIES = QUERIES_, STAGES = 2;
     static constexpr int THREADS = 3 * WARPGROUP;
-    // Of a tile (QUERIES, HS) of dq, each consumer warpgroup computes 64 rows, or half of the columns
-    // if QUERIES is 64.
+    // A consumer warpgroup computes 64 rows of a tile of dq, or half of its columns if QUERIES is 64.
     static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
     static constexpr int KV_BYTES = KEYS * HS * 2, Q_BYTES = QUERIES * HS * 2, DS_BYTES = KEYS * QUERIES * 2;
     static constexpr int DQ_BYTES = QUERIES * HS * 4, STATS_BYTES = 2 * QUERIES * 4;
@@ -617,19 +597,20 @@ struct Walk {
     __device__ int64_t tile(const Dims& d) const { return int64_t(b * d.NH + h) * tiles + m; }  // of Scratch
 };
 
-// The first thread of the producer warpgroup: loads k and v once, then q, dout and their statistics
-// tile by tile.
+// The first producer thread: loads k and v once, then q, dout and their statistics tile by tile.
 template <class F>
 __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout, const F& smem, const Dims& d,
                                 Walk walk, const Scratch& scratch) {
     constexpr int HS = F::HS;
     const int b = walk.b, first_key = walk.n * F::KEYS;
-    smem.barrier(F::KV_FULL).arrive_and_expect(2 * F::KV_BYTES);
-    load_tile<HS, F::KEYS>(smem.k(), qkv, smem.barrier(F::KV_FULL), (d.NH + walk.kv) * HS, first_key, b);
-    load_tile<HS, F::KEYS>(smem.v(), qkv, smem.barrier(F::KV_FULL), (d.NH + d.NKV + walk.kv) * HS, first_key, b);
+    const Barrier kv_full = smem.barrier(F::KV_FULL);
+    kv_full.arrive_and_expect(2 * F::KV_BYTES);
+    load_tile<HS, F::KEYS>(smem.k(), qkv, kv_full, (d.NH + walk.kv) * HS, first_key, b);
+    load_tile<HS, F::KEYS>(smem.v(), qkv, kv_full, (d.NH + d.NKV + walk.kv) * HS, first_key, b);
     Ring<F::STAGES> ring;
     for (; !walk.done(); walk.next(), ring.next()) {
-        const Barrier q_full = smem.barrier(F::Q_FULL, ring.stage), dout_full = smem.barrier(F::DOUT_FULL, ring.stage);
+        const Barrier q_full = smem.barrier(F::Q_FULL, ring.stage);
+        const Barrier dout_full = smem.barrier(F::DOUT_FULL, ring.stage);
         const float* stats = scratch.stats + walk.tile(d) * 2 * F::QUERIES;
         const int first_query = walk.m * F::QUERIES;
         smem.barrier(F::Q_EMPTY, ring.stage).wait(ring.parity ^ 1);
@@ -764,11 +745,10 @@ __device__ void backward_consumer(const CUtensorMap& dqkv, const F& smem, const 
 
         walk.next();
         if (!walk.done()) ring.next();
-        // After the last tile this is repeated without need: a branch here would make the compiler
-        // wait for every GEMM.
+        // Repeated after the last tile: a branch here would make the compiler wait for every GEMM.
         start_next();
         wgmma_wait<1>(dq, dk, p);
-        smem.barrier(F::Q_EMPTY, stage).arrive();  // by every thread, because each has read the statistics itself
+        smem.barrier(F::Q_EMPTY, stage).arrive();  // by every thread: each has read the statistics
         release(smem.barrier(F::DOUT_EMPTY, stage));
         smem.barrier(F::DQ_EMPTY).wait(~step & 1);
         store_dq<HS>(smem.dq(), dq, dq_row, dq_col);
@@ -873,8 +853,8 @@ void attention_backward(const AttentionShape& s, const void* qkv, const void* ou
 
 size_t attention_workspace(const AttentionShape& s) {  // what Scratch places in it
     const int64_t queries = s.HS == 64 ? Backward64::QUERIES : Backward128::QUERIES;
-    const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries), words = 2 * queries + queries * s.HS + 1;  // per tile
-    return static_cast<size_t>(round_up((tiles * words + 1) * 4, 256));
+    const int64_t tiles = s.B * s.NH * ceil_div(s.T, queries), words_per_tile = queries * (s.HS + 2) + 1;
+    return static_cast<size_t>(round_up((tiles * words_per_tile + 1) * 4, 256));
 }
 
 }  // namespace coat::sm90
