@@ -1,45 +1,39 @@
-// attention.cu - causal attention forward and backward: the dispatch, and the two tellings that run on every GPU.
+// attention.cu - causal attention forward and backward: the choice of an implementation, and the two
+// that run on every GPU (CUDA cores; tensor cores through mma.sync).
 //
-// The algorithm is FlashAttention-2 (arXiv 2307.08691). Forward: a block keeps a tile of queries and walks over tiles of keys with a
-// running maximum and sum of each row (online softmax), so the scores live in registers only. Backward makes p again from the
-// saved log-sum-exp; with delta = rowsum(dout * out):
-//   dv = p^T dout,   dp = dout v^T,   ds = p * (dp - delta),   dq = ds k / sqrt(HS),   dk = ds^T q / sqrt(HS).
-// Adding dq up from all key tiles with atomics would make the bits depend on timing. So there are two passes: one owns tiles of
-// keys and walks over queries (dk, dv), the other owns queries and walks over keys (dq). They are one kernel, since they are the same
-// computation with the roles of rows and columns exchanged: see Owner.
-#include <cuda_bf16.h>
-
-#include <algorithm>
-
-#include "attention.cuh"
+// The algorithm is flash attention (FlashAttention-2, arXiv 2307.08691), which never stores the T x T scores.
+//
+// Forward: a block keeps a tile of queries and loops over tiles of keys and values. The softmax of a
+// row needs its maximum and its sum over all keys, so it is computed "online": with a running maximum
+// m and a running sum l. When a tile of keys raises m, l and the output so far are multiplied by
+// exp(m_old - m_new). At the end the output is divided by l, and lse = m + log(l), the log-sum-exp,
+// is saved: one value per query.
+//
+// Backward recomputes p = exp(s - lse) from q, k and lse. With delta = rowsum(dout * out), one value
+// per query:
+//   dv = p^T dout,  dp = dout v^T,  ds = p * (dp - delta),  dq = ds k / sqrt(HS),  dk = ds^T q / sqrt(HS).
+// dk and dv are sums over queries, dq is a sum over keys. Atomic additions would make the bits depend
+// on timing, so there are two passes. The first owns tiles of keys and loops over queries (dk, dv);
+// the second owns tiles of queries and loops over keys (dq). One kernel does both, because they
+// differ only in which side is the rows: see Owner. The price is that s and dp are computed twice.
 #include "attention_sm90.cuh"
 
 namespace coat {
 namespace {
 
-using bf16 = __nv_bfloat16;
+using namespace flash;
 
-constexpr float LOG2E = 1.44269504f;
-constexpr int WARP = 32;
-
-using sm90::check;
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Where things lie
-
+// One head of one sequence: (T, HS), with rows `stride` elements apart.
 template <class Real>
-struct Head {  // one head of one sequence: (T, HS), rows `stride` elements apart
+struct Head {
     Real* data;
     int64_t stride;
     __device__ Real* at(int t, int d) const { return data + t * stride + d; }
 };
 
-struct Dims {
-    int T, NH, NKV, HS;
-    float scale;  // 1 / sqrt(HS)
-
-    __host__ __device__ int group() const { return NH / NKV; }  // query heads that share a key/value head
-    __host__ __device__ int64_t qkv_cols() const { return int64_t(NH + 2 * NKV) * HS; }
+// Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
+struct Heads : Dims {
+    __device__ int64_t qkv_cols() const { return int64_t(NH + 2 * NKV) * HS; }
     template <class Real>
     __device__ Head<Real> column(Real* qkv, int b, int head) const {
         return {qkv + b * T * qkv_cols() + int64_t(head) * HS, qkv_cols()};
@@ -57,16 +51,9 @@ struct Dims {
     __device__ int64_t row(int b, int h) const { return (int64_t(b) * NH + h) * T; }  // of (B, NH, T)
 };
 
-Dims dims(const AttentionShape& s) {
-    return {int(s.T), int(s.NH), int(s.NKV), int(s.HS), 1.0f / std::sqrt(float(s.HS))};
-}
+Heads heads(const AttentionShape& s) { return {dims(s)}; }
 
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(bf16 x) { return __bfloat162float(x); }
-__device__ void store(float* to, float x) { *to = x; }
-__device__ void store(bf16* to, float x) { *to = __float2bfloat16(x); }
-
-// The pass that owns keys adds up dk and dv; the pass that owns queries adds up dq.
+// The pass that owns keys computes dk and dv; the pass that owns queries computes dq.
 enum class Owner { Keys, Queries };
 
 template <class Real>
@@ -76,71 +63,64 @@ struct BackwardArgs {
     Real* dqkv;                // (B, T, qkv_cols)
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// delta (B, NH, T) = rowsum(dout * out), both (B, T, NH HS): `lanes` neighbours share a row, eight elements each.
-
-__device__ void load8(const float* from, float* x) {
-    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-__device__ void load8(const bf16* from, float* x) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(words[i] << 16), x[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-}
+// -----------------------------------------------------------------------------------------------------------
+// delta (B, NH, T) = rowsum(dout * out). `lanes` neighbouring threads share a row, eight elements each.
 
 // grid (rows of a sequence, B)
 template <class Real>
-__global__ void delta_kernel(Dims d, unsigned lanes, const Real* out, const Real* dout, float* delta) {
-    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, chunk = threadIdx.x % lanes * 8;  // of (T, NH)
+__global__ void delta_kernel(Heads d, unsigned lanes, const Real* out, const Real* dout, float* delta) {
+    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // of (T, NH)
     const int t = static_cast<int>(index / d.NH), h = static_cast<int>(index % d.NH), b = blockIdx.y;
+    const int first = static_cast<int>(threadIdx.x % lanes * CHUNK);
     float sum = 0;
-    if (t < d.T && static_cast<int>(chunk) < d.HS) {
-        float o[8], g[8];
-        const Head<const Real> os = d.out(out, b, h), gs = d.out(dout, b, h);
-        load8(os.at(t, chunk), o);
-        load8(gs.at(t, chunk), g);
-        for (int i = 0; i < 8; i++) sum += o[i] * g[i];
+    if (t < d.T && first < d.HS) {
+        auto load = [&](const Real* tensor) {
+            return Dense<Real>{const_cast<Real*>(d.out(tensor, b, h).at(t, first))}.load(0);
+        };
+        sum = dot<Real>(load(out), load(dout));
     }
     for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (t < d.T && chunk == 0) delta[d.row(b, h) + t] = sum;
+    if (t < d.T && first == 0) delta[d.row(b, h) + t] = sum;
 }
 
 template <class Real>
-void compute_delta(const AttentionShape& s, const Real* out, const Real* dout, float* delta, cudaStream_t stream) {
-    int lanes = 1;
-    while (lanes * 8 < s.HS) lanes *= 2;
-    const dim3 grid(static_cast<unsigned>(ceil_div(s.T * s.NH * lanes, 256)), static_cast<unsigned>(s.B));
-    delta_kernel<<<grid, 256, 0, stream>>>(dims(s), static_cast<unsigned>(lanes), out, dout, delta);
-    check(cudaGetLastError(), "delta_kernel");
+void compute_delta(const AttentionShape& s, const Real* out, const Real* dout, float* delta,
+                   cudaStream_t stream) {
+    unsigned lanes = 1;
+    while (lanes * CHUNK < s.HS) lanes *= 2;
+    const dim3 grid(blocks(s.T * s.NH * lanes, 256), unsigned(s.B));
+    launch(delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes, out, dout, delta);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Plain CUDA cores, any format and head size. A warp owns two rows; a lane stands for one column while scores are made and
-// for every 32nd element of the head while they are used.
+// -----------------------------------------------------------------------------------------------------------
+// Plain CUDA cores, any format and head size. A warp owns two rows. While scores are computed a lane
+// stands for one column; while they are used, it stands for every 32nd element of the head.
 
 namespace simple {
 
-constexpr int WARPS = 8, ROWS = 2, BLOCK_ROWS = WARPS * ROWS, COLUMNS = WARP, MAX_CHUNKS = 256 / WARP;
+constexpr int WARPS = 8, THREADS = WARPS * WARP, ROWS = 2, BLOCK_ROWS = WARPS * ROWS, COLUMNS = WARP;
+constexpr int MAX_CHUNKS = 256 / WARP;
 
-// Rows first.. of a head as FP32 in shared memory, zero beyond T. A row takes HS + 1 floats: no two lanes share a bank.
+// Loads rows of a head as FP32 into shared memory, zeros beyond T. Rows are HS + 1 floats apart, so
+// that the lanes of a warp use different banks.
 template <class Real>
-__device__ void load_tile(float* tile, const Dims& d, Head<const Real> head, int first, int rows) {
-    for (int i = threadIdx.x; i < rows * d.HS; i += WARPS * WARP) {
+__device__ void load_tile(float* tile, const Dims& d, Head<Real> head, int first, int rows) {
+    for (int i = threadIdx.x; i < rows * d.HS; i += THREADS) {
         const int r = i / d.HS, c = i % d.HS;
-        tile[r * (d.HS + 1) + c] = first + r < d.T ? to_float(*head.at(first + r, c)) : 0.0f;
+        tile[r * (d.HS + 1) + c] = first + r < d.T ? static_cast<float>(*head.at(first + r, c)) : 0.0f;
     }
 }
 
-// The lane's column against the warp's rows: sum over the head of rows[r] * column.
+// The warp's rows times the lane's column: the sum over the head of rows[r] * column.
 __device__ void dot(const Dims& d, const float* rows, const float* column, float (&result)[ROWS]) {
     for (float& x : result) x = 0;
     for (int i = 0; i < d.HS; i++)
         for (int r = 0; r < ROWS; r++) result[r] = fmaf(rows[r * (d.HS + 1) + i], column[i], result[r]);
 }
 
-// acc (ROWS, HS) += weights (ROWS, COLUMNS, one column a lane) * tile (COLUMNS, HS)
-__device__ void accumulate(const Dims& d, const float (&weights)[ROWS], const float* tile, float (&acc)[ROWS][MAX_CHUNKS]) {
+// acc (ROWS, HS) += weights (ROWS, COLUMNS, one column per lane) * tile (COLUMNS, HS)
+__device__ void accumulate(const Dims& d, const float (&weights)[ROWS], const float* tile,
+                           float (&acc)[ROWS][MAX_CHUNKS]) {
     for (int c = 0; c < COLUMNS; c++) {
         float w[ROWS];
         for (int r = 0; r < ROWS; r++) w[r] = __shfl_sync(~0u, weights[r], c);
@@ -154,12 +134,13 @@ __device__ void accumulate(const Dims& d, const float (&weights)[ROWS], const fl
 }
 
 template <class Real>
-__device__ void write(const Dims& d, Head<Real> head, int first, const float (&acc)[ROWS][MAX_CHUNKS], const float (&factor)[ROWS]) {
+__device__ void write(const Dims& d, Head<Real> head, int first, const float (&acc)[ROWS][MAX_CHUNKS],
+                      const float (&factor)[ROWS]) {
 #pragma unroll
     for (int j = 0; j < MAX_CHUNKS; j++) {
         const int i = j * WARP + threadIdx.x % WARP;
         for (int r = 0; r < ROWS; r++)
-            if (i < d.HS && first + r < d.T) store(head.at(first + r, i), acc[r][j] * factor[r]);
+            if (i < d.HS && first + r < d.T) *head.at(first + r, i) = Real(acc[r][j] * factor[r]);
     }
 }
 
@@ -174,9 +155,10 @@ __device__ float warp_sum(float x) {
 
 // grid (tiles of queries, NH, B)
 template <class Real>
-__global__ void __launch_bounds__(WARPS* WARP) forward_kernel(Dims d, const Real* qkv, Real* out, float* lse) {
+__global__ void __launch_bounds__(THREADS) forward_kernel(Heads d, const Real* qkv, Real* out, float* lse) {
     extern __shared__ float shared[];
-    float *queries = shared, *keys = queries + BLOCK_ROWS * (d.HS + 1), *values = keys + COLUMNS * (d.HS + 1);
+    const int pitch = d.HS + 1;
+    float *queries = shared, *keys = queries + BLOCK_ROWS * pitch, *values = keys + COLUMNS * pitch;
     const int h = blockIdx.y, b = blockIdx.z, kv = h / d.group(), first = blockIdx.x * BLOCK_ROWS;
     const int warp_row = threadIdx.x / WARP * ROWS, lane = threadIdx.x % WARP, row = first + warp_row;
     load_tile(queries, d, d.q(qkv, b, h), first, BLOCK_ROWS);
@@ -189,10 +171,11 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(Dims d, const Real
         load_tile(values, d, d.v(qkv, b, kv), column, COLUMNS);
         __syncthreads();
         float s[ROWS];
-        dot(d, queries + warp_row * (d.HS + 1), keys + lane * (d.HS + 1), s);
+        dot(d, queries + warp_row * pitch, keys + lane * pitch, s);
         for (int r = 0; r < ROWS; r++) {
             s[r] = column + lane <= row + r ? s[r] * d.scale : -INFINITY;
-            const float larger = fmaxf(max[r], warp_max(s[r])), shrink = expf(max[r] - larger);  // column 0 is never masked: finite
+            const float larger = fmaxf(max[r], warp_max(s[r]));  // finite, because key 0 is never masked
+            const float shrink = expf(max[r] - larger);
             s[r] = expf(s[r] - larger);
             sum[r] = sum[r] * shrink + warp_sum(s[r]);
             for (float& a : acc[r]) a *= shrink;
@@ -210,23 +193,24 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(Dims d, const Real
 
 // grid (tiles of owned rows, NKV or NH, B)
 template <class Real, Owner OWNER>
-__global__ void __launch_bounds__(WARPS* WARP) backward_kernel(Dims d, BackwardArgs<Real> a) {
+__global__ void __launch_bounds__(THREADS) backward_kernel(Heads d, BackwardArgs<Real> a) {
     constexpr bool KEYS = OWNER == Owner::Keys;
     extern __shared__ float shared[];
     const int pitch = d.HS + 1;
-    float *own1 = shared, *own2 = own1 + BLOCK_ROWS * pitch;         // k and v, or q and dout
+    float *own1 = shared, *own2 = own1 + BLOCK_ROWS * pitch;                        // k and v, or q and dout
     float *other1 = own2 + BLOCK_ROWS * pitch, *other2 = other1 + COLUMNS * pitch;  // the other pair
-    const int b = blockIdx.z, first = blockIdx.x * BLOCK_ROWS, kv = KEYS ? blockIdx.y : blockIdx.y / d.group();
+    const int b = blockIdx.z, kv = KEYS ? blockIdx.y : blockIdx.y / d.group(), first = blockIdx.x * BLOCK_ROWS;
     const int warp_row = threadIdx.x / WARP * ROWS, lane = threadIdx.x % WARP, row = first + warp_row;
     const Head<const Real> k = d.k(a.qkv, b, kv), v = d.v(a.qkv, b, kv);
 
     float acc1[ROWS][MAX_CHUNKS] = {}, acc2[ROWS][MAX_CHUNKS] = {};  // dk and dv, or dq alone
-    const int first_head = KEYS ? kv * d.group() : blockIdx.y, heads = KEYS ? d.group() : 1;
-    for (int h = first_head; h < first_head + heads; h++) {
+    const int first_head = KEYS ? kv * d.group() : blockIdx.y, count = KEYS ? d.group() : 1;
+    for (int h = first_head; h < first_head + count; h++) {
         const Head<const Real> q = d.q(a.qkv, b, h), dout = d.out(a.dout, b, h);
         load_tile(own1, d, KEYS ? k : q, first, BLOCK_ROWS);
         load_tile(own2, d, KEYS ? v : dout, first, BLOCK_ROWS);
-        const int begin = KEYS ? first / COLUMNS * COLUMNS : 0, end = KEYS ? d.T : min(d.T, first + BLOCK_ROWS);
+        const int begin = KEYS ? first / COLUMNS * COLUMNS : 0;
+        const int end = KEYS ? d.T : min(d.T, first + BLOCK_ROWS);
         for (int column = begin; column < end; column += COLUMNS) {
             __syncthreads();
             load_tile(other1, d, KEYS ? q : k, column, COLUMNS);
@@ -253,62 +237,59 @@ __global__ void __launch_bounds__(WARPS* WARP) backward_kernel(Dims d, BackwardA
     if (KEYS) write(d, d.v(a.dqkv, b, kv), row, acc2, one);
 }
 
-unsigned row_tiles(const AttentionShape& s) { return static_cast<unsigned>(ceil_div(s.T, BLOCK_ROWS)); }
-
-size_t shared_bytes(const AttentionShape& s, int own, int other) {
-    return (own * BLOCK_ROWS + other * COLUMNS) * (s.HS + 1) * sizeof(float);
-}
-
-template <class Kernel, class... Args>
-void launch(Kernel kernel, dim3 grid, size_t shared, cudaStream_t stream, Args... args) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "attention");
-    kernel<<<grid, WARPS * WARP, shared, stream>>>(args...);
-    check(cudaGetLastError(), "attention");
+int shared_bytes(const AttentionShape& s, int own, int other) {  // other: tiles of COLUMNS columns
+    return int((own * BLOCK_ROWS + other * COLUMNS) * (s.HS + 1) * sizeof(float));
 }
 
 template <class Real>
 void forward(const AttentionShape& s, const Real* qkv, Real* out, float* lse, cudaStream_t stream) {
-    const dim3 grid(row_tiles(s), static_cast<unsigned>(s.NH), static_cast<unsigned>(s.B));
-    launch(forward_kernel<Real>, grid, shared_bytes(s, 1, 2), stream, dims(s), qkv, out, lse);
+    const dim3 grid(blocks(s.T, BLOCK_ROWS), unsigned(s.NH), unsigned(s.B));
+    launch(forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv, out, lse);
 }
 
 template <class Real>
 void backward(const AttentionShape& s, const BackwardArgs<Real>& a, cudaStream_t stream) {
-    const dim3 keys(row_tiles(s), static_cast<unsigned>(s.NKV), static_cast<unsigned>(s.B));
-    const dim3 queries(row_tiles(s), static_cast<unsigned>(s.NH), static_cast<unsigned>(s.B));
-    launch(backward_kernel<Real, Owner::Keys>, keys, shared_bytes(s, 2, 2), stream, dims(s), a);
-    launch(backward_kernel<Real, Owner::Queries>, queries, shared_bytes(s, 2, 2), stream, dims(s), a);
+    const dim3 keys(blocks(s.T, BLOCK_ROWS), unsigned(s.NKV), unsigned(s.B));
+    const dim3 queries(keys.x, unsigned(s.NH), keys.z);
+    const int shared = shared_bytes(s, 2, 2);
+    launch(backward_kernel<Real, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
+    launch(backward_kernel<Real, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
 }
 
 }  // namespace simple
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tensor cores through mma.sync m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"), BF16, head sizes 64 and 128.
+// -----------------------------------------------------------------------------------------------------------
+// Tensor cores through mma.sync m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"): BF16, head
+// sizes 64 and 128
 
 namespace mma {
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, TILE = 64;  // rows or columns of a tile
 
-struct FragmentA { uint32_t r[4]; };  // 16 x 16, two BF16 a register
-struct FragmentB { uint32_t r[4]; };  // 16 x 16: two n8 halves, r[0..1] and r[2..3]
+struct FragmentA { uint32_t r[4]; };  // a 16 x 16 operand, spread over a warp; two BF16 values per register
+struct FragmentB { uint32_t r[4]; };  // 16 x 16: two halves of 8 columns, r[0..1] and r[2..3]
 
-// A tile (rows, HS) of BF16 in shared memory. Chunks of 16 bytes are exclusive-ored with the row, so that the eight rows that
-// one ldmatrix reads, and the eight chunks of a row that cp.async writes, lie in different banks.
+// A tile (rows, HS) of BF16 in shared memory. Chunks of 16 bytes are permuted by exclusive or with
+// the row. So the eight rows that one ldmatrix reads, and the eight chunks of a row that cp.async
+// writes, are in different banks.
 template <int HS>
 struct Tile {
     uint32_t base;
     static constexpr int BYTES = TILE * HS * 2;
-    __device__ uint32_t at(int row, int col) const { return base + row * HS * 2 + (((col / 8) ^ (row & 7)) * 16); }
+    __device__ uint32_t at(int row, int col) const {
+        return base + row * HS * 2 + (((col / 8) ^ (row & 7)) * 16);
+    }
 };
 
-__device__ void cp_async16(uint32_t to, const void* from, bool live) {  // zeros where not live
+// cp.async copies from global to shared memory in the background; it writes zeros if not `live`.
+__device__ void cp_async16(uint32_t to, const void* from, bool live) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0));
 }
 __device__ void cp_async4(uint32_t to, const void* from, bool live) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(live ? 4 : 0));
 }
 __device__ void cp_commit() { asm volatile("cp.async.commit_group;"); }
-template <int PENDING>
+template <int PENDING>  // until at most PENDING groups of copies are in flight
 __device__ void cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
 
 template <int HS>
@@ -335,14 +316,14 @@ __device__ FragmentA load_a(Tile<HS> tile, int row, int k) {
     ldmatrix(a.r, tile.at(row + lane % 16, k + lane / 16 * 8));
     return a;
 }
-template <int HS>  // of tile^T: the tile holds (n, k)
+template <int HS>  // b = tile^T: the tile is (n, k)
 __device__ FragmentB load_b_transposed(Tile<HS> tile, int k, int n) {
     FragmentB b;
     const int lane = threadIdx.x % WARP;
     ldmatrix(b.r, tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
     return b;
 }
-template <int HS>  // the tile holds (k, n)
+template <int HS>  // the tile is (k, n)
 __device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
     FragmentB b;
     const int lane = threadIdx.x % WARP;
@@ -350,31 +331,22 @@ __device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
     return b;
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8). Of c a thread holds columns 2 (lane % 4) + {0, 1} of rows lane / 4 (c[0..1]) and + 8 (c[2..3]).
-__device__ void mma(float (&c)[4], const FragmentA& a, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
-}
-__device__ void mma(float (&c0)[4], float (&c1)[4], const FragmentA& a, const FragmentB& b) {
-    mma(c0, a, b.r[0], b.r[1]);
-    mma(c1, a, b.r[2], b.r[3]);
-}
-
-__device__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-}
-// Accumulators of 16 neighbouring columns are, rounded, exactly the fragment that the next product wants.
-__device__ FragmentA as_a(const float (&left)[4], const float (&right)[4]) {
-    return {{pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])}};
+// c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns. c is spread as
+// attention_sm90.cuh describes.
+__device__ void mma(float* c, const FragmentA& a, const FragmentB& b) {
+    for (int i = 0; i < 2; i++)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[4 * i]), "+f"(c[4 * i + 1]), "+f"(c[4 * i + 2]), "+f"(c[4 * i + 3])
+                     : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * i]),
+                       "r"(b.r[2 * i + 1]));
 }
 
-// s (M x 16, TILE) = rows `row`.. of x (_, HS) times y (TILE, HS)^T. A fragment of y serves M products.
+// s (M x 16, TILE) = rows of x (_, HS) times y (TILE, HS)^T. A fragment of y serves M GEMM instructions.
 template <int HS, int M>
-__device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 8][4]) {
+__device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 2]) {
 #pragma unroll
-    for (int i = 0; i < M * TILE / 2; i++) s[i / (TILE / 2)][i / 4 % (TILE / 8)][i % 4] = 0;
+    for (int i = 0; i < M * TILE / 2; i++) s[i / (TILE / 2)][i % (TILE / 2)] = 0;
 #pragma unroll
     for (int k = 0; k < HS; k += 16) {
         FragmentA a[M];
@@ -382,110 +354,88 @@ __device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 8][
 #pragma unroll
         for (int n = 0; n < TILE; n += 16) {
             const FragmentB b = load_b_transposed(y, k, n);
-            for (int m = 0; m < M; m++) mma(s[m][n / 8], s[m][n / 8 + 1], a[m], b);
+            for (int m = 0; m < M; m++) mma(&s[m][n / 2], a[m], b);
         }
     }
 }
 
-// acc (M x 16, HS) += p (M x 16, TILE), rounded to BF16, times y (TILE, HS)
+// acc (M x 16, HS) += p (M x 16, TILE), rounded to BF16, times y (TILE, HS). The registers of 16
+// columns of p are already in the layout of a FragmentA.
 template <int HS, int M>
-__device__ void accumulate(const float (&p)[M][TILE / 8][4], Tile<HS> y, float (&acc)[M][HS / 8][4]) {
+__device__ void accumulate(const float (&p)[M][TILE / 2], Tile<HS> y, float (&acc)[M][HS / 2]) {
 #pragma unroll
     for (int k = 0; k < TILE; k += 16) {
         FragmentA a[M];
-        for (int m = 0; m < M; m++) a[m] = as_a(p[m][k / 8], p[m][k / 8 + 1]);
+        for (int i = 0; i < M * 4; i++)
+            a[i / 4].r[i % 4] = pack(p[i / 4][k / 2 + i % 4 * 2], p[i / 4][k / 2 + i % 4 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < HS; n += 16) {
             const FragmentB b = load_b(y, k, n);
-            for (int m = 0; m < M; m++) mma(acc[m][n / 8], acc[m][n / 8 + 1], a[m], b);
+            for (int m = 0; m < M; m++) mma(&acc[m][n / 2], a[m], b);
         }
     }
 }
 
-// Rows `row`.. of a head from accumulators; rows of c[0..1] times factor[0], of c[2..3] times factor[1].
+// Writes 16 rows of a head from accumulators, times factor0 (the first 8 rows) or factor1.
 template <int HS>
-__device__ void write(Head<bf16> head, int row, int T, const float (&acc)[HS / 8][4], float factor0, float factor1) {
-    const int lane = threadIdx.x % WARP, top = row + lane / 4, col = lane % 4 * 2;
+__device__ void write(Head<bf16> head, int row, int T, const float (&acc)[HS / 2], float factor0,
+                      float factor1) {
+    const int top = row + threadIdx.x % WARP / 4;
+    auto put2 = [&](int t, int col, float x, float y) {
+        if (t < T) *reinterpret_cast<uint32_t*>(head.at(t, col)) = pack(x, y);
+    };
 #pragma unroll
-    for (int n = 0; n < HS / 8; n++) {
-        if (top < T) *reinterpret_cast<uint32_t*>(head.at(top, n * 8 + col)) = pack(acc[n][0] * factor0, acc[n][1] * factor0);
-        if (top + 8 < T) *reinterpret_cast<uint32_t*>(head.at(top + 8, n * 8 + col)) = pack(acc[n][2] * factor1, acc[n][3] * factor1);
+    for (int i = 0; i < HS / 2; i += 4) {
+        put2(top, i * 2 + fragment_col(), acc[i] * factor0, acc[i + 1] * factor0);
+        put2(top + 8, i * 2 + fragment_col(), acc[i + 2] * factor1, acc[i + 3] * factor1);
     }
 }
 
-// Online softmax of 16 rows: s becomes p against the new maximum, and what was added up before shrinks. `scale` includes log2 e: exponentials
-// are powers of two. A row that has only masked columns so far has maximum -infinity, and p = 0.
-template <int HS>
-__device__ void softmax(float (&s)[TILE / 8][4], float (&max)[2], float (&sum)[2], float (&acc)[HS / 8][4], float scale) {
-    float base[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float top = max[r];
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-        top = quad_max(top);
-        base[r] = top == -INFINITY ? 0.0f : top * scale;
-        const float shrink = exp2_fast(max[r] * scale - base[r]);
-        max[r] = top;
-        sum[r] *= shrink;
-#pragma unroll
-        for (int n = 0; n < HS / 8; n++) acc[n][2 * r] *= shrink, acc[n][2 * r + 1] *= shrink;
-    }
-#pragma unroll
-    for (int i = 0; i < TILE / 2; i++) {
-        float& p = s[i / 4][i % 4];
-        p = exp2_fast(p * scale - base[i / 2 % 2]);
-        sum[i / 2 % 2] += p;
-    }
-}
-
-// Scores of keys after the query become -infinity: `ahead` is the tile's first key less this thread's first query.
-__device__ void mask(float (&s)[TILE / 8][4], int ahead) {
-    const int col = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < TILE / 2; i++)
-        if (ahead + i / 4 * 8 + col + i % 2 > i / 2 % 2 * 8) s[i / 4][i % 4] = -INFINITY;
-}
-
-// A warp owns 32 queries, so that each fragment of keys or values that it reads from shared memory serves two products.
+// A warp owns 32 queries, so that each fragment of keys or values that it reads from shared memory is
+// used twice.
 constexpr int FORWARD_M = 2, FORWARD_ROWS = WARPS * FORWARD_M * 16, FORWARD_TILES = FORWARD_ROWS / TILE;
 
-// grid (NH, B, tiles of FORWARD_ROWS queries); the last tile, which has the most keys, goes first. Rows beyond T are zeros in shared memory:
-// they make zeros or are not written, so the causal mask is the only one.
+// grid (NH, B, tiles of FORWARD_ROWS queries); the last tile, which has the most keys, goes first.
+// Rows beyond T are zeros in shared memory. They result in zeros or are not written, so the causal
+// mask is the only mask.
 template <int HS>
-__global__ void __launch_bounds__(THREADS) forward_kernel(Dims d, const bf16* qkv, bf16* out, float* lse) {
+__global__ void __launch_bounds__(THREADS) forward_kernel(Heads d, const bf16* qkv, bf16* out, float* lse) {
     constexpr int M = FORWARD_M;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    const Tile<HS> keys{base}, values{base + Tile<HS>::BYTES}, queries{base + 2 * Tile<HS>::BYTES};  // queries: FORWARD_ROWS of them
-    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group(), first = (gridDim.z - 1 - blockIdx.z) * FORWARD_ROWS;
-    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * M * 16, row = first + warp_row + lane / 4;
+    const Tile<HS> keys{base}, values{base + Tile<HS>::BYTES}, queries{base + 2 * Tile<HS>::BYTES};
+    const int h = blockIdx.x, b = blockIdx.y, kv = h / d.group();
+    const int first = (gridDim.z - 1 - blockIdx.z) * FORWARD_ROWS, warp_row = threadIdx.x / WARP * M * 16;
+    const int lane = threadIdx.x % WARP, row = first + warp_row + lane / 4;
     const Head<const bf16> k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
-    const float scale = d.scale * LOG2E;
+    const float scale = d.scale * LOG2_E;
 
-    int column = (min(first + FORWARD_ROWS, d.T) - 1) / TILE * TILE;  // of the last tile of keys: from there back to the first
+    // From the last tile of keys that these queries see back to the first.
+    int column = (min(first + FORWARD_ROWS, d.T) - 1) / TILE * TILE;
     load_tile(queries, d.q(qkv, b, h), first, d.T, FORWARD_ROWS);
     load_tile(keys, k, column, d.T);
     cp_commit();
-    float acc[M][HS / 8][4] = {}, max[M][2], sum[M][2] = {};
+    float acc[M][HS / 2] = {}, max[M][2], sum[M][2] = {}, shrink[2];
     for (int i = 0; i < M * 2; i++) max[i / 2][i % 2] = -INFINITY;
     for (; column >= 0; column -= TILE) {
-        const bool live = column < first + warp_row + M * 16;  // for this warp
+        const bool live = column < first + warp_row + M * 16;  // this warp sees some of these keys
         cp_wait<0>();
-        __syncthreads();  // keys are here, values are free
+        __syncthreads();  // keys have arrived, values may be overwritten
         load_tile(values, v, column, d.T);
         cp_commit();
-        float s[M][TILE / 8][4];
+        float s[M][TILE / 2];
         if (live) scores<HS, M>(queries, warp_row, keys, s);
         cp_wait<0>();
-        __syncthreads();  // values are here, keys are free
+        __syncthreads();  // values have arrived, keys may be overwritten
         if (column > 0) load_tile(keys, k, column - TILE, d.T);
         cp_commit();
         if (!live) continue;
 #pragma unroll
         for (int m = 0; m < M; m++) {
             if (column + TILE - 1 > first + warp_row + m * 16) mask(s[m], column - row - m * 16);
-            softmax<HS>(s[m], max[m], sum[m], acc[m], scale);
+            softmax(s[m], max[m], sum[m], shrink, scale);
+#pragma unroll
+            for (int i = 0; i < HS / 2; i++) acc[m][i] *= shrink[i / 2 % 2];
         }
         accumulate<HS, M>(s, values, acc);
     }
@@ -494,45 +444,45 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Dims d, const bf16* qk
         for (int r = 0; r < 2; r++) {
             const int query = row + m * 16 + r * 8;
             sum[m][r] = quad_sum(sum[m][r]);
-            if (lane % 4 == 0 && query < d.T) lse[d.row(b, h) + query] = max[m][r] * d.scale + logf(sum[m][r]);
+            if (lane % 4 == 0 && query < d.T)
+                lse[d.row(b, h) + query] = max[m][r] * d.scale + logf(sum[m][r]);
         }
-        write<HS>(d.out(out, b, h), first + warp_row + m * 16, d.T, acc[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
+        const int top = first + warp_row + m * 16;
+        write<HS>(d.out(out, b, h), top, d.T, acc[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
     }
 }
 
-// What the pass streams through shared memory, twice for double buffering.
+// What a pass of backward loads per step. There are two stages: one is loaded while the other is used.
 template <int HS>
 struct Stage {
-    Tile<HS> tile1, tile2;         // q and dout, or k and v
-    uint32_t lse, delta;           // of the queries of the tile, where queries are streamed
+    Tile<HS> tile1, tile2;  // q and dout, or k and v
+    uint32_t lse, delta;    // of the queries in tile1; only for the pass that owns keys
     static constexpr int BYTES = 2 * Tile<HS>::BYTES + 2 * TILE * 4;
     __device__ explicit Stage(uint32_t base)
-        : tile1{base}, tile2{base + Tile<HS>::BYTES}, lse(base + 2 * Tile<HS>::BYTES), delta(lse + TILE * 4) {}
+        : tile1{base}, tile2{base + Tile<HS>::BYTES}, lse(base + 2 * Tile<HS>::BYTES),
+          delta(lse + TILE * 4) {}
 };
-
-__device__ float2 load_shared2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-    return x;
-}
 
 // grid (NKV or NH, B, tiles of owned rows)
 template <int HS, Owner OWNER>
-__global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<bf16> a) {
+__global__ void __launch_bounds__(THREADS) backward_kernel(Heads d, BackwardArgs<bf16> a) {
     constexpr bool KEYS = OWNER == Owner::Keys;
     extern __shared__ __align__(128) uint8_t shared[];
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     const Tile<HS> own1{base}, own2{base + Tile<HS>::BYTES};  // k and v, or q and dout
-    auto stage = [&](int step) { return Stage<HS>(base + 2 * Tile<HS>::BYTES + step % 2 * Stage<HS>::BYTES); };
-    const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group(), first_head = KEYS ? kv * d.group() : blockIdx.x;
+    auto stage = [&](int i) { return Stage<HS>(base + 2 * Tile<HS>::BYTES + i % 2 * Stage<HS>::BYTES); };
+    const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.group();
+    const int first_head = KEYS ? kv * d.group() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
-    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16, row = tile * TILE + warp_row + lane / 4;
+    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * 16;
+    const int row = tile * TILE + warp_row + lane / 4;
     const Head<const bf16> k = d.k(a.qkv, b, kv), v = d.v(a.qkv, b, kv);
+    const float scale = d.scale * LOG2_E;
 
-    const float scale = d.scale * LOG2E;
-
-    // The walk: for each query head of the group (owned queries: the one), the column tiles that the mask leaves.
-    const int begin = KEYS ? tile : 0, count = KEYS ? gridDim.z - tile : tile + 1, steps = count * (KEYS ? d.group() : 1);
+    // A step is one tile of columns that the mask leaves, of one query head (every head of the group
+    // if keys are owned).
+    const int begin = KEYS ? tile : 0, count = KEYS ? gridDim.z - tile : tile + 1;
+    const int steps = count * (KEYS ? d.group() : 1);
     auto load_stage = [&](int step) {
         if (step >= steps) return;
         const Stage<HS> to = stage(step);
@@ -549,12 +499,12 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
     load_stage(0);
     cp_commit();
 
-    float row_lse[2] = {}, row_delta[2] = {};  // owned queries
+    float row_lse[2] = {}, row_delta[2] = {};  // of owned queries
     for (int r = 0; !KEYS && r < 2; r++) {
         const int64_t at = d.row(b, first_head) + min(row + 8 * r, d.T - 1);
         row_lse[r] = a.lse[at], row_delta[r] = a.delta[at];
     }
-    float acc1[1][HS / 8][4] = {}, acc2[1][HS / 8][4] = {};  // dk and dv, or dq alone
+    float acc1[1][HS / 2] = {}, acc2[1][HS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
         cp_commit();
@@ -562,95 +512,90 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Dims d, BackwardArgs<
         __syncthreads();
         const Stage<HS> in = stage(step);
         const bool diagonal = (begin + step % count) == tile;
-        float p[1][TILE / 8][4], ds[1][TILE / 8][4];
+        float p[1][TILE / 2], ds[1][TILE / 2];
         scores<HS, 1>(own1, warp_row, in.tile1, p);
         scores<HS, 1>(own2, warp_row, in.tile2, ds);  // dp
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++) {
-            const int col = n * 8 + lane % 4 * 2;
+            const int col = n * 8 + fragment_col();
             float2 lse{}, delta{};
             if (KEYS) lse = load_shared2(in.lse + col * 4), delta = load_shared2(in.delta + col * 4);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float l = KEYS ? (i % 2 ? lse.y : lse.x) : row_lse[i / 2], dl = KEYS ? (i % 2 ? delta.y : delta.x) : row_delta[i / 2];
+                const float l = KEYS ? (i % 2 ? lse.y : lse.x) : row_lse[i / 2];
+                const float dl = KEYS ? (i % 2 ? delta.y : delta.x) : row_delta[i / 2];
                 const int own = row + i / 2 * 8, other = tile * TILE + col + i % 2;
                 const bool masked = diagonal && (KEYS ? own > other : other > own);
-                p[0][n][i] = masked ? 0.0f : exp2_fast(p[0][n][i] * scale - l * LOG2E);
-                ds[0][n][i] = p[0][n][i] * (ds[0][n][i] - dl);
+                float &p_i = p[0][n * 4 + i], &ds_i = ds[0][n * 4 + i];
+                p_i = masked ? 0.0f : fast_exp2(p_i * scale - l * LOG2_E);
+                ds_i = p_i * (ds_i - dl);
             }
         }
         if (KEYS) accumulate<HS, 1>(p, in.tile2, acc2);
         accumulate<HS, 1>(ds, in.tile1, acc1);
-        __syncthreads();  // the stage is free
+        __syncthreads();  // the stage may be overwritten
     }
-    write<HS>(KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, first_head), tile * TILE + warp_row, d.T, acc1[0], d.scale, d.scale);
-    if (KEYS) write<HS>(d.v(a.dqkv, b, kv), tile * TILE + warp_row, d.T, acc2[0], 1, 1);
-}
-
-template <class Kernel, class... Args>
-void launch(Kernel kernel, dim3 grid, int shared, cudaStream_t stream, Args... args) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "attention");
-    kernel<<<grid, THREADS, shared, stream>>>(args...);
-    check(cudaGetLastError(), "attention");
+    const int top = tile * TILE + warp_row;
+    write<HS>(KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, first_head), top, d.T, acc1[0], d.scale, d.scale);
+    if (KEYS) write<HS>(d.v(a.dqkv, b, kv), top, d.T, acc2[0], 1, 1);
 }
 
 template <int HS>
 void forward(const AttentionShape& s, const bf16* qkv, bf16* out, float* lse, cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>(s.NH), static_cast<unsigned>(s.B), static_cast<unsigned>(ceil_div(s.T, FORWARD_ROWS)));
-    launch(forward_kernel<HS>, grid, (2 + FORWARD_TILES) * Tile<HS>::BYTES, stream, dims(s), qkv, out, lse);
+    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, FORWARD_ROWS));
+    const int shared = (2 + FORWARD_TILES) * Tile<HS>::BYTES;
+    launch(forward_kernel<HS>, grid, THREADS, shared, stream, heads(s), qkv, out, lse);
 }
 
 template <int HS>
 void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t stream) {
-    const unsigned B = static_cast<unsigned>(s.B), tiles = static_cast<unsigned>(ceil_div(s.T, TILE));
+    const dim3 keys(unsigned(s.NKV), unsigned(s.B), blocks(s.T, TILE));
+    const dim3 queries(unsigned(s.NH), keys.y, keys.z);
     const int shared = 2 * Tile<HS>::BYTES + 2 * Stage<HS>::BYTES;
-    launch(backward_kernel<HS, Owner::Keys>, dim3(static_cast<unsigned>(s.NKV), B, tiles), shared, stream, dims(s), a);
-    launch(backward_kernel<HS, Owner::Queries>, dim3(static_cast<unsigned>(s.NH), B, tiles), shared, stream, dims(s), a);
+    launch(backward_kernel<HS, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
+    launch(backward_kernel<HS, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
 }
 
 }  // namespace mma
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The dispatch
+// -----------------------------------------------------------------------------------------------------------
+// The choice of an implementation
 
-bool tensor_cores_fit(const AttentionShape& s) { return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128); }
-
-bool is_hopper() {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device), "attention");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "attention");
-    return major == 9;
+bool tensor_cores_fit(const AttentionShape& s) {
+    return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
 }
 
 AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
-    if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(s.format == Format::F32 || s.format == Format::BF16))
-        throw Error("Attention on the GPU needs fp32 or bf16, a head size that is a multiple of 8 up to 256, and query heads that are a "
-                    "multiple of key/value heads; change the model's config.");
-    const bool fits = tensor_cores_fit(s);
-    if (wanted == AttentionKernel::Best)
-        return !fits         ? AttentionKernel::Simple
-               : is_hopper() ? AttentionKernel::Hopper
-                             : AttentionKernel::TensorCores;
-    if (wanted != AttentionKernel::Simple && !fits)
-        throw Error("Attention on tensor cores needs bf16 and a head size of 64 or 128; ask for AttentionKernel::Best.");
-    if (wanted == AttentionKernel::Hopper && !is_hopper())
-        throw Error("Attention with wgmma needs a Hopper GPU; ask for AttentionKernel::Best.");
+    const bool format_fits = s.format == Format::F32 || s.format == Format::BF16;
+    if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !format_fits)
+        throw Error("Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
+                    "and query heads that are a multiple of the key/value heads; change config.json.");
+    auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; };
+    if (wanted == AttentionKernel::Best) {
+        if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
+        return hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
+    }
+    if (wanted != AttentionKernel::Simple && !tensor_cores_fit(s))
+        throw Error("Attention on tensor cores needs BF16 and a head size of 64 or 128; "
+                    "use AttentionKernel::Best.");
+    if (wanted == AttentionKernel::Hopper && !hopper())
+        throw Error("AttentionKernel::Hopper needs a Hopper GPU; use AttentionKernel::Best.");
     return wanted;
 }
 
-size_t delta_bytes(const AttentionShape& s) { return round_up(s.B * s.NH * s.T * int64_t(sizeof(float)), 256); }
-
 template <class Real>
-BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
-                              void* workspace, cudaStream_t stream) {
+BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
+                              const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
     float* delta = static_cast<float*>(workspace);  // (B, NH, T)
     compute_delta(s, static_cast<const Real*>(out), static_cast<const Real*>(dout), delta, stream);
-    return {static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta, static_cast<Real*>(dqkv)};
+    return {static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
+            static_cast<Real*>(dqkv)};
 }
 
 }  // namespace
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream, AttentionKernel wanted) {
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream,
+                       AttentionKernel wanted) {
     const AttentionKernel kernel = choose(s, wanted);
     if (s.format == Format::F32)
         return simple::forward(s, static_cast<const float*>(qkv), static_cast<float*>(out), lse, stream);
@@ -661,19 +606,24 @@ void attention_forward(const AttentionShape& s, const void* qkv, void* out, floa
     s.HS == 64 ? mma::forward<64>(s, in, to, lse, stream) : mma::forward<128>(s, in, to, lse, stream);
 }
 
-void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout, void* dqkv,
-                        void* workspace, cudaStream_t stream, AttentionKernel wanted) {
+void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
+                        const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
+                        AttentionKernel wanted) {
     const AttentionKernel kernel = choose(s, wanted);
-    if (s.format == Format::F32)
-        return simple::backward(s, with_delta<float>(s, qkv, out, lse, dout, dqkv, workspace, stream), stream);
-    if (kernel == AttentionKernel::Hopper) return sm90::attention_backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
-    const BackwardArgs<bf16> args = with_delta<bf16>(s, qkv, out, lse, dout, dqkv, workspace, stream);
+    if (s.format == Format::F32) {
+        const auto args = with_delta<float>(s, qkv, out, lse, dout, dqkv, workspace, stream);
+        return simple::backward(s, args, stream);
+    }
+    if (kernel == AttentionKernel::Hopper)
+        return sm90::attention_backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
+    const auto args = with_delta<bf16>(s, qkv, out, lse, dout, dqkv, workspace, stream);
     if (kernel == AttentionKernel::Simple) return simple::backward(s, args, stream);
     s.HS == 64 ? mma::backward<64>(s, args, stream) : mma::backward<128>(s, args, stream);
 }
 
-size_t attention_workspace(const AttentionShape& s) {
-    return std::max<size_t>(delta_bytes(s), tensor_cores_fit(s) ? sm90::attention_workspace(s) : 0);
+size_t attention_workspace(const AttentionShape& s) {  // bytes: delta, or what the Hopper kernels need
+    const size_t delta = static_cast<size_t>(round_up(s.B * s.NH * s.T * int64_t(sizeof(float)), 256));
+    return std::max(delta, tensor_cores_fit(s) ? sm90::attention_workspace(s) : 0);
 }
 
 }  // namespace coat

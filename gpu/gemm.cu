@@ -1,9 +1,12 @@
-// gemm.cu - gemm.cuh on cuBLASLt. The rules of its FP8 product are in the cuBLAS manual under cublasLtMatmul(): both operands contiguous
-// along the contraction, sides that are multiples of 16, scales as 16-byte aligned device pointers that dequantize, no E5M2 x E5M2. Where other
-// scales than one a tensor lie is in the same manual under "Outer Vector Scaling" and "128-element 1D and 128x128 2D Block Scaling" (coat.cuh,
-// Operand).
+// gemm.cu - gemm.cuh on cuBLASLt.
 //
-// cuBLAS is column-major, and a row-major matrix is its transpose there: out^T = b^T a^T. Hence cuBLAS's first operand is our b.
+// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along
+// the reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no
+// E5M2 x E5M2. The layouts of scales other than per-tensor are under "Outer Vector Scaling" and
+// "128-element 1D and 128x128 2D Block Scaling"; tensor.cuh (Operand) repeats them.
+//
+// cuBLAS is column-major, and there a row-major matrix is its transpose: out^T = b^T a^T. So cuBLAS's
+// operand A is our b.
 #include "gemm.cuh"
 
 #include <algorithm>
@@ -15,17 +18,16 @@ namespace coat::gpu {
 namespace {
 
 void succeed(cublasStatus_t status, const char* what) {
-    if (status != CUBLAS_STATUS_SUCCESS) throw Error(std::string(what) + ": " + cublasLtGetStatusString(status) + ".");
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw Error(std::string(what) + ": " + cublasLtGetStatusString(status) + ".");
 }
-
-void succeed(cudaError_t error, const char* what) { check(error, what); }
 
 cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
     return types[static_cast<int>(f)];
 }
 
-// A matrix as cuBLAS sees it: column-major, contiguous along rows.
+// An operand as cuBLAS sees it: column-major, so `rows` is the contiguous dimension.
 struct Side {
     const void* data;
     const void* scale;
@@ -36,62 +38,52 @@ struct Side {
 };
 
 int32_t scale_mode(const Granularity& g) {
-    constexpr struct { Granularity granularity; cublasLtMatmulMatrixScale_t mode; } modes[] = {
-        {PER_TENSOR, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F}, {PER_ROW, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
-        {PER_1x128, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F}, {PER_128x128, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F}};
-    for (const auto& row : modes)
-        if (row.granularity == g) return row.mode;
-    throw Error("A matrix product was called wrongly: no product scales by such blocks.");
+    if (g == PER_TENSOR) return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    if (g == PER_ROW) return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    if (g == PER_1x128) return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    if (g == PER_128x128) return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    throw Error("A GEMM was called wrongly: cuBLASLt has no scales for such blocks.");
 }
 
-// An operand by the direction that the product contracts: along its columns (`along_rows` = false) or along its rows, as it lies or transposed.
-// wants_contiguous: the transposition under which cuBLAS contracts contiguous numbers.
-Side side(const Operand& x, bool along_rows, bool wants_contiguous) {
+// The operand x of a GEMM that reduces over x's rows (over_rows) or over its columns. contiguous: the value
+// of `transpose` with which cuBLAS reduces over the contiguous dimension; true for its A, false for its B.
+Side side(const Operand& x, bool over_rows, bool contiguous) {
     const View& v = x.view;
-    if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, along_rows ? !wants_contiguous : wants_contiguous, v.quant.format};
-    const bool whole = v.quant.granularity == PER_TENSOR;
-    const void* codes = along_rows ? x.transposed : v.codes;
-    const void* scales = along_rows && !whole ? x.transposed_scales : v.scales;
-    require(codes && scales, "an FP8 operand lacks the orientation that this product contracts");
+    if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, over_rows != contiguous, v.quant.format};
+    const bool per_tensor = v.quant.granularity == PER_TENSOR;
+    const void* codes = over_rows ? x.transposed : v.codes;
+    const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
+    const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
+    require(codes && scales, "an FP8 operand lacks the orientation that this GEMM reads");
     require(v.quant.scale == Format::F32, "scales are FP32");
-    const int64_t deep = along_rows ? v.rows : v.cols, wide = along_rows ? v.cols : v.rows;
-    require(deep % 16 == 0, "an FP8 operand's contracted side is not a multiple of 16");
-    return {codes, scales, deep, wide, wants_contiguous, v.quant.format, scale_mode(v.quant.granularity)};
+    require(depth % 16 == 0, "an FP8 operand's reduction dimension is not a multiple of 16");
+    return {codes, scales, depth, width, contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
-// A handle of cuBLASLt or CUDA that is destroyed with its owner, also where building the owner fails.
-template <auto DESTROY>
-struct Destroy {
-    template <class T>
-    void operator()(T* handle) const { DESTROY(handle); }
-};
-template <class Handle, auto DESTROY>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy<DESTROY>>;
-using MatrixLayout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
-using Event = Owned<cudaEvent_t, cudaEventDestroy>;
+// A handle of cuBLASLt or CUDA that is destroyed with its owner, even if the owner's constructor throws.
+template <class Handle, class Status = cublasStatus_t>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Status (*)(Handle)>;
 
-template <class T, class Create, class... Args>
-T make(const char* what, Create create, Args... args) {
-    typename T::pointer handle = nullptr;
-    succeed(create(&handle, args...), what);
-    return T(handle);
+template <class Handle, class Create, class... Args>
+Owned<Handle> make(cublasStatus_t (*destroy)(Handle), Create create, Args... args) {
+    Handle handle = nullptr;
+    succeed(create(&handle, args...), "Describing a GEMM to cuBLASLt failed");
+    return {handle, destroy};
 }
-MatrixLayout layout(Format f, int64_t rows, int64_t cols) {
-    return make<MatrixLayout>("Describing a matrix to cuBLASLt failed", cublasLtMatrixLayoutCreate, data_type(f), rows,
-                              cols, rows);
+Owned<cublasLtMatrixLayout_t> layout(Format f, int64_t rows, int64_t cols) {
+    return make(cublasLtMatrixLayoutDestroy, cublasLtMatrixLayoutCreate, data_type(f), rows, cols, rows);
 }
 
-// What tells one algorithm's output from another's: a sum over all words, each mixed with its index, so that the order
-// of the additions does not matter; and how many words are zero.
+// Tells the outputs of two algorithms apart: a sum over all words, each mixed with its index, so that
+// the sum does not depend on the order of its additions; and the number of words that are zero.
 struct Fingerprint {
     unsigned long long bits, zeros;
 };
 __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint* total) {
     unsigned long long sum = 0;
     unsigned zeros = 0;
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
+    for (int64_t i = first; i < n; i += step) {
         uint64_t z = (uint64_t(i) << 32 | words[i]) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
         sum += z ^ (z >> 31);
@@ -102,18 +94,19 @@ __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint
     if (threadIdx.x % 32 == 0) atomicAdd(&total->bits, sum), atomicAdd(&total->zeros, zeros);
 }
 
-constexpr int CANDIDATES = 16;  // asked for 64, cuBLASLt 13.1 gave 8 for every shape of a 7B, a 1.1B and a 124M model
+constexpr int CANDIDATES = 16;  // cuBLASLt 13.1 has 8 for every shape of a 7B, a 1.1B and a 124M model
 constexpr size_t ROUNDS = 5;
-// With fewer outputs, two orders of summation could give the same bits by chance; and little time is to be won.
-constexpr int64_t WORTH_TIMING = 1 << 20;
-constexpr int64_t FEW_ZEROS = 16;  // with more than one zero in so many words of an output, a comparison says nothing
+// With fewer outputs, two orders of summation could give the same bits by chance, and there is little
+// time to gain.
+constexpr int64_t MIN_OUTPUTS = 1 << 20;
+constexpr int64_t WORDS_PER_ZERO = 16;  // an output with more zeros than one in so many words is not compared
 
 }  // namespace
 
 bool kernels_fit() {
     cudaFuncAttributes attributes;
     const bool fit = cudaFuncGetAttributes(&attributes, fingerprint_kernel) == cudaSuccess;
-    cudaGetLastError();  // forget it
+    cudaGetLastError();  // clears it
     return fit;
 }
 
@@ -125,10 +118,10 @@ struct Gemms::Call {
     cudaStream_t stream;
 };
 
-struct Gemms::Problem {
-    MatrixLayout a, b, out;
-    Operation operation =
-        make<Operation>("Describing a GEMM to cuBLASLt failed", cublasLtMatmulDescCreate, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+struct Gemms::Problem {  // what cuBLASLt knows of a shape
+    Owned<cublasLtMatrixLayout_t> a, b, out;
+    Owned<cublasLtMatmulDesc_t> operation =
+        make(cublasLtMatmulDescDestroy, cublasLtMatmulDescCreate, CUBLAS_COMPUTE_32F, CUDA_R_32F);
     cublasLtMatmulAlgo_t algorithm{};
     bool tuned = false;
 
@@ -140,11 +133,9 @@ struct Gemms::Problem {
         if (is_fp8(c.a.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accumulation));
         if (c.a.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, c.a.scale_mode);
         if (c.b.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, c.b.scale_mode);
-        if (c.bias) {
-            set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-            set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(c.out.quant.format));
-        }
-        point_to(c);
+        if (c.bias) set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        if (c.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(c.out.quant.format));
+        set_pointers(c);
     }
 
     template <class T>
@@ -152,22 +143,22 @@ struct Gemms::Problem {
         succeed(cublasLtMatmulDescSetAttribute(operation.get(), name, &value, sizeof value),
                 "Describing a GEMM to cuBLASLt failed");
     }
-    void point_to(const Call& c) {
+    void set_pointers(const Call& c) {
         if (c.a.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.a.scale);
         if (c.b.scale) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, c.b.scale);
         if (c.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, c.bias);
     }
 
-    // In cuBLAS's own order of preference, without sums in the output's format. None: an Error.
+    // cuBLASLt's algorithms in its own order of preference, at least one. Partial sums in the
+    // output's format are excluded.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) const {
-        const auto preference =
-            make<Preference>("Describing a preference to cuBLASLt failed", cublasLtMatmulPreferenceCreate);
+        const auto preference = make(cublasLtMatmulPreferenceDestroy, cublasLtMatmulPreferenceCreate);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
             succeed(cublasLtMatmulPreferenceSetAttribute(preference.get(), name, &value, sizeof value),
                     "Setting a preference of cuBLASLt failed");
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
-        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (auto name : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             prefer(name, uint32_t(16));
@@ -179,7 +170,7 @@ struct Gemms::Problem {
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status, "cuBLASLt has no algorithm for a GEMM");
+        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status, "cuBLASLt does not support a GEMM");
         return algorithms;
     }
 };
@@ -196,62 +187,61 @@ Gemms::~Gemms() {
 cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =
-        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes,
-                       p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
-    if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next kernel's launch would be blamed for it
+        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta,
+                       c.out.codes, p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
+    if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
 }
 
-// Builds the entry of a shape and launches its first GEMM, by the first algorithm that can do it. Nothing is kept where
-// one of these fails.
-Gemms::Problem& Gemms::launch_first(const Key& key, const Call& c) {
-    auto fresh = std::make_unique<Problem>(c, fast_accumulation_[static_cast<int>(std::get<0>(key))]);
+// The first GEMM of a shape, by the first algorithm that can be launched.
+std::unique_ptr<Gemms::Problem> Gemms::launch_first(Gemm kind, const Call& c) const {
+    auto p = std::make_unique<Problem>(c, fast_accumulation_[static_cast<int>(kind)]);
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-    for (const cublasLtMatmulAlgo_t& candidate : fresh->candidates(handle_)) {
-        fresh->algorithm = candidate;
-        status = launch(*fresh, candidate, c);
+    for (const cublasLtMatmulAlgo_t& candidate : p->candidates(handle_)) {
+        p->algorithm = candidate;
+        status = launch(*p, candidate, c);
         if (status == CUBLAS_STATUS_SUCCESS) break;
     }
     succeed(status, "A GEMM failed");
-    return *problems_.emplace(key, std::move(fresh)).first->second;
+    return p;
 }
 
-// Launches the GEMM in rounds of all candidates, back to back: where the GPU's power limit slows it down, it does so for
-// all of them alike, and the median leaves out what else happens.
-void Gemms::choose_fastest(Problem& p, const Call& c) {
+// Launches the GEMM in rounds of all candidates, without gaps, so that a GPU at its power limit slows
+// them all down alike. The median of the rounds leaves out disturbances.
+void Gemms::choose_fastest(Problem& p, const Call& c) const {
+    constexpr char TIMING[] = "Timing a GEMM failed";
     const int64_t words = c.out.quant.code_bytes(c.out.rows, c.out.cols) / 4;
-    auto fingerprint = [&] {  // the scratch is free when a GEMM is done
+    auto fingerprint = [&] {  // in the scratch, which is free when a GEMM is done
         Fingerprint result{}, *total = static_cast<Fingerprint*>(scratch_);
-        check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), "Clearing a fingerprint failed");
+        check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), TIMING);
         fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.codes), words, total);
-        check(cudaGetLastError(), "Launching fingerprint failed");
-        check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream),
-              "Reading a fingerprint failed");
-        check(cudaStreamSynchronize(c.stream), "Timing a GEMM failed");
+        CHECK_LAUNCH("fingerprint_kernel");
+        check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream), TIMING);
+        check(cudaStreamSynchronize(c.stream), TIMING);
         return result;
     };
-    const Fingerprint expected = fingerprint();  // of what run() has just launched
-    if (static_cast<int64_t>(expected.zeros) > words / FEW_ZEROS) return;
+    const Fingerprint expected = fingerprint();  // of the output that run() has just computed
+    if (static_cast<int64_t>(expected.zeros) > words / WORDS_PER_ZERO) return;
     std::vector<cublasLtMatmulAlgo_t> equal;
     for (const cublasLtMatmulAlgo_t& candidate : p.candidates(handle_))
-        if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits) equal.push_back(candidate);
+        if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits)
+            equal.push_back(candidate);
 
-    std::vector<Event> marks(ROUNDS * equal.size() + 1);
-    for (Event& mark : marks)
-        mark = make<Event>("Creating an event failed", cudaEventCreateWithFlags, unsigned(cudaEventDefault));
-    auto mark = [&](size_t i) { check(cudaEventRecord(marks[i].get(), c.stream), "Timing a GEMM failed"); };
-    mark(0);
-    for (size_t i = 0; i + 1 < marks.size(); i++) {
-        succeed(launch(p, equal[i % equal.size()], c), "A GEMM failed");
-        mark(i + 1);
+    std::vector<Owned<cudaEvent_t, cudaError_t>> marks;  // one before each launch, one after the last
+    for (size_t i = 0; i <= ROUNDS * equal.size(); i++) {
+        cudaEvent_t mark = nullptr;
+        if (i > 0) succeed(launch(p, equal[(i - 1) % equal.size()], c), "A GEMM failed");
+        check(cudaEventCreate(&mark), TIMING);
+        marks.emplace_back(mark, cudaEventDestroy);
+        check(cudaEventRecord(mark, c.stream), TIMING);
     }
-    check(cudaEventSynchronize(marks.back().get()), "Timing a GEMM failed");
+    check(cudaEventSynchronize(marks.back().get()), TIMING);
     float best = INFINITY;
     for (size_t i = 0; i < equal.size(); i++) {
         float ms[ROUNDS];
         for (size_t round = 0; round < ROUNDS; round++) {
             const size_t at = round * equal.size() + i;
-            check(cudaEventElapsedTime(&ms[round], marks[at].get(), marks[at + 1].get()), "Timing a GEMM failed");
+            check(cudaEventElapsedTime(&ms[round], marks[at].get(), marks[at + 1].get()), TIMING);
         }
         std::nth_element(ms, ms + ROUNDS / 2, ms + ROUNDS);
         if (ms[ROUNDS / 2] < best) best = ms[ROUNDS / 2], p.algorithm = equal[i];
@@ -260,28 +250,32 @@ void Gemms::choose_fastest(Problem& p, const Call& c) {
 }
 
 int64_t Gemms::tuned() const {
-    return std::count_if(problems_.begin(), problems_.end(), [](const auto& entry) { return entry.second->tuned; });
+    return std::count_if(problems_.begin(), problems_.end(),
+                         [](const auto& entry) { return entry.second && entry.second->tuned; });
 }
 
-void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s) {
-    require(!out.quant.fp8(), "its result is F32 or BF16");
-    require(a.view.quant.fp8() == b.view.quant.fp8(), "both operands are FP8 or none is");
-    require(!(a.view.quant.format == Format::E5M2 && b.view.quant.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
+void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
+                const void* bias, cudaStream_t s) {
+    const Quant &qa = a.view.quant, &qb = b.view.quant;
+    require(!out.quant.fp8(), "a GEMM's output is F32 or BF16");
+    require(qa.fp8() == qb.fp8(), "both operands of a GEMM are FP8 or none is");
+    require(!(qa.format == Format::E5M2 && qb.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
     if (out.rows == 0) return;
-    const Call call{side(b, kind != Gemm::Fprop, true), side(a, kind == Gemm::Wgrad, false), out, accumulate, bias, s};
-    const int64_t depth_a = call.a.transpose ? call.a.rows : call.a.cols, width = call.a.transpose ? call.a.cols : call.a.rows;
-    const int64_t depth_b = call.b.transpose ? call.b.cols : call.b.rows, height = call.b.transpose ? call.b.rows : call.b.cols;
-    require(depth_a == depth_b && width == out.cols && height == out.rows, "the shapes of its matrices do not fit");
-    const Key key{kind, call.a.format, call.b.format, out.quant.format, call.a.scale_mode, call.b.scale_mode,
-                  out.rows, out.cols, depth_a, bias != nullptr};
-    const auto found = problems_.find(key);
-    if (found != problems_.end()) {
-        found->second->point_to(call);
-        succeed(launch(*found->second, found->second->algorithm, call), "A GEMM failed");
+    const Side ca = side(b, kind != Gemm::Fprop, true), cb = side(a, kind == Gemm::Wgrad, false);
+    const Call call{ca, cb, out, accumulate, bias, s};
+    const int64_t depth = ca.transpose ? ca.rows : ca.cols, width = ca.transpose ? ca.cols : ca.rows;
+    const int64_t depth_b = cb.transpose ? cb.cols : cb.rows, height = cb.transpose ? cb.rows : cb.cols;
+    require(depth == depth_b && width == out.cols && height == out.rows, "the shapes of a GEMM do not fit");
+    std::unique_ptr<Problem>& p = problems_[{kind, ca.format, cb.format, out.quant.format, ca.scale_mode,
+                                             cb.scale_mode, out.rows, out.cols, depth, bias != nullptr}];
+    if (p) {
+        p->set_pointers(call);
+        succeed(launch(*p, p->algorithm, call), "A GEMM failed");
+    } else {
+        p = launch_first(kind, call);
     }
-    Problem& p = found != problems_.end() ? *found->second : launch_first(key, call);
-    // The clock comes after the GEMM: what it leaves in `out` is the same.
-    if (tuning_ && !p.tuned && !accumulate && out.rows * out.cols >= WORTH_TIMING) choose_fastest(p, call);
+    // Timing follows the GEMM and leaves the same bits in `out`.
+    if (tuning_ && !p->tuned && !accumulate && out.rows * out.cols >= MIN_OUTPUTS) choose_fastest(*p, call);
 }
 
 }  // namespace coat::gpu

@@ -1,12 +1,14 @@
-// gemm.cuh - matrix products through cuBLASLt, behind one function that takes views: a scale travels with its codes.
+// gemm.cuh - matrix multiplication (GEMM) through cuBLASLt, as one function on views: a scale travels
+// with its codes.
 //
-// A linear layer has three products (row-major; N tokens; w is (out, in)):
-//   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)
-//   Dgrad   dx (N, in)   = dy (N, out)  w
-//   Wgrad   dw (out, in) = dy^T         x (N, in)
-// In FP32 and BF16 each operand is used as it lies. Hopper's FP8 product contracts contiguous dimensions only ("TN"), so Dgrad reads
-// w.transposed, and Wgrad dy.transposed and x.transposed, and the codes themselves may be missing. Scales of rows, vectors and squares
-// belong to the orientation that is read, along what the product contracts.
+// A linear layer has three GEMMs (row-major; N tokens; w is (out, in)):
+//   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)      reduces over input features
+//   Dgrad   dx (N, in)   = dy (N, out)  w                        reduces over output features
+//   Wgrad   dw (out, in) = dy^T         x (N, in)                reduces over tokens
+// In FP32 and BF16 each operand is read as it is stored. Hopper's FP8 GEMM needs both operands
+// contiguous along the reduction dimension ("TN"). So Dgrad reads w.transposed, and Wgrad reads
+// dy.transposed and x.transposed; the row-major codes may then be missing. Scales other than
+// per-tensor belong to the orientation that is read.
 #pragma once
 #include <cublasLt.h>
 
@@ -24,37 +26,42 @@ enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 class Gemms {
 public:
-    static constexpr size_t SCRATCH = 32 << 20;  // what cuBLAS asks for on Hopper
-    // scratch: SCRATCH bytes of device memory; between products others may use it. fast_accumulation: by kind, as in Recipe.
+    static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
+    // scratch: SCRATCH bytes of device memory; between GEMMs others may use it. fast_accumulation:
+    // for each Gemm, as in Recipe.
     Gemms(void* scratch, const bool (&fast_accumulation)[3]);
     ~Gemms();
     Gemms(const Gemms&) = delete;
     Gemms& operator=(const Gemms&) = delete;
 
-    // a, b: (x, w), (g, w) or (g, x), by kind. out: F32 or BF16; accumulate adds to it. Shapes or formats that do not fit: Error.
-    // bias (out) in out's format, or null; for Fprop.
-    void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate, const void* bias, cudaStream_t s);
+    // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
+    // adds to it. bias (out), in out's format, or null: for Fprop. Shapes, formats or scales that no
+    // GEMM supports are an Error.
+    void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
+             const void* bias, cudaStream_t s);
 
-    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's algorithms on its own
-    // operands. Only those count whose output has the same bits as the first one's, so that the clock decides on speed
-    // and on nothing else. An output with many zeros cannot tell algorithms apart: then the next GEMM of this shape
-    // tries again.
+    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's
+    // algorithms on its own operands. Only algorithms whose output has the same bits as the first
+    // one's are candidates, so timing never changes a result. An output of mostly zeros cannot tell
+    // algorithms apart: then the next GEMM of this shape tries again.
     void tune(bool on) { tuning_ = on; }
-    int64_t tuned() const;  // shapes whose algorithm was chosen by the clock
+    int64_t tuned() const;  // number of shapes whose algorithm was chosen by timing
 
 private:
     struct Problem;
     struct Call;
-    using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;  // formats of a, b, out; scale modes of a, b
+    // Formats of a, b and out; scale modes of a and b; rows and columns of out, length of the
+    // reduction; whether there is a bias.
+    using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
     cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
-    Problem& launch_first(const Key& key, const Call& call);
-    void choose_fastest(Problem& p, const Call& call);
+    std::unique_ptr<Problem> launch_first(Gemm kind, const Call& call) const;
+    void choose_fastest(Problem& p, const Call& call) const;
 
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
     bool fast_accumulation_[3], tuning_ = false;
-    std::map<Key, std::unique_ptr<Problem>> problems_;
+    std::map<Key, std::unique_ptr<Problem>> problems_;  // null until the first launch succeeds
 };
 
 }  // namespace coat::gpu
