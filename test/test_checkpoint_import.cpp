@@ -51,7 +51,7 @@ TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without pref
         check_param(model, f, "embedding", same(prefix + "wte.weight"));
         check_param(model, f, "positions", same(prefix + "wpe.weight"));
         check_param(model, f, "final_norm.bias", same(prefix + "ln_f.bias"));
-        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"}, {"up", "mlp.c_fc"}, {"down", "mlp.c_proj"}}) {
+        for (const auto& [ours, theirs] : {std::pair{"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"}, {"gate_up", "mlp.c_fc"}, {"down", "mlp.c_proj"}}) {
             check_param(model, f, std::string("layers.0.") + ours, transposed(prefix + "h.0." + theirs + ".weight"));
             check_param(model, f, std::string("layers.0.") + ours + ".bias", same(prefix + "h.0." + theirs + ".bias"));
         }
