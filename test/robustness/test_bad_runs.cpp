@@ -100,7 +100,7 @@ TEST_CASE("error messages: plain, short and complete for any file content or pat
     type_is(std::string(1'000'000, 'x'));
     folder.write("model/config.json",
                  "{\"model_type\": \"llama\", \"hidden_act\": \"" + std::string(1'000'000, 'y') + "\"}");
-    check_refused([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
+    check_refused([&] { read_model_config(folder / "model"); }, "config.json", "give another model");
     check_refused([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
                   "give a Hugging Face model folder");
     CHECK(std::string(Error("caf\u00E9 \u4E2D\u6587").what()) ==
