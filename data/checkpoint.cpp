@@ -172,7 +172,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     require_same_config(checkpoint, setup.config);
     const Fields trainer = read_trainer(checkpoint), formats = trainer.inner("formats"),
                  hashes = trainer.inner("hashes");
-    for (const auto& [flag, ours] : formats_of(setup).items())
+    const ordered_json our_formats = formats_of(setup);
+    for (const auto& [flag, ours] : our_formats.items())
         if (const std::string theirs = formats.text(flag); theirs != ours)
             throw Error(checkpoint + " is of a run with --" + flag + " " + shown(theirs) + ", not " +
                         ours.get<std::string>() + "; resume with --" + flag + " " + shown(theirs) + ".");
