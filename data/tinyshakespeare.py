@@ -40,8 +40,8 @@ def download(path):
             text = answer.read(BYTES + 1)
     except (OSError, http.client.HTTPException) as problem:
         sys.exit(
-            f"{URL} cannot be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path} from "
-            "a machine with a network, or run ./train without --data."
+            f"{URL} cannot be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path}, "
+            "or run ./train without --data."
         )
     if not is_right(text):
         sys.exit(f"{URL} sent another text ({len(text)} bytes, or another checksum); try again later.")
@@ -62,7 +62,8 @@ def write(path, text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", default="tinyshakespeare.txt", help="where to write it (default: %(default)s)")
+    default = "tinyshakespeare.txt"
+    parser.add_argument("file", nargs="?", default=default, help="where to write it (default: %(default)s)")
     path = parser.parse_args().file
     if already_there(path):
         print(f"{path} exists and has the right checksum.")

@@ -5,11 +5,11 @@
     python3 data/tokenize.py --train-bpe 4096 --out tokens book.txt
     ./train --data tokens
 
-The tokenizer is one of Hugging Face, by its name on the hub or as a file tokenizer.json, or a byte-level BPE that is
-trained on the training part of the text. The folder --out gets
-    train.bin, val.bin    256 int32 (magic, version, number of tokens), then the tokens: uint16 (magic 20240520) if
-                          the vocabulary fits, otherwise uint32 (magic 20240801)
-    vocabulary.json       "pieces"[t] has the bytes of token t as the code points U+0000 to U+00FF; "" if it has none
+The tokenizer is one of Hugging Face, by its name on the hub or as a file tokenizer.json, or a byte-level BPE
+that is trained on the training part of the text. The folder --out gets
+    train.bin, val.bin    256 int32 (magic, version, number of tokens), then the tokens: uint16 (magic 20240520)
+                          if the vocabulary fits, otherwise uint32 (magic 20240801)
+    vocabulary.json       "pieces"[t] has the bytes of token t as code points U+0000 to U+00FF; "" if it has none
     tokenizer.json        with --train-bpe: the tokenizer, for other programs
 """
 import sys
@@ -31,7 +31,7 @@ TABLE_VERSION = 1
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Reading text
 
 
@@ -49,7 +49,7 @@ def files_below(path):
 
 
 def read_texts(paths):
-    """The texts of all files, each text once. A file that is given must be text; in a folder others are skipped."""
+    """The texts of all files, each text once. In a folder, files that are not text are skipped."""
     texts = {}
     for path in paths:
         for file in files_below(path):
@@ -63,14 +63,14 @@ def read_texts(paths):
             if text and "\0" not in text:
                 texts[text] = None  # a dict keeps the order
             elif file == path:
-                sys.exit(f"{path} is " + ("not UTF-8 text; convert it first." if text else "empty; give a file with text."))
+                sys.exit(f"{path} is " + ("not UTF-8 text; convert it first." if text else "empty; give text."))
     if not texts:
         sys.exit("There is no text in " + ", ".join(paths) + "; give text files or folders of them.")
     return list(texts)
 
 
 def divide(texts, part):
-    """(training, validation): of many texts every n-th is held out; of few the end of each, cut at a line break."""
+    """(training, validation). Of many texts every n-th is held out; of few the end of each, after a line break."""
     every, share = max(2, round(1 / part)), fractions.Fraction(part).limit_denominator(1000)
     if len(texts) >= every:
         # before[i]: how many of the texts before text i are held out
@@ -90,7 +90,7 @@ def chunks(text):
         at = end
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Tokenizers, and the bytes of their tokens
 
 
@@ -99,15 +99,15 @@ def load_tokenizer(tokenizers, name):
         from_file, from_hub = tokenizers.Tokenizer.from_file, tokenizers.Tokenizer.from_pretrained
         return from_file(name) if os.path.exists(name) else from_hub(name)
     except Exception as problem:  # the library raises bare Exceptions
-        sys.exit(f"--tokenizer {name} cannot be loaded ({problem}); give a file tokenizer.json, or a model of the hub.")
+        sys.exit(f"--tokenizer {name} cannot be loaded ({problem}); give a tokenizer.json, or a name on the hub.")
 
 
 def train_bpe(tokenizers, texts, size):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + 1:
-        sys.exit(f"--train-bpe {size} is too small: the bytes and the end of a text are {len(alphabet) + 1} tokens; give a larger one.")
+        sys.exit(f"--train-bpe {size} is too small; give at least {len(alphabet) + 1}: all bytes and the end of a text.")
     if size > MAX_VOCABULARY:
-        sys.exit(f"--train-bpe {size} is too large: ./train supports {MAX_VOCABULARY} tokens; give a smaller one.")
+        sys.exit(f"--train-bpe {size} is too large; give at most {MAX_VOCABULARY}, which ./train supports.")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -137,7 +137,7 @@ def sentencepiece_piece(token):
 
 
 def piece_reader(tokenizer):
-    """The function that turns a token's text into its bytes. The decoder shows which kind of tokenizer it is."""
+    """The function that turns a token's text into its bytes: the decoder shows the kind of the tokenizer."""
     decoder = json.loads(tokenizer.to_str())["decoder"] or {}
     kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
     if "ByteLevel" in kinds:
@@ -145,7 +145,7 @@ def piece_reader(tokenizer):
     if kinds & {"Metaspace", "ByteFallback"}:
         return sentencepiece_piece
     known = ", ".join(sorted(kinds)) or "none"
-    sys.exit(f"The bytes of this tokenizer's tokens are unknown (decoder: {known}); use one like GPT-2's or Llama 2's.")
+    sys.exit(f"This tokenizer's decoder ({known}) is not supported; use a tokenizer like GPT-2's or Llama 2's.")
 
 
 def pieces_of(tokenizer):
@@ -153,7 +153,7 @@ def pieces_of(tokenizer):
     if size == 0:
         sys.exit("This tokenizer has no tokens; use another tokenizer.")
     if size > MAX_VOCABULARY:
-        sys.exit(f"This tokenizer has token {size - 1}, but ./train supports {MAX_VOCABULARY} tokens; use another tokenizer.")
+        sys.exit(f"This tokenizer has token {size - 1}, but ./train supports {MAX_VOCABULARY} tokens; use another.")
     read = piece_reader(tokenizer)
     added = {t: token.content.encode() for t, token in tokenizer.get_added_tokens_decoder().items()}  # plain text
     tokens = (tokenizer.id_to_token(t) for t in range(size))
@@ -175,7 +175,7 @@ def end_of_text(tokenizer):
     return next((tokenizer.token_to_id(name) for name in known if tokenizer.token_to_id(name) is not None), None)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Writing files: to another name first, so that no half-written file stays
 
 
@@ -213,9 +213,9 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="+", help="text files (UTF-8), or folders of them")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--tokenizer", metavar="NAME_OR_FILE", help="a name on Hugging Face's hub, or a file tokenizer.json")
+    kind.add_argument("--tokenizer", metavar="NAME", help="a name on Hugging Face's hub, or a file tokenizer.json")
     kind.add_argument("--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of so many tokens")
-    parser.add_argument("--out", metavar="FOLDER", default="tokens", help="folder to write to (default: %(default)s)")
+    parser.add_argument("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
     parser.add_argument(
         "--hold-out", metavar="PART", type=float, default=0.1, help="part for validation (default: %(default)s)"
     )
