@@ -127,7 +127,7 @@ Fields read_trainer(const std::string& checkpoint) {
     const Fields f{path, read_json(path)};
     if (f.text("format") != "coat checkpoint") f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
     if (f.natural("version") != CHECKPOINT_VERSION)
-        f.reject("version", "is not " + std::to_string(CHECKPOINT_VERSION) + "; resume with the program that wrote it");
+        f.reject("version", "must be " + std::to_string(CHECKPOINT_VERSION) + "; use the program that wrote it");
     return f;
 }
 
@@ -186,8 +186,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     check_weights(checkpoint, setup.config);
     for (const std::string& name : {WEIGHTS_FILE, OPTIMIZER_FILE})
         if (hashes.text(name) != hash_file(path_in(checkpoint, name)))
-            throw Error(path_in(checkpoint, name) + " is damaged: its hash differs from that in trainer.json; resume "
-                        "from another checkpoint.");
+            throw Error(path_in(checkpoint, name) +
+                        " is damaged: its hash is not that in trainer.json; resume from another checkpoint.");
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) model.write(t.name, file.find(t.name)->data);
 }

@@ -138,15 +138,12 @@ struct Implemented {
     std::vector<json> values;
 };
 const std::vector<Implemented> LLAMA_IMPLEMENTED = {
-    {"hidden_act", {"silu", "swish"}},  {"attention_bias", {false}},   {"mlp_bias", {false}},
-    {"partial_rotary_factor", {1.0}},   {"quantization_config", {}},
+    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}},   {"mlp_bias", {false}},
+    {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
 const std::vector<Implemented> GPT2_IMPLEMENTED = {
-    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},
-    {"scale_attn_by_inverse_layer_idx", {false}},
-    {"add_cross_attention", {false}},
-    {"quantization_config", {}},
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}}, {"quantization_config", {}},
 };
 const std::vector<Implemented> ROPE_IMPLEMENTED = {
     {"rope_type", {"default"}}, {"type", {"default"}}, {"partial_rotary_factor", {1.0}}};
@@ -278,7 +275,7 @@ WeightFiles open_weights(const std::string& folder) {
     WeightFiles weights{folder, {}, {}};
     const std::string index = path_in(folder, WEIGHTS_FILE + ".index.json");
     if (fs::exists(path_in(folder, WEIGHTS_FILE))) return weights.add(WEIGHTS_FILE), std::move(weights);
-    if (!fs::exists(index)) throw Error(folder + " has no " + WEIGHTS_FILE + "; give a Hugging Face folder with it.");
+    if (!fs::exists(index)) throw Error(folder + " has no " + WEIGHTS_FILE + "; give a folder with it.");
     auto require = [&](bool ok, const std::string& what) {
         if (!ok) throw Error(index + " " + what + "; download the folder again.");
     };
@@ -333,18 +330,17 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         known.insert(name);
     }
     for (const auto& [name, file] : files.file_of) {
-        const bool skip =
-            std::any_of(ignored.begin(), ignored.end(), [&n = name](auto& end) { return ends_with(n, end); });
-        if (!skip && !known.count(name))
+        for (const std::string& end : ignored)
+            if (ends_with(name, end)) known.insert(name);
+        if (!known.count(name))
             throw Error(file->path() + " has tensor " + shown(name) +
                         ", which this program does not implement; give another model.");
     }
     return sources;
 }
 
-// Writes one parameter from its sources: weight = the upper 16 bits of FP32 bits + 0x8000, remainder = the
-// lower 16. NaN, infinity and what would round to infinity are errors: the NaN 0x7FFFFFFF would become the
-// weight -0.
+// Writes one parameter from its sources: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
+// bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
 void write_parameter(Model& model, const Source* begin, const Source* end) {
     constexpr uint32_t EXPONENT = 0x7F800000;
     const Param& p = begin->piece.param;
@@ -393,10 +389,9 @@ void load_weights(const std::string& folder, Model& model) {
     const WeightFiles files = open_weights(folder);
     const std::vector<Source> sources = find_sources(files, model.setup().config);
     const Source* end = sources.data() + sources.size();
-    for (const Source *source = sources.data(), *next; source != end; source = next) {
-        next = std::find_if(source, end,
-                            [&](auto& s) { return s.piece.param.name != source->piece.param.name; });
-        write_parameter(model, source, next);
+    for (const Source *first = sources.data(), *next = first; first != end; first = next) {
+        while (next != end && next->piece.param.name == first->piece.param.name) next++;
+        write_parameter(model, first, next);
     }
 }
 

@@ -96,8 +96,8 @@ def chunks(text):
 
 def load_tokenizer(tokenizers, name):
     try:
-        from_file, from_hub = tokenizers.Tokenizer.from_file, tokenizers.Tokenizer.from_pretrained
-        return from_file(name) if os.path.exists(name) else from_hub(name)
+        Tokenizer = tokenizers.Tokenizer
+        return Tokenizer.from_file(name) if os.path.exists(name) else Tokenizer.from_pretrained(name)
     except Exception as problem:  # the library raises bare Exceptions
         sys.exit(f"--tokenizer {name} cannot be loaded ({problem}); give a tokenizer.json, or a name on the hub.")
 
@@ -105,7 +105,7 @@ def load_tokenizer(tokenizers, name):
 def train_bpe(tokenizers, texts, size):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + 1:
-        sys.exit(f"--train-bpe {size} is too small; give at least {len(alphabet) + 1}: all bytes and the end of a text.")
+        sys.exit(f"--train-bpe {size} is too small; give at least {len(alphabet) + 1}.")
     if size > MAX_VOCABULARY:
         sys.exit(f"--train-bpe {size} is too large; give at most {MAX_VOCABULARY}, which ./train supports.")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

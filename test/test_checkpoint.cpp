@@ -104,7 +104,8 @@ TEST_CASE("checkpoint: values that no run can write are rejected before the mode
 TEST_CASE("checkpoint: every field of trainer.json is required") {
     Folder folder;
     MemoryModel saved(small_setup(LLAMA), 1), loaded(small_setup(LLAMA), 2);
-    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5)), path = checkpoint + "/trainer.json";
+    const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(5));
+    const std::string path = checkpoint + "/trainer.json";
     const Json good = Json::parse(read_bytes(path));
     auto check = [&](const Json& bad, const std::string& field) {
         CAPTURE(field);

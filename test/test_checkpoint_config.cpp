@@ -1,4 +1,4 @@
-// test_checkpoint_config.cpp - data/checkpoint.cpp: config.json of model folders that other programs wrote.
+// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of model folders that other programs wrote.
 #include <doctest/doctest.h>
 
 #include <filesystem>

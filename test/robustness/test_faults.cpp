@@ -215,7 +215,8 @@ TEST_CASE("train: when the data are overwritten by tokens beyond the vocabulary 
     Folder folder;
     write_tokens(folder, "text.bin");
     const std::string flags = "--device cpu --data text.bin --batch 2 --seq 16 --sample-every 0 --eval-every 0 ";
-    const std::string overwrite = "head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd";
+    const std::string overwrite =
+        "head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd";
     const Ended ended = acting(folder, flags + "--steps 100000 --out out", "step      3/", overwrite);
     check_one_sentence(ended, "text.bin was overwritten");
     REQUIRE(names_in(folder.path / "out").size() == 1);

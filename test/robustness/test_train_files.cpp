@@ -104,6 +104,7 @@ TEST_CASE("train: a checkpoint that is missing, damaged or of another run is rej
     require_success(tiny(folder, "--gradients none --steps 2 --out lean"));
     const fs::path trainer = folder.path / "lean/step-000002/trainer.json";
     std::string state = read_file(trainer);
-    write_file(trainer, state.replace(state.find("\"norm_correction\": ["), 11, "\"norm_correction\": [1.5, "));  // of a bucket that the model has not
+    const std::string field = "\"norm_correction\": [";  // gets one bucket more than the model has
+    write_file(trainer, state.replace(state.find(field), field.size(), field + "1.5, "));
     check_refused(folder, "--device cpu --resume lean --steps 4", "norm_correction");
 }
