@@ -1,17 +1,19 @@
-// data/json.cpp - one reader for every JSON file (json.h).
+// data/json.cpp - parses JSON within limits (json.h).
 #include "json.h"
 
 #include <cstring>
 
-namespace coat {
+#include "file.h"
 
-namespace {
+namespace coat {
 
 using nlohmann::json;
 
+namespace {
+
 constexpr int MAX_DEPTH = 32;
 
-struct Counts {  // what a text would have, were it valid JSON
+struct Counts {  // what a text contains if it is valid JSON
     int depth = 0;
     int64_t values = 1, names = 0;
 };
@@ -19,12 +21,12 @@ struct Counts {  // what a text would have, were it valid JSON
 Counts count(const char* text, int64_t bytes) {
     Counts counts;
     int depth = 0;
-    bool quoted = false;
+    bool in_string = false;
     for (int64_t i = 0; i < bytes; i++) {
         const char c = text[i];
-        if (c == '"') quoted = !quoted;
-        if (quoted) {
-            i += c == '\\';  // the next character is escaped
+        if (c == '"') in_string = !in_string;
+        if (in_string) {
+            i += c == '\\';  // skip the escaped character
             continue;
         }
         if (c == '{' || c == '[') counts.depth = std::max(counts.depth, ++depth), counts.values++;
@@ -44,20 +46,35 @@ int64_t names_in(const json& value) {
 
 }  // namespace
 
-json parse_json(const void* data, int64_t bytes, std::string* why, int64_t most_values) {
+json parse_json(const void* data, int64_t bytes, std::string* why, int64_t max_values) {
     const char* text = static_cast<const char*>(data);
     const Counts counts = count(text, bytes);
     why->clear();
-    if (counts.depth > MAX_DEPTH) *why = "is nested more than " + std::to_string(MAX_DEPTH) + " deep";
-    else if (counts.values > most_values) *why = "has more than " + std::to_string(most_values) + " values";
+    if (counts.depth > MAX_DEPTH) *why = "is nested more than " + std::to_string(MAX_DEPTH) + " levels deep";
+    else if (counts.values > max_values) *why = "has more than " + std::to_string(max_values) + " values";
     if (!why->empty()) return json();
-    // The library would take a zero byte for the end.
+    // The library takes a zero byte for the end of the text.
     const bool zero = bytes && std::memchr(text, 0, static_cast<size_t>(bytes));
     json value = zero ? json() : json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
     if (!value.is_object()) *why = "is not a JSON object";
-    // Readers differ on which of two equal names counts.
+    // Parsers differ on which of two equal names counts.
     else if (names_in(value) != counts.names) *why = "has a name twice in one object";
     return value;
+}
+
+json read_json(const std::string& path) {
+    const MappedFile file(path);
+    std::string why;
+    json value = parse_json(file.data(), file.bytes(), &why);
+    if (!why.empty()) throw Error(path + " " + why + "; download or save it again.");
+    return value;
+}
+
+void write_json(const std::string& path, const nlohmann::ordered_json& value) {
+    const std::string text = value.dump(2) + "\n";
+    OutputFile file(path);
+    file.write(text.data(), static_cast<int64_t>(text.size()));
+    file.finish();
 }
 
 }  // namespace coat

@@ -1,7 +1,7 @@
-// data/safetensors.h - safetensors files in and out (safetensors.cpp).
+// data/safetensors.h - safetensors files, read and written (safetensors.cpp).
 //
-// The format: an 8-byte little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, the tensors' bytes without
-// a gap (https://huggingface.co/docs/safetensors). What a header says is believed only after it has been checked.
+// The format (https://huggingface.co/docs/safetensors): an 8-byte little-endian length n; n bytes of JSON
+// {name: {dtype, shape, data_offsets}}; then the bytes of all tensors without gaps.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -18,20 +18,21 @@ struct TensorInfo {
 };
 
 struct Tensor : TensorInfo {
-    const uint8_t* data;  // in the mapped file, which may put it on any address: copy it with memcpy
+    const uint8_t* data;  // in the mapped file, at any alignment: copy values with memcpy
     int64_t bytes;
 };
 
-std::string shape_text(const std::vector<int64_t>& shape);  // "[50257, 768]"
-
-// A file, mapped. Copies share the mapping.
+// A mapped file. Copies share the mapping.
 class Safetensors {
 public:
-    explicit Safetensors(const std::string& path);  // Error where the header is not true of the file
-    const std::string& path() const { return file_.path; }
+    explicit Safetensors(const std::string& path);  // Error if the header does not describe the file
+    const std::string& path() const { return file_.path(); }
     const std::vector<Tensor>& tensors() const { return tensors_; }  // in the order of their bytes
     const std::map<std::string, std::string>& metadata() const { return metadata_; }
     const Tensor* find(const std::string& name) const;  // null if there is none
+    // The tensor of this name; Error unless the file has it with this dtype and shape.
+    const Tensor& require(const std::string& name, const std::string& dtype,
+                          const std::vector<int64_t>& shape) const;
 
 private:
     MappedFile file_;
@@ -40,13 +41,14 @@ private:
     std::map<std::string, std::string> metadata_;
 };
 
-// Tensors lie in the file in the order of the table. Their bytes are streamed in that order, in pieces of any size, so that no
-// more than a piece need be in memory.
+// Writes the header for a table of tensors; write() then takes their bytes in the order of the table, in
+// pieces of any size, so that memory holds no more than a piece.
 class SafetensorsWriter {
 public:
-    SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata);
+    SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
+                      const std::map<std::string, std::string>& metadata);
     void write(const void* data, int64_t bytes);
-    void finish();  // throws std::logic_error unless all that the header promises was written
+    void finish();  // std::logic_error unless exactly the bytes of the table were written
 
 private:
     OutputFile file_;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Downloads tiny Shakespeare, 1.1 MB of plays in one text file, and checks that it is the one that everybody trains on.
+"""Downloads tiny Shakespeare, 1.1 MB of plays in one text file, and verifies its checksum.
 
     python3 data/tinyshakespeare.py            # writes tinyshakespeare.txt here
     ./train --data tinyshakespeare.txt --prompt ROMEO:
@@ -7,7 +7,7 @@
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its tokenize.py is not the standard library's
+    sys.path.pop(0)  # this folder: its tokenize.py would hide the module of the standard library
 
 import argparse
 import hashlib
@@ -31,25 +31,25 @@ def already_there(path):
     except FileNotFoundError:
         return False
     except OSError as problem:
-        sys.exit(f"{path} can not be read ({problem.strerror}); name another file.")
+        sys.exit(f"{path} cannot be read ({problem.strerror}); give another file.")
 
 
 def download(path):
     try:
         with urllib.request.urlopen(URL, timeout=30) as answer:
             text = answer.read(BYTES + 1)
-    except (OSError, http.client.HTTPException) as problem:  # no network, no such name, a proxy's refusal, a broken connection
+    except (OSError, http.client.HTTPException) as problem:
         sys.exit(
-            f"{URL} can not be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path} from a machine with a "
-            "network, or train without it: ./train needs no data."
+            f"{URL} cannot be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path}, "
+            "or run ./train without --data."
         )
     if not is_right(text):
-        sys.exit(f"{URL} sent something other than tiny Shakespeare ({len(text)} bytes, or another checksum); try again later.")
+        sys.exit(f"{URL} sent another text ({len(text)} bytes, or another checksum); try again later.")
     return text
 
 
 def write(path, text):
-    """Under another name until it is whole."""
+    """Writes to another name first, so that no half-written file stays."""
     try:
         with open(path + ".tmp", "wb") as f:
             f.write(text)
@@ -57,18 +57,19 @@ def write(path, text):
     except OSError as problem:
         if os.path.isfile(path + ".tmp"):
             os.remove(path + ".tmp")
-        sys.exit(f"{path} can not be written ({problem.strerror}); free some space, or name another file.")
+        sys.exit(f"{path} cannot be written ({problem.strerror}); free some space, or give another file.")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", default="tinyshakespeare.txt", help="where to write it (default: %(default)s)")
+    default = "tinyshakespeare.txt"
+    parser.add_argument("file", nargs="?", default=default, help="where to write it (default: %(default)s)")
     path = parser.parse_args().file
     if already_there(path):
-        print(f"{path} is there already, and right.")
+        print(f"{path} exists and has the right checksum.")
         return
     write(path, download(path))
-    print(f"{path}: {BYTES:,} bytes, checksum right. Train with ./train --data {path} --prompt ROMEO:")
+    print(f"{path}: {BYTES:,} bytes, checksum verified. Train with ./train --data {path} --prompt ROMEO:")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-// test_checkpoint_config.cpp - read_model_config in data/checkpoint.cpp: config.json of model folders that
-// other programs wrote.
+// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of model folders that other programs wrote.
 #include <doctest/doctest.h>
 
 #include "hugging_face_folders.h"

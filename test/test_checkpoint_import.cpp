@@ -1,5 +1,4 @@
-// test_checkpoint_import.cpp - load_weights in data/checkpoint.cpp: model folders in Hugging Face's layout
-// that other programs wrote.
+// test_checkpoint_import.cpp - data/model_folder.cpp: model folders in Hugging Face's layout that other programs wrote.
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -411,5 +411,5 @@ TEST_CASE("train: --plan full also prints FP8 operands and buffers, and --plan d
     const Ended usual = train(folder, "--plan --batch 2");
     require_success(usual);
     CHECK(usual.out.find("GemmScratch") == std::string::npos);
-    check_refused(folder, "--plan everything", "--plan everything");
+    check_rejected(folder, "--plan everything", "--plan everything");
 }

@@ -91,7 +91,7 @@ TEST_CASE("error messages: plain, short and complete for any file content or pat
     type_is(std::string(1'000'000, 'x'));
     const std::string long_name(1'000'000, 'y');
     folder.write("model/config.json", "{\"model_type\": \"llama\", \"hidden_act\": \"" + long_name + "\"}");
-    check_error([&] { read_model_config(folder / "model"); }, "config.json", "start from another model");
+    check_error([&] { read_model_config(folder / "model"); }, "config.json", "give another model");
     check_error([&] { read_model_config(folder / "caf\xE9\xFF\x80\xED\xA0\x80\u202E"); },
                 "give a Hugging Face model folder");
     // Harmless characters do not change.

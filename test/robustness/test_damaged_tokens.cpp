@@ -2,6 +2,8 @@
 // Each is read, or is an error that names the file.
 #include <doctest/doctest.h>
 
+#include <fstream>
+
 #include "../token_files.h"
 
 using namespace coat;
@@ -37,6 +39,19 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
     }
     check_data_error(folder.write("negative.bin", token_file(std::vector<uint32_t>{1, 0x80000000u, 2})),
                        "negative.bin");
+}
+
+TEST_CASE("Loader: tokens that were overwritten by larger ones are an error that names the file") {
+    Folder folder;
+    for (const auto& [before, after] : {std::pair{uint16_t{7}, uint16_t{8}}, {uint16_t{7}, uint16_t{65535}}}) {
+        const std::string path = folder.write("in-use.bin", token_file(std::vector<uint16_t>(100, before)));
+        Loader loader(load_corpus(path).train, 1, 8, 1, true);
+        int32_t tokens[8], targets[8];
+        loader.next(tokens, targets);
+        const std::string larger = token_file(std::vector<uint16_t>(100, after));
+        std::ofstream(path, std::ios::binary) << larger;  // in place: the loader has the file open
+        check_error([&] { loader.next(tokens, targets); }, "in-use.bin");
+    }
 }
 
 TEST_CASE("load_corpus: a token file and vocabulary with random changes or cuts are read or rejected") {

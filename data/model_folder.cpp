@@ -1,0 +1,430 @@
+// data/model_folder.cpp - reads and writes Hugging Face's model folders (model_folder.h).
+//
+// In order: which rows of which parameter each Hugging Face tensor is (two tables), which field of
+// config.json is which size, and the conversion of weights between a file's dtype and our BF16 weight with
+// its remainder.
+#include "model_folder.h"
+
+#include <charconv>
+#include <set>
+
+#include "json.h"
+#include "safetensors.h"
+
+namespace coat {
+namespace fs = std::filesystem;
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+namespace {
+
+// -----------------------------------------------------------------------------------------------------------
+// Names. Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two.
+
+struct Rows {
+    int64_t first, count;
+};
+using RowsOf = Rows (*)(const ModelConfig&, const Param&);
+
+Rows all(const ModelConfig&, const Param& p) { return {0, p.rows}; }
+Rows live(const ModelConfig& c, const Param&) {
+    return {0, c.V};
+}  // without the rows that pad our vocabulary
+Rows q(const ModelConfig& c, const Param&) { return {0, c.q_cols()}; }
+Rows k(const ModelConfig& c, const Param&) { return {c.q_cols(), c.kv_cols()}; }
+Rows v(const ModelConfig& c, const Param&) { return {c.q_cols() + c.kv_cols(), c.kv_cols()}; }
+Rows gate(const ModelConfig& c, const Param&) { return {0, c.F}; }
+Rows up(const ModelConfig& c, const Param&) { return {c.F, c.F}; }
+
+struct Name {
+    const char *ours, *theirs;  // '#' stands for the number of the layer
+    RowsOf rows;
+    bool transposed;  // GPT-2's Conv1D stores its weight as (in, out)
+};
+
+const std::vector<Name> LLAMA_NAMES = {
+    {"embedding", "model.embed_tokens.weight", live, false},
+    {"layers.#.norm1.weight", "model.layers.#.input_layernorm.weight", all, false},
+    {"layers.#.qkv", "model.layers.#.self_attn.q_proj.weight", q, false},
+    {"layers.#.qkv", "model.layers.#.self_attn.k_proj.weight", k, false},
+    {"layers.#.qkv", "model.layers.#.self_attn.v_proj.weight", v, false},
+    {"layers.#.attention_out", "model.layers.#.self_attn.o_proj.weight", all, false},
+    {"layers.#.norm2.weight", "model.layers.#.post_attention_layernorm.weight", all, false},
+    {"layers.#.gate_up", "model.layers.#.mlp.gate_proj.weight", gate, false},
+    {"layers.#.gate_up", "model.layers.#.mlp.up_proj.weight", up, false},
+    {"layers.#.down", "model.layers.#.mlp.down_proj.weight", all, false},
+    {"final_norm.weight", "model.norm.weight", all, false},
+    {"head", "lm_head.weight", live, false},
+};
+
+const std::vector<Name> GPT2_NAMES = {
+    {"embedding", "transformer.wte.weight", live, false},
+    {"positions", "transformer.wpe.weight", all, false},
+    {"layers.#.norm1.weight", "transformer.h.#.ln_1.weight", all, false},
+    {"layers.#.norm1.bias", "transformer.h.#.ln_1.bias", all, false},
+    {"layers.#.qkv", "transformer.h.#.attn.c_attn.weight", all, true},
+    {"layers.#.qkv.bias", "transformer.h.#.attn.c_attn.bias", all, false},
+    {"layers.#.attention_out", "transformer.h.#.attn.c_proj.weight", all, true},
+    {"layers.#.attention_out.bias", "transformer.h.#.attn.c_proj.bias", all, false},
+    {"layers.#.norm2.weight", "transformer.h.#.ln_2.weight", all, false},
+    {"layers.#.norm2.bias", "transformer.h.#.ln_2.bias", all, false},
+    {"layers.#.gate_up", "transformer.h.#.mlp.c_fc.weight", all, true},
+    {"layers.#.gate_up.bias", "transformer.h.#.mlp.c_fc.bias", all, false},
+    {"layers.#.down", "transformer.h.#.mlp.c_proj.weight", all, true},
+    {"layers.#.down.bias", "transformer.h.#.mlp.c_proj.bias", all, false},
+    {"final_norm.weight", "transformer.ln_f.weight", all, false},
+    {"final_norm.bias", "transformer.ln_f.bias", all, false},
+    {"head", "lm_head.weight", live, false},
+};
+
+struct Family {
+    const std::vector<Name>& names;
+    std::string prefix;                // files of the bare model leave it out of the names
+    std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
+};
+const Family LLAMA_FAMILY = {LLAMA_NAMES, "model.", {".rotary_emb.inv_freq"}};
+const Family GPT2_FAMILY = {GPT2_NAMES, "transformer.", {".attn.bias", ".attn.masked_bias"}};
+
+const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
+
+// One tensor of a Hugging Face file: some rows of one parameter.
+struct Piece {
+    std::string theirs;
+    Param param;
+    Rows rows;
+    bool transposed;
+
+    std::vector<int64_t> shape() const {  // in the file
+        if (param.rows == 1) return {param.cols};
+        return transposed ? std::vector<int64_t>{param.cols, rows.count}
+                          : std::vector<int64_t>{rows.count, param.cols};
+    }
+    int64_t size() const { return rows.count * param.cols; }
+    // The index in the whole parameter of element i of the file's tensor.
+    int64_t index_in_param(int64_t i) const {
+        if (!transposed) return rows.first * param.cols + i;
+        return (rows.first + i % rows.count) * param.cols + i / rows.count;
+    }
+};
+
+// All pieces of a model, in the order of its parameters.
+std::vector<Piece> pieces(const ModelConfig& c) {
+    std::vector<Piece> result;
+    for (const Param& p : parameters(c)) {
+        std::string ours = p.name, layer;
+        if (ours.rfind("layers.", 0) == 0) {
+            const size_t begin = 7, end = ours.find('.', begin);
+            layer = ours.substr(begin, end - begin);
+            ours.replace(begin, end - begin, "#");
+        }
+        const size_t before = result.size();
+        for (const Name& name : family(c).names) {
+            if (name.ours != ours) continue;
+            std::string theirs = name.theirs;
+            if (!layer.empty()) theirs.replace(theirs.find('#'), 1, layer);
+            result.push_back({theirs, p, name.rows(c, p), name.transposed});
+        }
+        if (result.size() == before) throw std::logic_error("no Hugging Face name for parameter " + p.name);
+    }
+    return result;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// config.json
+
+// Fields that change the arithmetic of a model, with the values that this program implements, if present.
+struct Implemented {
+    const char* field;
+    std::vector<json> values;
+};
+const std::vector<Implemented> LLAMA_IMPLEMENTED = {
+    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}},   {"mlp_bias", {false}},
+    {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
+};
+const std::vector<Implemented> GPT2_IMPLEMENTED = {
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}}, {"quantization_config", {}},
+};
+const std::vector<Implemented> ROPE_IMPLEMENTED = {
+    {"rope_type", {"default"}}, {"type", {"default"}}, {"partial_rotary_factor", {1.0}}};
+
+void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
+    for (const auto& [field, values] : table) {
+        if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
+        f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
+                            (values.empty() ? "" : " (only " + values[0].dump() + ")") +
+                            "; give another model");
+    }
+}
+
+ModelConfig read_llama(const Fields& f) {
+    require_implemented(f, LLAMA_IMPLEMENTED);
+    for (const char* rope : {"rope_scaling", "rope_parameters"})
+        require_implemented(f.inner(rope), ROPE_IMPLEMENTED);
+    ModelConfig c{};
+    c.arch = LLAMA;
+    c.L = f.natural("num_hidden_layers");
+    c.C = f.natural("hidden_size");
+    c.NH = f.natural("num_attention_heads");
+    c.NKV = f.natural("num_key_value_heads", c.NH);
+    c.F = f.natural("intermediate_size");
+    c.V = f.natural("vocab_size");
+    c.max_T = f.natural("max_position_embeddings", 2048);
+    c.tied = f.boolean("tie_word_embeddings", false);
+    c.norm_eps = f.positive("rms_norm_eps", 1e-6f);
+    // transformers 5 moved rope_theta into rope_parameters.
+    c.rope_theta = f.inner("rope_parameters").positive("rope_theta", f.positive("rope_theta", 10000.0f));
+    c.head_size = f.natural("head_dim", 0);
+    return c;
+}
+
+ModelConfig read_gpt2(const Fields& f) {
+    require_implemented(f, GPT2_IMPLEMENTED);
+    if (!f.has("activation_function") && f.has("hidden_act"))
+        f.reject("hidden_act", "belongs to another architecture; give another model");
+    ModelConfig c{};
+    c.arch = GPT2;
+    c.L = f.natural("n_layer");
+    c.C = f.natural("n_embd");
+    c.NH = c.NKV = f.natural("n_head");
+    if (c.C > 1 << 20) f.reject("n_embd", "is larger than this program supports (2^20); give another model");
+    c.F = f.natural("n_inner", 4 * c.C);
+    c.V = f.natural("vocab_size");
+    c.max_T = f.natural("n_positions", 1024);
+    c.tied = f.boolean("tie_word_embeddings", true);
+    c.norm_eps = f.positive("layer_norm_epsilon", 1e-5f);
+    return c;
+}
+
+// The shortest decimal that reads back as this float: the file says 1e-05 and not 9.999999747378752e-06.
+double shortest(float x) {
+    char text[32];
+    *std::to_chars(text, text + sizeof text - 1, x).ptr = '\0';
+    return std::strtod(text, nullptr);
+}
+
+ordered_json config_json(const ModelConfig& c) {
+    ordered_json llama = {
+        {"architectures", {"LlamaForCausalLM"}}, {"model_type", c.arch.name}, {"hidden_size", c.C},
+        {"intermediate_size", c.F}, {"num_hidden_layers", c.L}, {"num_attention_heads", c.NH},
+        {"num_key_value_heads", c.NKV}, {"head_dim", c.HS()}, {"vocab_size", c.V},
+        {"max_position_embeddings", c.max_T}, {"hidden_act", "silu"}, {"rms_norm_eps", shortest(c.norm_eps)},
+        {"rope_theta", shortest(c.rope_theta)}, {"rope_scaling", nullptr}, {"attention_bias", false},
+        {"mlp_bias", false}};
+    ordered_json gpt2 = {
+        {"architectures", {"GPT2LMHeadModel"}}, {"model_type", c.arch.name}, {"n_embd", c.C}, {"n_inner", c.F},
+        {"n_layer", c.L}, {"n_head", c.NH}, {"vocab_size", c.V}, {"n_positions", c.max_T},
+        {"activation_function", "gelu_new"}, {"layer_norm_epsilon", shortest(c.norm_eps)}, {"resid_pdrop", 0.0},
+        {"embd_pdrop", 0.0}, {"attn_pdrop", 0.0}, {"scale_attn_weights", true}};
+    ordered_json j = c.arch.rope ? llama : gpt2;
+    j["tie_word_embeddings"] = c.tied;
+    // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
+    j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
+    j["torch_dtype"] = "bfloat16";
+    return j;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
+// (reference.h, split_master). No arithmetic changes it.
+
+uint32_t f32_of_f16(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 0x1F, mantissa = half & 0x3FF;
+    if (exponent == 0x1F) return sign | 0x7F800000 | mantissa << 13;  // infinity and NaN
+    if (exponent) return sign | (exponent + 112) << 23 | mantissa << 13;
+    const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;  // exact
+    uint32_t bits;
+    std::memcpy(&bits, &subnormal, sizeof bits);
+    return sign | bits;
+}
+
+template <class T>
+T load(const uint8_t* data, int64_t i) {  // element i, at any alignment
+    T value;
+    std::memcpy(&value, data + i * static_cast<int64_t>(sizeof value), sizeof value);
+    return value;
+}
+
+struct SourceFormat {
+    const char* dtype;
+    uint32_t (*f32_bits)(const uint8_t* data, int64_t i);
+};
+constexpr SourceFormat SOURCE_FORMATS[] = {
+    {"BF16", [](const uint8_t* data, int64_t i) { return uint32_t{load<uint16_t>(data, i)} << 16; }},
+    {"F16", [](const uint8_t* data, int64_t i) { return f32_of_f16(load<uint16_t>(data, i)); }},
+    {"F32", [](const uint8_t* data, int64_t i) { return load<uint32_t>(data, i); }},
+};
+
+// The weight files of a folder: one, or the shards that the index lists.
+struct WeightFiles {
+    std::string folder;
+    std::vector<std::unique_ptr<Safetensors>> files;
+    std::map<std::string, const Safetensors*> file_of;  // by the name of the tensor
+
+    void add(const std::string& name) {
+        files.push_back(std::make_unique<Safetensors>(path_in(folder, name)));
+        const Safetensors& file = *files.back();
+        for (const Tensor& tensor : file.tensors())
+            if (!file_of.emplace(tensor.name, &file).second)
+                throw Error(file.path() + " has tensor " + escaped(tensor.name) +
+                            ", which another shard also has; download the folder again.");
+    }
+};
+
+WeightFiles open_weights(const std::string& folder) {
+    WeightFiles weights{folder, {}, {}};
+    const std::string index = path_in(folder, WEIGHTS_FILE + ".index.json");
+    if (fs::exists(path_in(folder, WEIGHTS_FILE))) return weights.add(WEIGHTS_FILE), std::move(weights);
+    if (!fs::exists(index)) throw Error(folder + " has no " + WEIGHTS_FILE + "; give a folder with it.");
+    auto require = [&](bool ok, const std::string& what) {
+        if (!ok) throw Error(index + " " + what + "; download the folder again.");
+    };
+    const json map = Fields{index, read_json(index)}.inner("weight_map").object;
+    require(!map.empty(), "has no weight_map");
+    std::set<std::string> shards;
+    for (const auto& [tensor, shard] : map.items()) {
+        require(shard.is_string(), "names no file for tensor " + escaped(tensor));
+        shards.insert(shard.get<std::string>());
+    }
+    for (const std::string& shard : shards) {
+        require(!shard.empty() && shard.find('/') == std::string::npos,
+                "names " + escaped(shard) + ", which is not a file in the folder");
+        weights.add(shard);
+    }
+    for (const auto& [tensor, shard] : map.items())
+        require(weights.file_of.count(tensor),
+                "says that " + Fields::excerpt(shard) + " has tensor " + escaped(tensor) + ", but no file has it");
+    return weights;
+}
+
+// A piece, and the bytes of a file that fill it.
+struct Source {
+    Piece piece;
+    const SourceFormat* format;
+    const uint8_t* data;
+    std::string path;
+};
+
+// The sources of all parameters, in the order of the parameters. A tensor that no piece asks for is an error:
+// it means another architecture than config.json says, such as one with biases.
+std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c) {
+    const auto& [names, prefix, ignored] = family(c);
+    std::vector<Source> sources;
+    std::set<std::string> known;
+    if (c.tied) known.insert("lm_head.weight");  // some files repeat the embedding under this name
+    for (const Piece& piece : pieces(c)) {
+        std::string name = piece.theirs;
+        if (!files.file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
+        const auto found = files.file_of.find(name);
+        if (found == files.file_of.end())
+            throw Error(files.folder + " has no tensor " + piece.theirs +
+                        ", but its config.json needs it; download the folder again.");
+        const Safetensors& file = *found->second;
+        const std::string dtype = file.find(name)->dtype;
+        const auto format = std::find_if(std::begin(SOURCE_FORMATS), std::end(SOURCE_FORMATS),
+                                         [&](const SourceFormat& f) { return dtype == f.dtype; });
+        if (format == std::end(SOURCE_FORMATS))
+            throw Error(file.path() + " has tensor " + name + " as " + dtype +
+                        "; give weights in BF16, F16 or F32.");
+        sources.push_back({piece, format, file.require(name, dtype, piece.shape()).data, file.path()});
+        known.insert(name);
+    }
+    for (const auto& [name, file] : files.file_of) {
+        for (const std::string& end : ignored)
+            if (ends_with(name, end)) known.insert(name);
+        if (!known.count(name))
+            throw Error(file->path() + " has tensor " + escaped(name) +
+                        ", which this program does not implement; give another model.");
+    }
+    return sources;
+}
+
+// Writes one parameter from its sources: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
+// bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
+void write_parameter(Model& model, const Source* begin, const Source* end) {
+    constexpr uint32_t EXPONENT = 0x7F800000;
+    const Param& p = begin->piece.param;
+    std::vector<uint16_t> weight(static_cast<size_t>(p.size()));  // rows that pad the vocabulary stay zero
+    std::vector<int16_t> remainder(static_cast<size_t>(p.size()));
+    for (const Source* source = begin; source != end; source++) {
+        const Source& s = *source;
+        int64_t bad = 0;
+#pragma omp parallel for reduction(+ : bad)
+        for (int64_t i = 0; i < s.piece.size(); i++) {
+            const uint32_t bits = s.format->f32_bits(s.data, i), rounded = bits + 0x8000;
+            const auto at = static_cast<size_t>(s.piece.index_in_param(i));
+            weight[at] = static_cast<uint16_t>(rounded >> 16);
+            remainder[at] = static_cast<int16_t>(bits & 0xFFFF);
+            bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
+        }
+        if (bad)
+            throw Error(s.path + " has NaN, infinity or values beyond BF16 in tensor " + s.piece.theirs +
+                        "; give other weights.");
+    }
+    model.write(p.name, weight.data());
+    if (model.setup().master) model.write(p.name + ".remainder", remainder.data());
+}
+
+}  // namespace
+
+ModelConfig read_model_config(const std::string& folder) {
+    if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a Hugging Face model folder.");
+    const std::string path = path_in(folder, CONFIG_FILE);
+    const Fields f{path, read_json(path)};
+    const std::string type = f.text("model_type");
+    if (type != LLAMA.name && type != GPT2.name)
+        f.reject("model_type", "is \"" + escaped(type) +
+                                   "\", but this program implements llama and gpt2; give another model");
+    ModelConfig c = type == LLAMA.name ? read_llama(f) : read_gpt2(f);
+    c.name = folder;
+    validate(c);
+    return c;
+}
+
+void check_weights(const std::string& folder, const ModelConfig& config) {
+    find_sources(open_weights(folder), config);
+}
+
+void load_weights(const std::string& folder, Model& model) {
+    const WeightFiles files = open_weights(folder);
+    const std::vector<Source> sources = find_sources(files, model.setup().config);
+    const Source* end = sources.data() + sources.size();
+    for (const Source *first = sources.data(), *next = first; first != end; first = next) {
+        while (next != end && next->piece.param.name == first->piece.param.name) next++;
+        write_parameter(model, first, next);
+    }
+}
+
+void save_model_folder(const std::string& folder, Model& model) {
+    const ModelConfig& c = model.setup().config;
+    write_json(path_in(folder, CONFIG_FILE), config_json(c));
+    const std::vector<Piece> table = pieces(c);
+    std::vector<TensorInfo> tensors;
+    for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
+    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});  // transformers needs "pt"
+    std::string in_memory;  // name of the parameter in `whole`
+    std::vector<uint16_t> whole, part;
+    for (const Piece& piece : table) {
+        if (in_memory != piece.param.name) {
+            in_memory = piece.param.name;
+            whole.resize(static_cast<size_t>(piece.param.size()));
+            model.read(in_memory, whole.data());
+        }
+        part.resize(static_cast<size_t>(piece.size()));
+        for (int64_t i = 0; i < piece.size(); i++)
+            part[static_cast<size_t>(i)] = whole[static_cast<size_t>(piece.index_in_param(i))];
+        file.write(part.data(), piece.size() * 2);
+    }
+    file.finish();
+}
+
+void require_same_config(const std::string& folder, const ModelConfig& config) {
+    const ordered_json theirs = config_json(read_model_config(folder)), ours = config_json(config);
+    for (const auto& [field, value] : ours.items())
+        if (theirs.value(field, ordered_json()) != value)
+            throw Error(folder + " is a checkpoint of another model (" + field + " is " +
+                        theirs.value(field, ordered_json()).dump() + ", not " + value.dump() +
+                        "); resume with the --model that wrote it.");
+}
+
+}  // namespace coat

@@ -1,0 +1,34 @@
+// data/model_folder.h - models as Hugging Face stores them (model_folder.cpp).
+//
+// A model folder has config.json (the shape) and model.safetensors (the weights), or several weight files
+// that model.safetensors.index.json lists. transformers and this program read each other's folders.
+#pragma once
+#include <string>
+
+#include "../coat.h"
+
+namespace coat {
+
+inline const std::string CONFIG_FILE = "config.json", WEIGHTS_FILE = "model.safetensors";
+
+// The shape of the model in a folder of architecture llama or gpt2. Error that names the field if this
+// program does not implement what config.json asks for (scaled RoPE, another activation function, biases in
+// attention, ...).
+ModelConfig read_model_config(const std::string& folder);
+
+// Error unless the folder's weights are exactly the tensors of such a model. Call it before a model is
+// created: config.json may be wrong about the weights, and ask for any amount of memory.
+void check_weights(const std::string& folder, const ModelConfig& config);
+
+// Copies the folder's weights (BF16, F16 or F32) into the model: rounded to BF16, and with Setup::master also
+// the remainders, which are zero if the file has BF16. Error, before the model changes, if a tensor is
+// missing or unknown.
+void load_weights(const std::string& folder, Model& model);
+
+// Writes config.json and model.safetensors (BF16) into an existing folder.
+void save_model_folder(const std::string& folder, Model& model);
+
+// Error that names the first field in which the folder's config.json differs from `config`.
+void require_same_config(const std::string& folder, const ModelConfig& config);
+
+}  // namespace coat
