@@ -400,7 +400,7 @@ public:
         final_norm_ = make_norm("final_norm");
         if (config_.arch.rope) rope_table(config_, s.T, arena.work<float2>(Work::RopeTable), cuda_);
         const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.compute);
-        if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::Attention).bytes ||
+        if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::AttentionScratch).bytes ||
             static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
             throw Error(
                 "The memory plan has less room for attention or norms than their kernels need; correct "
@@ -534,8 +534,8 @@ private:
 
         begin_bucket(b.bucket + 3);  // down projection
         const View dact =
-            compute_view(Work::HiddenGradient, config_.F);  // gradient of the activation's output
-        Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::Gradient), nullptr);
+            compute_view(Work::ActivationGradient, config_.F);  // gradient of the activation's output
+        Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::GradientOperand), nullptr);
         wgrad(b.down, g8, activation(config_.arch.gated, gate_up));
         dgrad(b.down, g8, dact);
         end_bucket(b.bucket + 3);
@@ -545,7 +545,7 @@ private:
         // Codes as large as the saved elements take their place.
         const bool in_place = formats_.g.granularity == PER_TENSOR &&
                               info(formats_.g.format).bytes == info(gate_up.quant.format).bytes;
-        g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::Gradient),
+        g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
                              needs_amax(b.gate_up.g));
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
@@ -554,7 +554,7 @@ private:
 
         begin_bucket(b.bucket + 1);  // attention output projection
         const View dout = compute_view(Work::Branch, config_.q_cols());
-        g8 = output_gradient(b.attention_out, stored(g), arena_.work(Work::Gradient), nullptr);
+        g8 = output_gradient(b.attention_out, stored(g), arena_.work(Work::GradientOperand), nullptr);
         wgrad(b.attention_out, g8, stored(of_batch(b.saved_attention)));
         dgrad(b.attention_out, g8, dout);
         end_bucket(b.bucket + 1);
@@ -567,10 +567,10 @@ private:
         const View dqkv = compute_view(reuse ? b.saved_gate_up.codes : arena_.work(Work::QkvGradient), N_,
                                        config_.qkv_cols());
         attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes),
-                           dout.codes, dqkv.codes, arena_.work(Work::Attention), cuda_);
+                           dout.codes, dqkv.codes, arena_.work(Work::AttentionScratch), cuda_);
         const bool rotated = config_.arch.rope;
         if (rotated) rope_backward(rope(), dqkv, needs_amax(b.qkv.g), cuda_);
-        g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::Gradient),
+        g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::GradientOperand),
                              rotated ? nullptr : needs_amax(b.qkv.g));
         dgrad(b.qkv, g8, dx);
         residual_backward(norm1, b.norm1, dx, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
@@ -591,7 +591,7 @@ private:
         gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
     }
 
-    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for UP_TOKENS tokens at
+    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS tokens at
     // a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x) {
         const View gate_up = of_batch(b.saved_gate_up);
@@ -602,9 +602,9 @@ private:
         }
         const Operand x8 = input(b.gate_up, x, Gemm::Fprop), w8 = weight(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
-        const int64_t step = formats_.x.granularity == PER_TENSOR ? UP_TOKENS : N_;
+        const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
-            const View part = compute_view(arena_.work(Work::Up), std::min(step, N_ - first), gate_up.cols);
+            const View part = compute_view(arena_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        b.gate_up.bias.values, cuda_);
             quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
@@ -641,7 +641,7 @@ private:
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const place = arena_.work(x.op == LazyOp::Activation ? Work::Hidden : Work::Operand);
+        void* const place = arena_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
         void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
         if (saved)
@@ -653,7 +653,7 @@ private:
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        void* const place = arena_.work(Work::Weight);
+        void* const place = arena_.work(Work::WeightOperand);
         take_weight_amax(w);
         return operand(stored(w.weight), formats_.w, use == Gemm::Dgrad ? nullptr : place,
                        use == Gemm::Dgrad ? place : nullptr, w.w, Kind::Weight);
@@ -671,7 +671,7 @@ private:
         const Quant& q = formats_.g;
         if (q.fp8() && w.bias.values) bias_gradient(w, g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientTransposed) : nullptr,
+        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientOperandTransposed) : nullptr,
                                    w.g, Kind::Gradient);
         if (!q.fp8() && w.bias.values) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
         return g8;

@@ -279,18 +279,18 @@ Setup bf16_baseline(Setup s) {
 namespace {
 
 enum Phase : uint32_t {  // in the order of phase_names()
-    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
+    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_GATE_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
     HEAD = 1 << 4,
     DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6,
-    ACTIVATION_BACKWARD = 1 << 7, UP_DGRAD = 1 << 8, UP_WGRAD = 1 << 9,
+    ACTIVATION_BACKWARD = 1 << 7, GATE_UP_DGRAD = 1 << 8, GATE_UP_WGRAD = 1 << 9,
     OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11,
     ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
     EMBEDDING_BACKWARD = 1 << 16
 };
 constexpr uint32_t ALWAYS = (1u << 17) - 1;
-constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_UP | FORWARD_DOWN;
-constexpr uint32_t DGRADS = DOWN_DGRAD | UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
-constexpr uint32_t UP_BACKWARD = ACTIVATION_BACKWARD | UP_DGRAD | UP_WGRAD;
+constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_DOWN;
+constexpr uint32_t DGRADS = DOWN_DGRAD | GATE_UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
+constexpr uint32_t GATE_UP_BACKWARD = ACTIVATION_BACKWARD | GATE_UP_DGRAD | GATE_UP_WGRAD;
 constexpr uint32_t QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
 
 struct Use {
@@ -357,7 +357,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
     const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
     const uint32_t qkv_gradient = fp8 || c.arch.rope ? QKV_BACKWARD : 0;
-    const uint32_t gate_up_gradient = gate_up_in_place ? 0 : UP_BACKWARD;
+    const uint32_t gate_up_gradient = gate_up_in_place ? 0 : GATE_UP_BACKWARD;
     const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
     const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
 
@@ -379,25 +379,25 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(CachedWeights), cached ? all_weights : 0, {{ALWAYS, "FP8 weights of all layers, and transposes"}}},
 
         {W(Residual), groups ? N * C * compute : 0, {{FORWARD, "residual stream in the compute dtype"}}},
-        {W(Operand), either_way(q.x, N, operand_cols),
-         {{FORWARD_ATTENTION | FORWARD_UP, "operand x: output of norm 1 or 2"},
+        {W(InputOperand), either_way(q.x, N, operand_cols),
+         {{FORWARD_ATTENTION | FORWARD_GATE_UP, "operand x: output of norm 1 or 2"},
           {FORWARD_OUT, "operand x: attention's output"},
-          {QKV_WGRAD | OUT_WGRAD | UP_WGRAD, "the same operands again" + transposed + " for wgrad"}}},
-        {W(Hidden), either_way(q.x, N, F),
+          {QKV_WGRAD | OUT_WGRAD | GATE_UP_WGRAD, "the same operands again" + transposed + " for wgrad"}}},
+        {W(ActivationOperand), either_way(q.x, N, F),
          {{FORWARD_DOWN, "operand x: the activation's output"},
           {DOWN_WGRAD, "the same operand again" + transposed + " for wgrad"}}},
-        {W(Weight), cached ? 0 : weight,
+        {W(WeightOperand), cached ? 0 : weight,
          {{FORWARD, "operand w of one GEMM"}, {DGRADS, "operand w, transposed for dgrad"}}},
         {W(Qkv), attention_groups ? N * QKV * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "q, k, v"}}},
         {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "attention's output"}}},
-        {W(Up), groups ? (per_tensor ? std::min(N, UP_TOKENS) : N) * U * compute : 0,
-         {{FORWARD_UP, "gate and up, before they are quantized in groups"}}},
+        {W(GateUp), groups ? (per_tensor ? std::min(N, GATE_UP_TOKENS) : N) * U * compute : 0,
+         {{FORWARD_GATE_UP, "gate and up, before they are quantized in groups"}}},
         {W(Branch), N * std::max(C, Q) * compute,
          {{FORWARD_OUT | FORWARD_DOWN, "what is added to the residual stream"},
           {HEAD, "gradient of the final norm's output"},
-          {UP_DGRAD, "gradient of norm 2's output"},
+          {GATE_UP_DGRAD, "gradient of norm 2's output"},
           {OUT_DGRAD | ATTENTION_BACKWARD, "gradient of attention's output"},
           {QKV_DGRAD, "gradient of norm 1's output"}}},
         {W(FinalNorm), std::min(N, HEAD_TOKENS) * C * compute,
@@ -405,18 +405,18 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Logits), std::min(N, HEAD_TOKENS) * V * compute, {{HEAD, "its logits, then their gradients"}}},
         {W(HeadGradient), head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0,
          {{HEAD, "gradient of the head's weight, summed in FP32"}}},
-        {W(Gradient), gradient ? either_way(q.g, N, gradient_cols) : 0,
+        {W(GradientOperand), gradient ? either_way(q.g, N, gradient_cols) : 0,
          {{residual_gradients, "operand g: gradient of the residual stream"},
           {gate_up_gradient, "operand g: gradient of gate and up"},
           {qkv_gradient, "operand g: gradient of q, k, v"}}},
-        {W(GradientTransposed),
+        {W(GradientOperandTransposed),
          fp8 ? either_way(q.g, N, std::max({C, U, QKV})) : 0,
-         {{DOWN_WGRAD | UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, "operand g, transposed for wgrad"}}},
-        {W(HiddenGradient), N * F * compute,
+         {{DOWN_WGRAD | GATE_UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, "operand g, transposed for wgrad"}}},
+        {W(ActivationGradient), N * F * compute,
          {{DOWN_DGRAD | ACTIVATION_BACKWARD, "gradient of the activation's output"}}},
         {W(QkvGradient), qkv_gradient_in_place(s) ? 0 : N * QKV * compute,
          {{ATTENTION_BACKWARD | QKV_BACKWARD, "gradient of q, k, v"}}},
-        {W(Attention), attention_bytes(c, r.compute, s.B, s.T),
+        {W(AttentionScratch), attention_bytes(c, r.compute, s.B, s.T),
          {{ATTENTION_BACKWARD, "FP32 sums of dq, and statistics"}}},
         {W(ColumnPartials),
          c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0,
@@ -613,7 +613,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         {"scales", "max and k of the moments", layout.scales, ALWAYS},
         {"delayed", "amaxes of earlier steps", layout.delayed, ALWAYS},
         {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD},
-        {"saved", "over the saved gate and up: operand g, their gradient", gate_up, UP_BACKWARD},
+        {"saved", "over the saved gate and up: operand g, their gradient", gate_up, GATE_UP_BACKWARD},
         {"saved", "over the saved gate and up: gradient of q, k, v", qkv, ATTENTION_BACKWARD | QKV_BACKWARD},
         {"gradients", layout.shared ? "gradients, over activations that are no longer needed" : "gradients",
          gradients, backward | HEAD},

@@ -76,8 +76,8 @@ enum class Work : uint8_t {
     GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics,
     RopeTable, Scales, Segments, Results, CachedWeights,
     // in some of its phases
-    Residual, Operand, Hidden, Weight, Qkv, AttentionOutput, Up, Branch, FinalNorm, Logits, HeadGradient,
-    Gradient, GradientTransposed, HiddenGradient, QkvGradient, Attention, ColumnPartials, EmbeddingPartials,
+    Residual, InputOperand, ActivationOperand, WeightOperand, Qkv, AttentionOutput, GateUp, Branch, FinalNorm, Logits, HeadGradient,
+    GradientOperand, GradientOperandTransposed, ActivationGradient, QkvGradient, AttentionScratch, ColumnPartials, EmbeddingPartials,
     Count
 };
 
@@ -151,7 +151,7 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
 // quantized in groups.
-inline constexpr int64_t HEAD_TOKENS = 4096, UP_TOKENS = 8192;
+inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
 // The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
 // than four times.
 inline bool head_sum_apart(Format gradient, int64_t tokens) {

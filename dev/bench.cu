@@ -400,7 +400,7 @@ private:
     void linear_layers() {
         linear("qkv", c_.qkv_cols(), c_.C, N_);
         linear("attention out", c_.C, c_.q_cols(), N_);
-        linear("up", c_.gate_up_cols(), c_.C, groups_ ? std::min(UP_TOKENS, N_) : N_);
+        linear("up", c_.gate_up_cols(), c_.C, groups_ ? std::min(GATE_UP_TOKENS, N_) : N_);
         linear("down", c_.C, c_.F, N_);
     }
 
@@ -465,7 +465,7 @@ private:
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     void feed_forward() {
-        const int64_t n = std::min(UP_TOKENS, N_);
+        const int64_t n = std::min(GATE_UP_TOKENS, N_);
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
         const View up = random(N_, c_.gate_up_cols(), r_.nonlinear), dh = random(N_, c_.F);
         const Lazy h = activation(c_.arch.gated, up), du = activation_backward(c_.arch.gated, up, dh);

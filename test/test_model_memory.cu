@@ -101,7 +101,7 @@ TEST_CASE(
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
                 const AttentionShape shape = attention_shape(config, setup.B, setup.T, setup.recipe.compute);
                 const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
-                CHECK(layout.work[static_cast<int>(Work::Attention)].bytes ==
+                CHECK(layout.work[static_cast<int>(Work::AttentionScratch)].bytes ==
                       round_up(attention, GPU_ALIGNMENT));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
