@@ -356,7 +356,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     // Attention's output is an operand in place if both are in the compute dtype.
     const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
     const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
-    const uint32_t qkv_gradient = fp8 || c.arch.rope ? QKV_BACKWARD : 0;
+    const uint32_t qkv_gradient = fp8 ? QKV_BACKWARD : 0;
     const uint32_t gate_up_gradient = gate_up_in_place ? 0 : GATE_UP_BACKWARD;
     const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
     const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
