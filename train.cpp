@@ -784,7 +784,8 @@ int run(int argc, char** argv) {
     const bool plan_only = flags.given("plan"), chose_seq = flags.given("seq"),
                chose_data = flags.given("data");
     std::string note;
-    const Device& device = choose_device(flags.given("device") ? flags.text("device") : "auto", &note);
+    const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
+    const Device& device = choose_device(wanted, &note);
     if (!plan_only && device.gpu() && !why_no_gpu().empty())
         throw Error("--device gpu cannot be used: " + why_no_gpu() + ".");
     flags.take_defaults(device.gpu());
