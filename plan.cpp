@@ -586,16 +586,23 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 // The maps of ./train --plan full
 
 const std::vector<std::string>& phase_names() {
-    static const std::vector<std::string> names = {
-        "forward: norm 1, q, k, v projection, attention",  "forward: attention output projection, residual add",
-        "forward: norm 2, gate and up projection",         "forward: activation, down projection, residual add",
-        "head and loss, forward and backward",             "backward: down projection, wgrad",
-        "backward: down projection, dgrad",                "backward: activation",
-        "backward: gate and up projection, dgrad; norm 2", "backward: gate and up projection, wgrad",
-        "backward: attention output projection, wgrad",    "backward: attention output projection, dgrad",
-        "backward: attention",                             "backward: rotary positions",
-        "backward: q, k, v projection, dgrad; norm 1",     "backward: q, k, v projection, wgrad",
-        "backward: embedding"};
+    static const std::vector<std::string> names = {"forward: norm 1, q, k, v projection, attention",
+                                                   "forward: attention output projection, residual add",
+                                                   "forward: norm 2, gate and up projection",
+                                                   "forward: activation, down projection, residual add",
+                                                   "head and loss, forward and backward",
+                                                   "backward: down projection, wgrad",
+                                                   "backward: down projection, dgrad",
+                                                   "backward: activation",
+                                                   "backward: gate and up projection, dgrad; norm 2",
+                                                   "backward: gate and up projection, wgrad",
+                                                   "backward: attention output projection, wgrad",
+                                                   "backward: attention output projection, dgrad",
+                                                   "backward: attention",
+                                                   "backward: rotary positions",
+                                                   "backward: q, k, v projection, dgrad; norm 1",
+                                                   "backward: q, k, v projection, wgrad",
+                                                   "backward: embedding"};
     return names;
 }
 
@@ -814,17 +821,20 @@ void print_precision_plan(const Setup& s) {
                    std::to_string(r.history) + " steps, with a margin of " + std::to_string(r.margin) +
                    " powers of two. Without any amax, as in the first step, they are scaled just in time.");
     if (q.x.fp8() && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
-        print_note("Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in wgrad, "
-                   "along the tokens.");
+        print_note(
+            "Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in wgrad, "
+            "along the tokens.");
     if (q.fallback)
-        print_note("Linear layers fall back to " + std::string(info(r.compute).name) + " for the whole run, also "
-                   "for samples and evaluation: --batch x --seq is " + std::to_string(s.B * s.T) +
-                   " tokens, which is not a multiple of 16.");
+        print_note("Linear layers fall back to " + std::string(info(r.compute).name) +
+                   " for the whole run, also "
+                   "for samples and evaluation: --batch x --seq is " +
+                   std::to_string(s.B * s.T) + " tokens, which is not a multiple of 16.");
     if (!s.keep_gradients)
-        print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
-                   "gradients is known. So --clip goes by an estimate: the norm so far, times its growth from "
-                   "there in the last step. The first step runs twice to measure this growth. If a gradient is "
-                   "not finite, its bucket and all later ones of the step are not updated.");
+        print_note(
+            "Backward updates each linear layer once its gradient is complete, before the norm of all "
+            "gradients is known. So --clip goes by an estimate: the norm so far, times its growth from "
+            "there in the last step. The first step runs twice to measure this growth. If a gradient is "
+            "not finite, its bucket and all later ones of the step are not updated.");
 }
 
 void print_memory_plan(const Setup& s) {
@@ -863,15 +873,17 @@ void print_memory_plan(const Setup& s) {
         if (row.category == Category::Workspace) line(row.name, row.bytes);
     line("total", total_bytes(gpu));
     const double C = static_cast<double>(s.config.C);
-    std::printf("\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %.0f\n"
-                "  optimizer states: %.3f bytes per parameter (BF16: %.3f)\n",
-                saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
-                optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));
+    std::printf(
+        "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %.0f\n"
+        "  optimizer states: %.3f bytes per parameter (BF16: %.3f)\n",
+        saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
+        optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));
 }
 
 void print_operands(const Setup& s) {
     const std::vector<OperandRow> table = operand_plan(s, facts_without_gpu(s));
-    std::printf("\nFP8 operands of a layer's GEMMs on a GPU: who takes their amax, and who makes their codes\n");
+    std::printf(
+        "\nFP8 operands of a layer's GEMMs on a GPU: who takes their amax, and who makes their codes\n");
     if (table.empty()) return print_note("There are none.");
     print_note("The names are functions of coat.cuh, adamw.cuh and gpu/layers.cuh. A Hopper GEMM reads both "
                "operands along the dimension that it reduces over, so dgrad and wgrad need transposes (^T).");

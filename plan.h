@@ -19,7 +19,8 @@ const std::vector<Schedule>& schedules();
 // Of one step, counted from 0.
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// A flag with two values that trades memory for precision or time. The first is the default and loses nothing.
+// A flag with two values that trades memory for precision or time. The first is the default and loses
+// nothing.
 struct Choice {
     const char *name, *about;
 };
@@ -46,7 +47,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s);
 // what operators need only while they run (one layer's FP8 operands, logits, partial sums). It depends on the
 // device: gpu_memory_plan() adds its rows.
 enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace };
-inline constexpr const char* CATEGORY_NAMES[] = {"weights", "gradients", "optimizer", "activations", "workspace"};
+inline constexpr const char* CATEGORY_NAMES[] = {"weights", "gradients", "optimizer", "activations",
+                                                 "workspace"};
 
 struct MemoryRow {
     Category category;
@@ -73,11 +75,38 @@ Setup bf16_baseline(Setup s);
 // contains when; ./train --plan full prints that table. A buffer that a recipe does not need has 0 bytes.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics,
-    RopeTable, Scales, Segments, Results, CachedWeights,
+    GemmScratch,
+    NormPartials,
+    Tokens,
+    Targets,
+    EmbeddingOrder,
+    EmbeddingChunks,
+    Losses,
+    NormStatistics,
+    RopeTable,
+    Scales,
+    Segments,
+    Results,
+    CachedWeights,
     // in some of its phases
-    Residual, InputOperand, ActivationOperand, WeightOperand, Qkv, AttentionOutput, GateUp, Branch, FinalNorm, Logits, HeadGradient,
-    GradientOperand, GradientOperandTransposed, ActivationGradient, QkvGradient, AttentionScratch, ColumnPartials, EmbeddingPartials,
+    Residual,
+    InputOperand,
+    ActivationOperand,
+    WeightOperand,
+    Qkv,
+    AttentionOutput,
+    GateUp,
+    Branch,
+    FinalNorm,
+    Logits,
+    HeadGradient,
+    GradientOperand,
+    GradientOperandTransposed,
+    ActivationGradient,
+    QkvGradient,
+    AttentionScratch,
+    ColumnPartials,
+    EmbeddingPartials,
     Count
 };
 

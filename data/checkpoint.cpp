@@ -63,7 +63,8 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
         bad += (!history && (bits & ~f->sign) >= f->infinity) || (magnitudes && bits > f->sign) ||
                (k && !(value >= 0.0625f && value <= 64));
     }
-    if (bad) throw Error(file.path() + " has invalid values in " + t.name + "; resume from another checkpoint.");
+    if (bad)
+        throw Error(file.path() + " has invalid values in " + t.name + "; resume from another checkpoint.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -78,7 +79,8 @@ ordered_json formats_of(const Setup& s) {
     return formats;
 }
 
-// Each step is a bijection of the word and of the hash so far: a change in one word always changes the result.
+// Each step is a bijection of the word and of the hash so far: a change in one word always changes the
+// result.
 uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
     auto hash = static_cast<uint64_t>(bytes);
     auto add = [&](const uint8_t* from, int64_t count) {
@@ -114,20 +116,30 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     ordered_json hashes;
     for (const auto& name : {WEIGHTS_FILE, OPTIMIZER_FILE}) hashes[name] = hash_file(path_in(folder, name));
     // JSON has no NaN: a loss of NaN becomes null.
-    write_json(path_in(folder, TRAINER_FILE),
-               {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION}, {"formats", formats_of(setup)},
-                {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch},
-                {"window", s.position.window}, {"tokens", s.tokens}, {"first_validation", s.first_validation},
-                {"norm_correction", s.norm_correction}, {"settings", s.settings}, {"run", s.run},
-                {"validation", s.validation}, {"hashes", hashes}});
+    write_json(path_in(folder, TRAINER_FILE), {{"format", "coat checkpoint"},
+                                               {"version", CHECKPOINT_VERSION},
+                                               {"formats", formats_of(setup)},
+                                               {"step", s.step},
+                                               {"updates", s.updates},
+                                               {"epoch", s.position.epoch},
+                                               {"window", s.position.window},
+                                               {"tokens", s.tokens},
+                                               {"first_validation", s.first_validation},
+                                               {"norm_correction", s.norm_correction},
+                                               {"settings", s.settings},
+                                               {"run", s.run},
+                                               {"validation", s.validation},
+                                               {"hashes", hashes}});
 }
 
 Fields read_trainer(const std::string& checkpoint) {
     const std::string path = path_in(checkpoint, TRAINER_FILE);
     const Fields f{path, read_json(path)};
-    if (f.text("format") != "coat checkpoint") f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
+    if (f.text("format") != "coat checkpoint")
+        f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
     if (f.natural("version") != CHECKPOINT_VERSION)
-        f.reject("version", "must be " + std::to_string(CHECKPOINT_VERSION) + "; use the program that wrote it");
+        f.reject("version",
+                 "must be " + std::to_string(CHECKPOINT_VERSION) + "; use the program that wrote it");
     return f;
 }
 

@@ -142,8 +142,11 @@ const std::vector<Implemented> LLAMA_IMPLEMENTED = {
     {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
 const std::vector<Implemented> GPT2_IMPLEMENTED = {
-    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
-    {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}}, {"quantization_config", {}},
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
+    {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}},
+    {"add_cross_attention", {false}},
+    {"quantization_config", {}},
 };
 const std::vector<Implemented> ROPE_IMPLEMENTED = {
     {"rope_type", {"default"}}, {"type", {"default"}}, {"partial_rotary_factor", {1.0}}};
@@ -211,11 +214,20 @@ ordered_json config_json(const ModelConfig& c) {
         {"max_position_embeddings", c.max_T}, {"hidden_act", "silu"}, {"rms_norm_eps", shortest(c.norm_eps)},
         {"rope_theta", shortest(c.rope_theta)}, {"rope_scaling", nullptr}, {"attention_bias", false},
         {"mlp_bias", false}};
-    ordered_json gpt2 = {
-        {"architectures", {"GPT2LMHeadModel"}}, {"model_type", c.arch.name}, {"n_embd", c.C}, {"n_inner", c.F},
-        {"n_layer", c.L}, {"n_head", c.NH}, {"vocab_size", c.V}, {"n_positions", c.max_T},
-        {"activation_function", "gelu_new"}, {"layer_norm_epsilon", shortest(c.norm_eps)}, {"resid_pdrop", 0.0},
-        {"embd_pdrop", 0.0}, {"attn_pdrop", 0.0}, {"scale_attn_weights", true}};
+    ordered_json gpt2 = {{"architectures", {"GPT2LMHeadModel"}},
+                         {"model_type", c.arch.name},
+                         {"n_embd", c.C},
+                         {"n_inner", c.F},
+                         {"n_layer", c.L},
+                         {"n_head", c.NH},
+                         {"vocab_size", c.V},
+                         {"n_positions", c.max_T},
+                         {"activation_function", "gelu_new"},
+                         {"layer_norm_epsilon", shortest(c.norm_eps)},
+                         {"resid_pdrop", 0.0},
+                         {"embd_pdrop", 0.0},
+                         {"attn_pdrop", 0.0},
+                         {"scale_attn_weights", true}};
     ordered_json j = c.arch.rope ? llama : gpt2;
     j["tie_word_embeddings"] = c.tied;
     // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
@@ -292,8 +304,8 @@ WeightFiles open_weights(const std::string& folder) {
         weights.add(shard);
     }
     for (const auto& [tensor, shard] : map.items())
-        require(weights.file_of.count(tensor),
-                "says that " + Fields::excerpt(shard) + " has tensor " + escaped(tensor) + ", but no file has it");
+        require(weights.file_of.count(tensor), "says that " + Fields::excerpt(shard) + " has tensor " +
+                                                   escaped(tensor) + ", but no file has it");
     return weights;
 }
 
@@ -368,7 +380,8 @@ void write_parameter(Model& model, const Source* begin, const Source* end) {
 }  // namespace
 
 ModelConfig read_model_config(const std::string& folder) {
-    if (!fs::is_directory(folder)) throw Error(folder + " is not a folder; give a Hugging Face model folder.");
+    if (!fs::is_directory(folder))
+        throw Error(folder + " is not a folder; give a Hugging Face model folder.");
     const std::string path = path_in(folder, CONFIG_FILE);
     const Fields f{path, read_json(path)};
     const std::string type = f.text("model_type");
@@ -401,7 +414,8 @@ void save_model_folder(const std::string& folder, Model& model) {
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
-    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});  // transformers needs "pt"
+    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors,
+                           {{"format", "pt"}});  // transformers needs "pt"
     std::string in_memory;  // name of the parameter in `whole`
     std::vector<uint16_t> whole, part;
     for (const Piece& piece : table) {

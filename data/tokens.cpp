@@ -165,7 +165,8 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
 
 // Takes the longest piece that the rest of the text begins with, until no text is left.
 std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
-    std::unordered_map<std::string_view, int32_t> token_of;  // of equal pieces the last: Llama 2 repeats some bytes
+    std::unordered_map<std::string_view, int32_t>
+        token_of;  // of equal pieces the last: Llama 2 repeats some bytes
     std::set<size_t, std::greater<>> lengths;
     for (size_t t = 0; t < pieces_.size(); t++) {
         if (pieces_[t].empty()) continue;
@@ -176,10 +177,12 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
     for (size_t at = 0; at < text.size();) {
         auto found = token_of.end();
         for (auto length = lengths.begin(); length != lengths.end() && found == token_of.end(); ++length)
-            if (*length <= text.size() - at) found = token_of.find(std::string_view(text).substr(at, *length));
+            if (*length <= text.size() - at)
+                found = token_of.find(std::string_view(text).substr(at, *length));
         if (found == token_of.end()) {
             uint32_t point;
-            const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));  // the whole character
+            const size_t bytes =
+                std::max<size_t>(1, utf8_character(text, at, &point));  // the whole character
             throw Error("The vocabulary has no token for \"" + escaped(text.substr(at, bytes)) +
                         "\"; give another --prompt.");
         }
@@ -245,10 +248,10 @@ TokenStream stream_of(std::string text) {
     return {std::shared_ptr<const void>(memory, memory->data()), 1, static_cast<int64_t>(memory->size())};
 }
 
-// The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs twice is
-// used once: a copy of a text that is trained on would make validation easier than it is.
-Corpus text_corpus(const std::string& what, const std::vector<std::string>& paths, int64_t max_file = INT64_MAX,
-                   int64_t max_total = INT64_MAX) {
+// The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs
+// twice is used once: a copy of a text that is trained on would make validation easier than it is.
+Corpus text_corpus(const std::string& what, const std::vector<std::string>& paths,
+                   int64_t max_file = INT64_MAX, int64_t max_total = INT64_MAX) {
     std::vector<std::string> texts;
     std::unordered_set<size_t> seen;  // hashes
     int64_t total = 0;
@@ -287,7 +290,8 @@ Corpus load_headers(const std::string& folders) {
     if (paths.empty())
         throw Error("The compiler's headers are not on this machine (searched in \"" + folders +
                     "\"); give text with --data.");
-    return text_corpus("C and C++ headers of this machine (" + present + ")", paths, MAX_HEADER_FILE, MAX_HEADERS);
+    return text_corpus("C and C++ headers of this machine (" + present + ")", paths, MAX_HEADER_FILE,
+                       MAX_HEADERS);
 }
 
 Corpus load_text(const std::string& data, const std::vector<std::string>& paths) {
@@ -300,12 +304,14 @@ Corpus load_text(const std::string& data, const std::vector<std::string>& paths)
         const MappedFile file(path);
         if (!file.bytes()) throw Error("--data " + path + " is empty; give a text file or a token file.");
         if (!is_text(file))
-            throw Error("--data " + path + " is not text: it has NUL bytes; give text, or a token file (*.bin).");
+            throw Error("--data " + path +
+                        " is not text: it has NUL bytes; give text, or a token file (*.bin).");
         files.push_back(path);
     }
     const Corpus corpus = text_corpus(escaped(data), files);
     if (!corpus.train.size() && !corpus.validation.size())
-        throw Error("--data " + data + " has no text; give text files, folders of them, or token files (*.bin).");
+        throw Error("--data " + data +
+                    " has no text; give text files, folders of them, or token files (*.bin).");
     return corpus;
 }
 

@@ -95,12 +95,18 @@ public:
     }
     // Room for a tensor in any format, in the orientations that are asked for.
     Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
-        const int64_t bytes = q.code_bytes(rows, cols), scales = std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale).bytes;
+        const int64_t bytes = q.code_bytes(rows, cols),
+                      scales =
+                          std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale).bytes;
         void* codes = plain ? take(bytes) : nullptr;
         TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
-        if (q.granularity == PER_TENSOR) return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
+        if (q.granularity == PER_TENSOR)
+            return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
         const int64_t turned = std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
-        return {{codes, take(scales), rows, cols, q}, transposed ? take(bytes) : nullptr, transposed ? take(turned) : nullptr, slot};
+        return {{codes, take(scales), rows, cols, q},
+                transposed ? take(bytes) : nullptr,
+                transposed ? take(turned) : nullptr,
+                slot};
     }
     void release() {
         for (void* p : taken_) cudaFree(p);
@@ -356,7 +362,8 @@ private:
         amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
-            check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice), "Copying a scale failed");
+            check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
+                  "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
@@ -383,8 +390,10 @@ private:
         Setup run = setup_;
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
-        const double N = static_cast<double>(N_), n = static_cast<double>(forward_tokens), flops = 2.0 * static_cast<double>(out * in);
-        const Operand w = random_operand(memory_, out, in, q.w, stream_), x = random_operand(memory_, N_, in, q.x, stream_),
+        const double N = static_cast<double>(N_), n = static_cast<double>(forward_tokens),
+                     flops = 2.0 * static_cast<double>(out * in);
+        const Operand w = random_operand(memory_, out, in, q.w, stream_),
+                      x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
         Operand part = x;
         part.view.rows = forward_tokens;
@@ -427,8 +436,10 @@ private:
     // --- Between the GEMMs ---------------------------------------------------------------------------------
     Norm random_norm(const Quant& q) {
         const void *weight = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
-        const Norm n{random(N_, c_.C, q), weight, bias, memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
-        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, nullptr, nullptr);  // leaves stats
+        const Norm n{random(N_, c_.C, q),          weight,      bias,
+                     memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
+        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, nullptr,
+                     nullptr);  // leaves stats
         return n;
     }
     void norms() {
@@ -460,7 +471,8 @@ private:
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         if (c_.arch.rope)
-            pass(BETWEEN, "RoPE backward, and the amax", layers_, 2 * size(qkv), [&] { rope_backward(rope, qkv, slot_, nullptr); });
+            pass(BETWEEN, "RoPE backward, and the amax", layers_, 2 * size(qkv),
+                 [&] { rope_backward(rope, qkv, slot_, nullptr); });
         bias_pass("q, k, v backward", layers_, dqkv, !c_.arch.rope);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
@@ -594,7 +606,9 @@ private:
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
-             [&] { adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, stream_, state, nullptr); });
+             [&] {
+                 adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, stream_, state, nullptr);
+             });
     }
 
 public:
@@ -639,7 +653,8 @@ struct Totals {
 Json ceilings_json(const Ceilings& ceilings) {
     Json list = Json::array();
     for (const auto& [c, rate] : ceilings)
-        list.push_back({{"name", name(c)}, {"bucket", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
+        list.push_back(
+            {{"name", name(c)}, {"bucket", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
     return list;
 }
 Json rows_json(const std::vector<Row>& rows) {

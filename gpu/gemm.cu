@@ -82,7 +82,8 @@ struct Fingerprint {
 __global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint* total) {
     unsigned long long sum = 0;
     unsigned zeros = 0;
-    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, step = int64_t(gridDim.x) * blockDim.x;
+    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x,
+                  step = int64_t(gridDim.x) * blockDim.x;
     for (int64_t i = first; i < n; i += step) {
         uint64_t z = (uint64_t(i) << 32 | words[i]) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
@@ -159,8 +160,9 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-        for (auto name : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+        for (auto name :
+             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
             prefer(name, uint32_t(16));
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
@@ -170,7 +172,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status, "cuBLASLt does not support a GEMM");
+        succeed(algorithms.empty() ? CUBLAS_STATUS_NOT_SUPPORTED : status,
+                "cuBLASLt does not support a GEMM");
         return algorithms;
     }
 };
@@ -186,9 +189,9 @@ Gemms::~Gemms() {
 
 cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
-    const cublasStatus_t status =
-        cublasLtMatmul(handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta,
-                       c.out.codes, p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
+    const cublasStatus_t status = cublasLtMatmul(
+        handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes,
+        p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
     if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
 }
@@ -214,7 +217,8 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
     auto fingerprint = [&] {  // in the scratch, which is free when a GEMM is done
         Fingerprint result{}, *total = static_cast<Fingerprint*>(scratch_);
         check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), TIMING);
-        fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.codes), words, total);
+        fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.codes), words,
+                                                       total);
         CHECK_LAUNCH("fingerprint_kernel");
         check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream), TIMING);
         check(cudaStreamSynchronize(c.stream), TIMING);

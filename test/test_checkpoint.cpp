@@ -127,7 +127,8 @@ TEST_CASE("checkpoint: every field of trainer.json is required") {
             check(bad, inner);
         }
     }
-    for (const MemoryMode& mode : memory_modes()) CHECK(good["formats"].contains(mode.flag) == mode.changes_numbers);
+    for (const MemoryMode& mode : memory_modes())
+        CHECK(good["formats"].contains(mode.flag) == mode.changes_numbers);
     write_file(path, good.dump());
     load_checkpoint(checkpoint, loaded);
     CHECK(saved.tensors() == loaded.tensors());

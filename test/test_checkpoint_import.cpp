@@ -1,4 +1,5 @@
-// test_checkpoint_import.cpp - data/model_folder.cpp: model folders in Hugging Face's layout that other programs wrote.
+// test_checkpoint_import.cpp - data/model_folder.cpp: model folders in Hugging Face's layout that other
+// programs wrote.
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,4 +1,5 @@
-// dev/fuzz/fuzz.h - what the fuzzers share. Each is a libFuzzer target: make fuzz builds and runs them with clang.
+// dev/fuzz/fuzz.h - what the fuzzers share. Each is a libFuzzer target: make fuzz builds and runs them with
+// clang.
 //
 // A reader may accept an input or throw Error with a message that is fit to print; all else is a defect.
 #pragma once

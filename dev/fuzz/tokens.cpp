@@ -1,4 +1,5 @@
-// dev/fuzz/tokens.cpp - fuzzes the readers of token files and of their vocabulary. The first byte chooses the file.
+// dev/fuzz/tokens.cpp - fuzzes the readers of token files and of their vocabulary. The first byte chooses the
+// file.
 #include "../../data/tokens.h"
 #include "fuzz.h"
 

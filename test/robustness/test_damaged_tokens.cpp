@@ -43,7 +43,8 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
 
 TEST_CASE("Loader: tokens that were overwritten by larger ones are an error that names the file") {
     Folder folder;
-    for (const auto& [before, after] : {std::pair{uint16_t{7}, uint16_t{8}}, {uint16_t{7}, uint16_t{65535}}}) {
+    for (const auto& [before, after] :
+         {std::pair{uint16_t{7}, uint16_t{8}}, {uint16_t{7}, uint16_t{65535}}}) {
         const std::string path = folder.write("in-use.bin", token_file(std::vector<uint16_t>(100, before)));
         Loader loader(load_corpus(path).train, 1, 8, 1, true);
         int32_t tokens[8], targets[8];

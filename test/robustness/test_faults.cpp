@@ -214,10 +214,12 @@ TEST_CASE("train: when the data are overwritten by tokens beyond the vocabulary 
     RunFolder folder;
     const std::string text = read_file(folder.path / "text");
     folder.write("text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
-    const std::string flags = "--device cpu --data text.bin --batch 2 --seq 16 --sample-every 0 --eval-every 0 ";
+    const std::string flags =
+        "--device cpu --data text.bin --batch 2 --seq 16 --sample-every 0 --eval-every 0 ";
     const std::string overwrite =
         "head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd";
-    const Ended ended = run_with_action(folder, flags + "--steps 100000 --out out", "step      3/", overwrite);
+    const Ended ended =
+        run_with_action(folder, flags + "--steps 100000 --out out", "step      3/", overwrite);
     check_one_sentence(ended, "text.bin was overwritten");
     REQUIRE(names_in(folder.path / "out").size() == 1);
     CHECK(read_loop_state(find_checkpoint((folder.path / "out").string())).step >= 3);
