@@ -7,8 +7,8 @@
 //   3. AdamW of one element
 //   4. dynamic range expansion (equation 4): expand, contract, and the scales of a group
 //   5. AdamW in any format: one kernel that reads like the method
-//   6. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (`make build/ladder_adamw`
-//   shows the way there)
+//   6. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (dev/ladders/adamw.cu shows
+//      the way there)
 #include "adamw.cuh"
 
 namespace coat::gpu {
@@ -181,9 +181,10 @@ Factors factors(const AdamW& a) {
             static_cast<float>(bias1 * a.eps)};
 }
 
-// m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) +
-// decay w) The old moments m and v still have to be multiplied by keep_m and keep_v: beta times the scale of
-// their format.
+//   m = b1 m + (1 - b1) g
+//   v = b2 v + (1 - b2) g^2
+//   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
+// On entry m and v are decoded but not yet scaled: keep_m and keep_v are beta times the scale of their format.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
@@ -192,8 +193,6 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-// How eight weights lie in memory. store() rounds them, and updates `top`, the largest magnitude so far in a
-// form of its own, which largest() converts to the bits of an FP32 value.
 __device__ uint32_t larger_pairs(uint32_t top, uint4 pairs) {  // of two BF16 magnitudes in a word
     const uint32_t mask = 0x7FFF7FFFu;
     return __vimax3_u16x2(__vimax3_u16x2(top, pairs.x & mask, pairs.y & mask), pairs.z & mask,
@@ -201,12 +200,13 @@ __device__ uint32_t larger_pairs(uint32_t top, uint4 pairs) {  // of two BF16 ma
 }
 __device__ uint32_t largest_of_pair(uint32_t top) { return max(top & 0xFFFF0000u, top << 16); }
 constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
-__device__ uint4 halves(const uint32_t (&b)[CHUNK],
-                        uint32_t selector) {  // the lower or upper 16 bits of each word
+__device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // lower or upper 16 bits of each
     return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
             __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
 }
 
+// How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
+// `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32 value.
 struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     using Value = bf16;
     static constexpr bool STOCHASTIC = false;
@@ -309,10 +309,11 @@ __device__ void gradient_values(const Gradient& gradients, const RawGradients& r
 // =====================================================================================================================
 // 4. Dynamic range expansion (paper section 4.2, equation 4)
 //
-// A group of 128 moments whose magnitudes span R = max / smallest non-zero is stretched to the range of E4M3,
-// 448 / 2^-9, by a power:
-//   k = log(448 / 2^-9) / log(R),   expand: code = sign(x) E4M3(448 (|x| / max)^k),   contract: x' = sign max
-//   (|code| / 448)^(1/k)
+// The magnitudes of a group of 128 moments span R_X = max / smallest non-zero. A power stretches them to the
+// range of E4M3, R = 448 / 2^-9:
+//   k = log(R) / log(R_X)
+//   expand:    code = sign(x) E4M3(448 (|x| / max)^k)
+//   contract:  x'   = sign(code) max (|code| / 448)^(1/k)
 //
 // A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's bandwidth a
 // multiprocessor has to finish one element per clock. That leaves 15 special functions (log2, exp2, roots,
@@ -344,8 +345,8 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
             static_cast<float>(std::log2(max / info(f).min))};
 }
 
-// Equation 4: k = log_R(FMAX / FMIN), rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros
-// has k = 1.
+// Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It is
+// rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros has k = 1.
 __device__ float expansion_factor(float log_range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
@@ -357,17 +358,16 @@ struct GroupScale {     // what the elements of a group share
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
 };
 
-// In such a group magnitudes lie up to 2^(log_range / k) apart, which may leave FP32's normal range: it takes
-// the careful path.
+// A group is wide if its magnitudes may differ by more than 2^120. They may then leave the normal range of FP32:
+// such a group takes the careful path.
 __device__ bool wide(const MomentFormat& f, float k) { return f.log_range > 120.0f * k; }
 
 // Eight values of FMAX (|x| / max)^k, before they are rounded to codes.
 __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values& x, Values& y) {
     if (!wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0)) {
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++)
-            y[j] = fast_exp2(
-                __fmaf_rn(g.k, fast_log2_of_normal(fabsf(x[j]) * g.inverse), f.log_max));  // log2(0) gives 0
+        for (int j = 0; j < CHUNK; j++)  // x = 0: log2 is -infinity, the result 0
+            y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_of_normal(fabsf(x[j]) * g.inverse), f.log_max));
         return;
     }
     const float log_max = log2f(g.max);
@@ -382,8 +382,8 @@ __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values&
     }
 }
 
-// Eight values of (|code| / FMAX)^(1/k), which are still to be multiplied by the result. `table` has
-// log2(|code| / FMAX).
+// Writes (|code| / FMAX)^(1/k) of eight codes to x and returns the factor that is still missing: max, or 1 in
+// the careful path. `table` has log2(|code| / FMAX).
 __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                           Values& x) {
     const float inverse_k = fast_reciprocal(g.k);
@@ -418,7 +418,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
     const bool fast =
-        f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // makes no zeros of its own
+        f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // never rounds a positive value to zero
     if (SECOND && f.keep_positive && !fast) {
         for (int j = 0; j < CHUNK; j++) {
             uint32_t& four = j < 4 ? codes.x : codes.y;
@@ -427,8 +427,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     }
     return codes;
 }
-// The values of eight codes; they are still to be multiplied by the result. Without expansion `table` has
-// |code|.
+// Writes the values of eight codes to x, but for a factor that it returns. Without expansion `table` has |code|.
 template <bool SECOND>
 __device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                                Values& x) {
@@ -512,13 +511,12 @@ struct AdamArguments {
     Weights w;
     uint64_t rounding;
     Gradient gradients;     // of the range
-    const GradientState* state;  // null: of a measurement
+    const GradientState* state;  // null when only measuring
     QuantStats *m_stats = nullptr, *v_stats = nullptr;  // Pass::Measure
 };
 enum class Pass { Maxima, Update, Measure };
 
-// One load. (For a pointer from a table in memory the compiler does not know that it points to global
-// memory.)
+// One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V>
 __device__ V get(const void* from) {
     return __ldca(static_cast<const V*>(from));
@@ -870,8 +868,8 @@ void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStre
     const int64_t sms = multiprocessors();
     const bool fp8_groups = is_fp8(optimizer.m) && is_fp8(optimizer.v) && !a.m.per_tensor;
     if (fp8_groups) {
-        // As many rounds as blocks are long enough for: groups that take longer lie together (rows of tokens
-        // that no longer occur), and a multiprocessor that has none of them takes more blocks.
+        // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
+        // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
         const int64_t at_once = sms * FP8_BLOCKS_PER_SM,
                       rounds = std::max<int64_t>(1, a.groups / (at_once * FP8_GROUPS_PER_BLOCK));
         const unsigned grid =

@@ -68,8 +68,8 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
-// For the report: adds to *m_stats and *v_stats what storing the moments would lose that the gradients of one
-// parameter lead to. segment: its row of the table, on the device; size: its elements; first: where
+// For the report: computes the new moments of one parameter, and adds the error of storing them to *m_stats and
+// *v_stats. segment: its row of the table, on the device; size: its elements; first: where
 // `gradients` begin in the flat order. Nothing else is changed, but for max[1] of moments with one scale per
 // tensor.
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,

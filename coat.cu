@@ -3,16 +3,32 @@
 //
 // Read it in this order:
 //   1. quantize in groups: the simplest quantizer, one kernel of a dozen lines
-//   2. tiles and producers: how all other kernels go through a tensor, and how they compute what is not
-//   stored
+//   2. tiles and producers: how all other kernels go through a tensor and compute what is not stored
 //   3. group scaling: the amax of a tensor
 //   4. per-tensor FP8, row-major and transposed
 //   5. other granularities: per row, 1x128, 128x128
-//   6. fused kernels: the input of an activation; a bias gradient
-//   7. the quantization report, and delayed scaling
+//   6. the quantization report
+//   7. fused kernels: the input of an activation; a bias gradient
+//   8. delayed scaling
 //
-// Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves. `make
-// build/ladder_quantize_transpose` shows how section 4 became fast, starting from four lines.
+// Words that all sections use:
+//   code      an FP8 value as it is stored, before it is multiplied by its scale
+//   1x16 group  16 neighbouring elements of a token that share a scale (section 5 of the paper)
+//   chunk     8 neighbouring elements of a row: what a thread loads, computes and stores at once
+//   tile      128 x 128 elements: what a thread block works on
+//   live      false where a thread's place lies outside the tensor: it computes, but stores nothing
+//   amax      the largest magnitude of a tensor; to take it is to update it with an atomicMax
+//   Storage   how a tensor lies in memory: dense BF16 or FP32, or 1x16 groups (gpu/tensor.cuh)
+//   Lazy      a tensor that is described, not stored; a producer computes its values inside a kernel
+//
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
+//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
+//   | x 128 |       |       |         ...                             ...
+//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
+//
+// Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
+// dev/ladders/quantize_transpose.cu shows how section 4 became fast, starting from four lines.
 #include "coat.cuh"
 
 #include "gpu/layers.cuh"
@@ -21,9 +37,9 @@ namespace coat::gpu {
 namespace {
 
 // =====================================================================================================================
-// 1. Quantize in groups of 1 x 16 (paper section 5, granularity): scale = amax / 448 of the group, code =
-// E4M3(x / scale)
+// 1. Quantize in groups of 1 x 16 (paper section 5, granularity)
 //
+// scale = amax / 448 of the group, code = E4M3(x / scale).
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
@@ -44,13 +60,13 @@ __global__ void __launch_bounds__(GROUP_THREADS)
 // 2. Tiles and producers
 //
 // A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of
-// a warp covers whole 128-byte lines, also the accesses of the transposed result.
+// a warp covers whole 128-byte lines, including those of the transposed result.
 //
 // A producer computes a tensor on the fly. For 8 columns of one row,
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
-//   compute(raw, cursor)  makes FP32 values of it.
-// GRADIENT says that a producer makes gradients: only these are quantized to E5M2 and summed over tokens.
+//   compute(raw, cursor)  converts it to FP32 values.
+// GRADIENT: the producer may make gradients. Only gradients are quantized to E5M2 and summed over tokens.
 // A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
 // of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
 // computes the same bits.
@@ -215,8 +231,7 @@ struct ActivationProducer : GateUpProducer<Storage, GATED ? 2 : 1> {  // act = s
 };
 
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {  // gradients of gate and up, or of u, from that of the activation's
-                                     // output
+struct ActivationBackwardProducer {  // gradient of gate_up, from that of the activation's output
     static constexpr int PLANES = GATED ? 2 : 1;
     static constexpr bool GRADIENT = true;
     using Compute = typename Storage::Compute;
@@ -250,8 +265,7 @@ struct ActivationBackwardProducer {  // gradients of gate and up, or of u, from 
                 const float s = sigmoid(u), silu = __fmul_rn(u, s), up = x[PLANES - 1][j];
                 v[0][j] = __fmul_rn(__fmul_rn(d[j], up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
                 v[PLANES - 1][j] = __fmul_rn(d[j], silu);
-            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on s or 1 - s is zero: any finite
-                      // slope will do
+            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
                 const float s = gelu_sigmoid(u),
                             slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
                 const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
@@ -335,12 +349,11 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
 }
 
 // =====================================================================================================================
-// 3. Group scaling (paper section 5): the amax of a tensor in two stages, maxima of groups and then the
-// maximum of those
+// 3. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// A group is a block's tile here. The second stage is an atomicMax, which gives the same result in any order.
-// Where a kernel produces a tensor anyway, it takes the amax in passing; this kernel is for tensors that a
-// GEMM or attention has produced.
+// First the maxima of groups, then the maximum of those. A group is the tile of a block here. The second stage
+// is an atomicMax, which gives the same result in any order. Where one of our kernels produces a tensor, it
+// takes the amax in passing. This kernel is for tensors that a GEMM or attention has produced.
 
 namespace {
 
@@ -444,7 +457,7 @@ __device__ float per_tensor_scale(float amax) {  // scale_of(FMAX, amax), faster
 }
 
 // Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
-// and this only pass takes the amax for later steps.
+// and this single pass also takes the amax for later steps.
 template <class Producer, bool E5M2, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, uint8_t* codes, uint8_t* transposed) {
@@ -454,8 +467,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     const bool delayed = tensor->delayed > 0;
     const float scale = delayed ? tensor->delayed : per_tensor_scale<E5M2>(tensor->amax),
                 inverse = __frcp_rn(scale);
-    __shared__ uint32_t most;  // the amax of the block, if scaling is delayed: in shared memory it costs
-                               // just-in-time scaling no register
+    // The block's amax, if scaling is delayed. In shared memory it costs just-in-time scaling no register.
+    __shared__ uint32_t most;
     if (delayed) {
         if (threadIdx.x == 0) most = 0;
         __syncthreads();
@@ -470,7 +483,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             if (delayed) {
                 float top = 0;
                 for (int j = 0; j < CHUNK; j++) top = larger(top, v[p][j]);
-                // A place outside the tensor may have been overwritten by codes already.
+                // A thread outside the tensor reloads the last row, which may already hold codes.
                 const uint32_t row_top = __reduce_max_sync(0xFFFFFFFFu, live ? magnitude(top) : 0);
                 if (threadIdx.x % 32 == 0) atomicMax(&most, row_top);
             }
@@ -481,7 +494,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     });
     if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
-        tensor->scale = scale;  // last: it may stop no load of x
+        tensor->scale = scale;  // written last, so that it delays no load of x
     if (!delayed) return;
     __syncthreads();
     if (threadIdx.x == 0) update_amax(&tensor->amax, most);
@@ -504,10 +517,10 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
 }
 
 // =====================================================================================================================
-// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3), each for the tensor
-// and its transpose
+// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3)
 //
-// The same two passes: amaxes of all blocks, stored where their scales will be; then codes.
+// Row-major and transposed codes each have scales of their own. Again there are two passes: first the amaxes
+// of all blocks, which are stored where their scales will be; then the codes.
 
 // Maps (row, col) of the tensor to its scale, in the layout that cuBLASLt expects (gpu/tensor.cuh, Operand).
 struct ScaleGrid {
@@ -678,7 +691,7 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
 }
 
 // =====================================================================================================================
-// 7a. The quantization report: what quantizing does to a tensor. Kernels of their own, so that training pays
+// 6. The quantization report: what quantizing does to a tensor. Kernels of their own, so that training pays
 // nothing for it.
 
 // Where the scale of an element is: one for the tensor, in a grid of blocks, or (where neither is given) its
@@ -802,12 +815,11 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
 }
 
 // =====================================================================================================================
-// 6. Fused kernels of the precision flow
+// 7. Fused kernels of the precision flow
 
 namespace {
 
-// The input of the activation goes to groups; while both halves are at hand, the amax of what the activation
-// will make of them.
+// The input of the activation is quantized in groups. The same pass takes the amax of the activation's output.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, TensorScale* act) {
@@ -823,7 +835,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
     });
-    // Columns outside do not count: their two lanes hold no group, and have used a wrong scale.
+    // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_block<TILE_THREADS>(&act->amax, at.col < x.width ? magnitude(top) : 0);
 }
 
@@ -892,7 +904,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
 }
 
 // =====================================================================================================================
-// 7b. Delayed scaling
+// 8. Delayed scaling
 
 namespace {
 

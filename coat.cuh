@@ -1,17 +1,13 @@
-// coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling and the FP8 precision flow
-// (coat.cu).
+// coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling, FP8 precision flow (coat.cu).
 //
 // Rules of this interface:
 //   - A tensor that can be recomputed elementwise is never stored. It is a Lazy: a description of how to
-//   compute its FP32 values
-//     from what is stored. Each kernel that needs the tensor computes it on the fly.
-//   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A producer that has the values at hand
-//   updates the amax
-//     itself (group scaling), which saves the first pass.
+//     compute its FP32 values from what is stored. Each kernel that needs the tensor computes it on the fly.
+//   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A kernel that has the values at hand
+//     updates the amax itself (group scaling), which saves the first pass.
 //   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
-//   them; columns are a
-//     multiple of 16. Pointers are 16-byte aligned. "Compute dtype" is the recipe's: BF16, or FP32 where
-//     nothing is FP8.
+//     them; columns are a multiple of 16. Pointers are 16-byte aligned. The compute dtype is the recipe's:
+//     BF16, or FP32 where nothing is FP8.
 #pragma once
 #include "gpu/tensor.cuh"
 
@@ -36,7 +32,7 @@ Lazy activation(bool gated, const View& gate_up);
 // gate_up, same shape.
 Lazy activation_backward(bool gated, const View& gate_up, const View& dact);
 
-// Group scaling, stage two (paper section 5): out->amax = max(out->amax, |x|). Zero a step's amaxes first.
+// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Zero a step's amaxes first.
 void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
 
 // Writes x as out says: FP8 per tensor (with the delayed scale in tensor_scale(out.view), or just in time

@@ -143,7 +143,7 @@ struct Recipe {
     bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Delayed scaling: steps in the history of amaxes, and powers of two that the scale leaves above them.
+    // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
 

@@ -1,18 +1,14 @@
-// model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe of
-// coat.h.
+// model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe.
 //
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
-// Network::block_forward() and block_backward() first: they are the --plan print-out, line by line. Three
-// rules:
+// Network::block_forward() and block_backward() first: they follow the table that --plan prints. There are
+// three rules:
 //   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
-//   a step the host never
-//     waits for the GPU.
+//     a step the host never waits for the GPU.
 //   - Saved for backward is what coat.h's saved_per_layer() lists. What can be recomputed elementwise is
-//   recomputed on the way into the
-//     next GEMM's operand.
-//   - Memory is used again: the gradient of the residual stream takes the place of the final norm's input,
-//   and gradients of weights
-//     the place of saved activations that backward no longer needs (plan.h).
+//     recomputed on the way into the next GEMM's operand.
+//   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.
+//     Gradients of weights take the place of saved activations that backward no longer needs (plan.h).
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -65,8 +61,7 @@ struct Results {
     double partials[GRADIENT_PARTIALS];
 };
 
-// The rows [first, first + n) of a view that is dense, in groups or per tensor. (Other scales have no part
-// that stands for some rows.)
+// The rows [first, first + n) of a view that is dense, in groups or per tensor.
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
@@ -407,7 +402,7 @@ public:
                 "work_rows() in plan.cpp.");
     }
 
-    // Hidden states before the final norm, in residual_; with the final norm's statistics.
+    // Hidden states before the final norm, in residual_; and the final norm's statistics.
     void forward(const Batch& batch) {
         set_shape(batch);
         if (!state_.delayed()) state_.clear_amaxes();
@@ -494,7 +489,6 @@ private:
     View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
 
     // --- One block: each comment is a row of the --plan print-out
-    // --------------------------------------------------------
     void block_forward(int64_t l) {
         const Layer& b = layers_[l];
         const bool last = l + 1 == config_.L;
@@ -579,7 +573,6 @@ private:
     }
 
     // --- The three GEMMs of a linear layer
-    // --------------------------------------------------------------------------------
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
         gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
                    w.bias.values, cuda_);
@@ -613,7 +606,7 @@ private:
     }
 
     // --- Operands: a tensor in the format that a GEMM reads
-    // --------------------------------------------------------------- A dense tensor that is stored in the
+    // A dense tensor that is stored in the
     // wanted format is used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be
     // null.
     Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
@@ -681,8 +674,8 @@ private:
     }
 
     // --- Amaxes: who takes them
-    // -------------------------------------------------------------------------------------------- Per-tensor
-    // scaling just in time needs the amax before the codes: of these operands a producer takes it. Delayed
+    // Per-tensor
+    // scaling just in time needs the amax before the codes: the kernel that produces the tensor takes it. Delayed
     // scaling needs that only while a history is empty. Null: nobody has to take this amax.
     TensorScale* needs_amax(TensorScale* scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
@@ -697,7 +690,7 @@ private:
     }
 
     // --- Residual stream and attention
-    // ------------------------------------------------------------------------------------- residual +=
+    // residual +=
     // branch. The next norm's input is saved; the amax of its output goes to y_amax.
     void residual_forward(const View& branch, const Norm& next, TensorScale* y_amax) {
         residual_add(residual_, branch, residual_after(next), next, y_amax, cuda_);
@@ -733,7 +726,6 @@ private:
     }
 
     // --- Head
-    // --------------------------------------------------------------------------------------------------------------
     // Logits (n, padded_V) of the tokens from `first` on.
     View head_logits(int64_t first, int64_t n) {
         const View logits = compute_view(arena_.work(Work::Logits), n, config_.padded_V());
@@ -780,7 +772,6 @@ private:
     }
 
     // --- Views
-    // ---------------------------------------------------------------------------------------------------------------
     void set_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
     View of_batch(View saved) const { return saved.rows = N_, saved; }
     View compute_view(void* data, int64_t n, int64_t cols) const {
@@ -805,7 +796,6 @@ private:
     QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
 
     // --- Buckets
-    // -------------------------------------------------------------------------------------------------------------
     // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
     // their gradients are cleared. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
@@ -822,7 +812,6 @@ private:
     }
 
     // --- Construction
-    // ------------------------------------------------------------------------------------------------------
     Vector make_vector(const std::string& name) const {
         const size_t i = state_.index(name);
         return {state_.weight(i).codes, state_.gradient(i)};

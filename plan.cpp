@@ -315,13 +315,14 @@ bool gate_up_gradient_in_place(const Setup& s) {
     const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
     return same_size && s.recipe.x.granularity == PER_TENSOR;
 }
-// The gradient of q, k, v replaces what is left there, if it fits.
+// The gradient of q, k, v is written over the layer's saved gate and up if it is no larger: by then nothing
+// reads those any more.
 bool qkv_gradient_in_place(const Setup& s) {
     const int64_t N = gpu_tokens(s), bytes = N * s.config.qkv_cols() * info(s.recipe.compute).bytes;
     return bytes <= s.recipe.nonlinear.bytes(N, s.config.gate_up_cols());
 }
 
-// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Layout): FP32 sums of dq,
+// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Scratch): FP32 sums of dq,
 // statistics by tiles of queries, and counters. Without (attention.cu): a value for each query and head.
 int64_t attention_bytes(const ModelConfig& c, Format compute, int64_t B, int64_t T) {
     const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64;

@@ -654,7 +654,7 @@ Json ceilings_json(const Ceilings& ceilings) {
     Json list = Json::array();
     for (const auto& [c, rate] : ceilings)
         list.push_back(
-            {{"name", name(c)}, {"bucket", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
+            {{"name", name(c)}, {"unit", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
     return list;
 }
 Json rows_json(const std::vector<Row>& rows) {

@@ -138,7 +138,7 @@ def bench():
                 MODELS[run["model"]], name, f"{1e3 * seconds:.1f}", f"{100 * seconds / step['seconds']:.0f}%",
                 cell("{:.1f}", floor and 1e3 * floor),
                 cell("{:.2f}", floor and seconds / floor)])
-    ceilings = [f"{c['name']} {c['rate'] / 1e12:{'.2f' if c['bucket'] == 'B/s' else '.0f'}} T{c['bucket']}"
+    ceilings = [f"{c['name']} {c['rate'] / 1e12:{'.2f' if c['unit'] == 'B/s' else '.0f'}} T{c['unit']}"
                 for c in measured["ceilings"]]
     return origin("bench", result) + paragraph("Ceilings: " + "; ".join(ceilings) + ".") + table(
         ["model", "kind of work", "ms a step", "of the step", "floor, ms", "time / floor"], rows)

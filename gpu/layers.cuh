@@ -10,7 +10,6 @@
 namespace coat::gpu {
 
 // --- Residual and norm (the pair of the paper's section 5)
-// -------------------------------------------------------------
 
 // sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
 // is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
@@ -34,7 +33,6 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
 
 // --- RoPE
-// --------------------------------------------------------------------------------------------------------------
 
 struct Rope {
     const float2* table;          // (positions, HS/2) {cos, sin}, from rope_table
@@ -48,7 +46,6 @@ void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv
 void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s);
 
 // --- Loss
-// --------------------------------------------------------------------------------------------------------------
 
 // logits (rows, V_padded = logits.cols) become the gradients of scale * sum(losses), zero from column V on;
 // losses (rows) FP32 are -log softmax(logits)[target]. With scale 0 the logits stay as they are (evaluation).
@@ -58,7 +55,6 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float 
 void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaStream_t s);
 
 // --- Embedding, backward
-// -------------------------------------------------------------------------------------------------
 
 // The rows of g that belong to the same token, sorted on the host by counting, so that sums have a fixed
 // order. A chunk is at most EMBEDDING_CHUNK rows of one token.

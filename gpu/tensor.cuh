@@ -7,8 +7,8 @@
 //   values()  converts a fetched chunk to FP32;
 //   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
 //
-// Determinism: every sum has a fixed order. The only atomics are maxima (and the counters of the quantization
-// report).
+// Determinism: every sum has a fixed order. The only atomics on results are maxima; the quantization report
+// also adds up its sums and counters with them.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -89,10 +89,10 @@ constexpr int CHUNK = 8;
 using Values = float[CHUNK];
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The largest magnitude. The bits of |x| as an integer order like |x| itself, with NaN above infinity.
+// The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above infinity.
 
 inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-inline __device__ float larger(float top, float x) {  // max(top, |x|), NaN if one of them is
+inline __device__ float larger(float top, float x) {  // max(top, |x|); NaN if either is NaN
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
@@ -136,8 +136,7 @@ __device__ double block_sum(double x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 codes and their scales (the paper's preliminaries): code = encode(x / s), x' = s * code, s = amax /
-// FMAX
+// FP8 codes and scales (the paper's preliminaries): s = amax / FMAX, code = encode(x / s), x' = s * code
 
 inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -228,8 +227,7 @@ inline __device__ float2 unpack(uint32_t two) {
     return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
 }
 
-// One store of 8 or 16 bytes. (The compiler may split an assignment through a cast pointer into four small
-// stores.)
+// One store of 8 or 16 bytes. (An assignment through a cast pointer may become four small stores.)
 template <class V>
 __device__ void put(void* to, V value) {
     __stwb(static_cast<V*>(to), value);

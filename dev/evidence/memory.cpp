@@ -3,7 +3,7 @@
 //
 //   build/evidence_memory [MODEL [BATCH [SEQ]]] > memory.json      default: llama-2-7b, 8 x 2048 tokens
 //
-// The bucket U is a BF16 tensor of the hidden size: 2BTC bytes. Each recipe has two rows: one that saves the
+// The unit U is a BF16 tensor of the hidden size: 2BTC bytes. Each recipe has two rows: one that saves the
 // outputs of norms and activation functions, and one that recomputes them in backward. timing.cu measures the
 // same on a GPU.
 #include <iostream>
@@ -31,23 +31,23 @@ const char* column(Saved which) {
     throw std::logic_error("a saved tensor has no column");
 }
 
-Json row(const Setup& s, const std::string& name, double bucket) {
+Json row(const Setup& s, const std::string& name, double unit) {
     const int64_t tokens = s.B * s.T;
     Json tensors = Json::array();
     std::map<std::string, double> columns;
     double total = 0;
     for (const SavedTensor& t : saved_per_layer(s)) {
-        const double share = static_cast<double>(t.bytes(tokens)) / bucket;
+        const double share = static_cast<double>(t.bytes(tokens)) / unit;
         columns[column(t.which)] += share, total += share;
         tensors.push_back({{"name", t.name}, {"format", t.quant.text()}, {"U", share}});
     }
     return {{"name", name},   {"recompute", s.recompute}, {"U", columns},
-            {"total", total}, {"bytes", total * bucket},    {"tensors", tensors}};
+            {"total", total}, {"bytes", total * unit},    {"tensors", tensors}};
 }
 
 Json report(const std::string& model, int64_t B, int64_t T) {
     const ModelConfig config = find_row(models(), model, "MODEL");
-    const double bucket = 2.0 * static_cast<double>(B * T * config.C);
+    const double unit = 2.0 * static_cast<double>(B * T * config.C);
     Json rows = Json::array();
     for (const Recipe& recipe : recipes()) {
         if (recipe.compute == Format::F32) continue;
@@ -63,10 +63,10 @@ Json report(const std::string& model, int64_t B, int64_t T) {
                 validate(s);
                 rows.push_back(row(
                     s, std::string(recipe.name) + (variant.attention.fp8() ? ", attention in groups" : ""),
-                    bucket));
+                    unit));
             }
     }
-    return {{"model", model}, {"batch", B}, {"seq", T}, {"unit_bytes", bucket}, {"rows", rows}};
+    return {{"model", model}, {"batch", B}, {"seq", T}, {"unit_bytes", unit}, {"rows", rows}};
 }
 
 }  // namespace

@@ -173,11 +173,11 @@ Json saved_memory() {
                 try {
                     f(1, B), f(1, 2 * B);  // the first model of a shape also loads its kernels
                     const double bytes = f(2, 2 * B) - f(1, 2 * B) - f(2, B) + f(1, B),
-                                 bucket = 2.0 * static_cast<double>(B * T * setup.config.C);
+                                 unit = 2.0 * static_cast<double>(B * T * setup.config.C);
                     rows.push_back({{"name", std::string(name) + (groups ? ", attention in groups" : "")},
                                     {"recompute", recompute},
                                     {"bytes", bytes},
-                                    {"total", bytes / bucket}});
+                                    {"total", bytes / unit}});
                 } catch (const Error& refusal) {  // a recipe that this GPU does not support gets no row
                     std::cerr << name << ": " << refusal.what() << "\n";
                 }

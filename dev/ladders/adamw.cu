@@ -10,7 +10,7 @@
 // 2  One warp per group, four elements per lane: accesses of 4 and 8 bytes, and no barriers. Maximum and
 //    minimum take one instruction each (redux) on the bits of the magnitudes, which are ordered like the
 //    values.
-// 3  x^y = 2^(y log2 x) on the special function bucket (ex2.approx, lg2.approx). Its error is a few parts in
+// 3  x^y = 2^(y log2 x) on the special function unit (ex2.approx, lg2.approx). Its error is a few parts in
 //    10^7, while a code has 4 significant bits.
 // 4  log2(|code| / FMAX) comes from a table of 128 entries. The group's scales are computed once: one
 //    moment's by the even lanes, the other's by the odd lanes. There is no division. The next group is loaded

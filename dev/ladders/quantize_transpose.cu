@@ -16,7 +16,7 @@
 //    traffic.
 // 4  Eight elements per thread: loads of 16 bytes instead of 2 and stores of 8 bytes instead of 1, with
 //    several in flight. Shared memory is still accessed byte by byte.
-// 5  8 x 8 elements per thread: bytes are transposed in registers (prmt). Shared memory is accessed in buckets
+// 5  8 x 8 elements per thread: bytes are transposed in registers (prmt). Shared memory is accessed in units
 //    of 8 bytes without bank conflicts. Transposed rows are stored with 16 bytes per thread, 128 bytes per
 //    row.
 //
