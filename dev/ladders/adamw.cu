@@ -14,13 +14,12 @@
 //    10^7, while a code has 4 significant bits.
 // 4  log2(|code| / FMAX) comes from a table of 128 entries. The group's scales are computed once: one
 //    moment's by the even lanes, the other's by the odd lanes. There is no division. The next group is loaded
-//    while this one is computed, and the grid fills the GPU exactly once. Improved after the times below were
-//    taken, which are of its first version: no branch per element, and eight elements per lane with half a
-//    warp per group (dev/results/kernels.md).
+//    while this one is computed, and the grid fills the GPU exactly once. No branch per element, and eight
+//    elements per lane with half a warp per group (its versions: dev/results/kernels.md).
 //
-// H200, 2^28 parameters; copy bandwidth 4.26 TB/s:   kernel                   1      2      3      4
-//                                                    ms                    7.78   5.15   2.33   1.80
-//                                                    % of copy bandwidth    12%    17%    39%    50%
+// H200, 2^28 parameters; copy bandwidth 4.29 TB/s:   kernel                   1      2      3      4
+//                                                    ms                    7.78   5.14   2.33   1.06
+//                                                    % of copy bandwidth    11%    17%    38%    84%
 //
 // Codes are compared with the CPU reference. A power that differs in its last bits may move a code to its
 // neighbour, and k, which is rounded down to sixteenths, by one sixteenth. Minimum traffic: 14.25 bytes per
