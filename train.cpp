@@ -230,6 +230,7 @@ private:
     static constexpr uint64_t VALIDATION_SEED = 0;  // all runs validate on the same windows
     static constexpr int MOST_SKIPPED = 20;         // steps in a row: then the run has diverged
 
+    // The training loop. Returns the exit code.
     int loop() {
         if (state_.step == 0) validate(), state_.first_validation = state_.validation;
         started_ = seconds();
@@ -237,22 +238,16 @@ private:
             const double before = seconds();
             batch_.fill(train_, setup_.accumulate, setup_.B * setup_.T);
             train_.prefetch(setup_.accumulate);  // the next step's batch, while the model works on this one
-            unsaved_ = false;  // an error within the step leaves weights of two different steps
+            unsaved_ = false;                    // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
             const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), adamw);
             count_step(result);
             print_step(result, adamw.lr, seconds() - before);
-            if (skipped_in_a_row_ == MOST_SKIPPED)
-                throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                            " steps in a row; begin again with a lower --lr, or from the weights of the last "
-                            "checkpoint with --model "
-                            "and another --out.");
+            if (skipped_in_a_row_ == MOST_SKIPPED) diverged();
 
-            const bool last = state_.step == steps_,
-                       saves = !last && every("save-every") && !skipped_in_a_row_;
+            const bool last = state_.step == steps_, saves = !last && every("save-every") && !skipped_in_a_row_;
             if (interrupted && !last) return stop_early();
-            if (!last && (every("eval-every") || saves))
-                validate();  // a checkpoint with its loss can be kept as the best one
+            if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
             if (saves) save();
         }
@@ -261,6 +256,12 @@ private:
         print_quantization();
         print_end();
         return 0;
+    }
+
+    [[noreturn]] static void diverged() {
+        throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
+                    " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint "
+                    "with --model and another --out.");
     }
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
