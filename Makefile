@@ -2,10 +2,12 @@
 # make test       every test; the last line is "N passed, N failed, N skipped"
 # make sanitize   the same tests, smaller, under AddressSanitizer and UBSan, without the GPU
 # make fuzz       random input for every reader of files, a minute each (dev/fuzz; needs clang++)
-# make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table, build/bench.json, build/bench.svg
+# make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
+#                 build/bench.json and build/bench.svg
 # make clean      removes what was built
 #
-# make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this machine.
+# make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
+# machine.
 
 CXX  ?= g++
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
@@ -16,8 +18,9 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell nproc)
 endif
 
-# Contraction (a * b + c as one instruction) stays on: without it the matrix products run at half the speed. The same binary gives the
-# same bits every time; another compiler or processor may not. -ffast-math stays off: NaN and infinity are part of the method.
+# Contraction (a * b + c as one instruction) stays on: without it the matrix products run at half the speed. The
+# same binary gives the same bits every time; another compiler or processor may not. -ffast-math stays off: NaN
+# and infinity are part of the method.
 CXXFLAGS := -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
 SOURCES := plan.cpp reference.cpp flags.cpp $(sort $(wildcard data/*.cpp))
@@ -35,10 +38,12 @@ COAT_HEADERS += $(firstword $(wildcard $(CUDA)/include) $(wildcard /usr/include/
 endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)
-# FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper and says so when it runs.
+# FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper
+# and says so when it runs.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
-NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) --split-compile=0 -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
+NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) --split-compile=0 \
+              -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    += $(sort $(wildcard *.cu gpu/*.cu))
 TESTS      += $(sort $(wildcard test/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
@@ -112,7 +117,8 @@ sanitize:
 	COAT_QUICK=1 UBSAN_OPTIONS=print_stacktrace=1 $(MAKE) --no-print-directory test O=build/sanitize NVCC= \
 	    OPT="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 
-# An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail again.
+# An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail
+# again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
 FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
