@@ -14,7 +14,7 @@ TEST_CASE("train: messages show flags, paths and file contents on one line, with
     check_rejected(folder, "--device cpu --resume ''", "--resume");
     // A model that was not trained writes all kinds of bytes.
     const Ended sampled = train(folder,
-                                "--device cpu --data text --batch 2 --seq 256 --steps 1 --lr 0 --eval-every "
+                                "--device cpu --data text --batch 2 --seq 64 --steps 1 --lr 0 --eval-every "
                                 "0 --sample-every 1 --out ''");
     require_success(sampled);
     CHECK(sampled.out.find("\xEF\xBF\xBD") != std::string::npos);
