@@ -417,8 +417,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
-    const bool fast =
-        f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);  // never rounds a positive value to zero
+    // The fast way never rounds a positive value to zero.
+    const bool fast = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
     if (SECOND && f.keep_positive && !fast) {
         for (int j = 0; j < CHUNK; j++) {
             uint32_t& four = j < 4 ? codes.x : codes.y;

@@ -75,8 +75,8 @@ constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
 constexpr int ACROSS = TILE / CHUNK;    // threads side by side, and groups of 8 rows below each other
 constexpr int TILE_THREADS = ACROSS * ACROSS;
-constexpr int TILE_BLOCKS =
-    4;  // resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower
+// Resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower.
+constexpr int TILE_BLOCKS = 4;
 
 struct TilePlace {
     int across, down;
@@ -715,13 +715,12 @@ __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             const int64_t col = p * x.width + at.col;
-            const float group =
-                scales.groups() ? Groups::group_scale(v[p]) : 0.0f;  // by both lanes of the group
+            // Both lanes of a group compute its scale.
+            const float group = scales.groups() ? Groups::group_scale(v[p]) : 0.0f;
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.groups() ? group : scales.at(fmax, at.row + i, col + j);
-                const float limit =
-                    fmax * scale *
-                    (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));  // a little below half a step beyond FMAX
+                // A little below half a step beyond FMAX.
+                const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
                 const float back = decode2(e5m2, encode2(e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
@@ -786,8 +785,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
-            measure(producer, x.rows, {tensor_scale(out.view)}, q.format, stats,
-                    s);  // first: codes may overwrite x
+            // Measured first, because the codes may overwrite x.
+            measure(producer, x.rows, {tensor_scale(out.view)}, q.format, stats, s);
             quantize_per_tensor(producer, x.rows, out, s);
         } else {
             quantize_blocks(producer, x.rows, out, s);

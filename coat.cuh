@@ -58,8 +58,8 @@ inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
                  cudaStream_t s);
 
-void dequantize(const View& x, const View& out,
-                cudaStream_t s);  // dense or groups -> FP32 or BF16, the same shape
+// Dense or groups -> FP32 or BF16, the same shape.
+void dequantize(const View& x, const View& out, cudaStream_t s);
 
 // Delayed scaling (TransformerEngine's, for comparison): after a step the amaxes enter the histories, the
 // newest first, and delayed = max(history) 2^margin / FMAX becomes the next step's scale. A maximum that is 0

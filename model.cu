@@ -81,8 +81,8 @@ public:
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
     const Quant compute, gradient_quant;
-    bool some_without_scale =
-        false;  // delayed scaling: some operand may have an empty history, and is scaled just in time
+    // Delayed scaling: some operand may have an empty history, and is scaled just in time.
+    bool some_without_scale = false;
 
     State(const Setup& s, const Arena& arena, cudaStream_t cuda)
         : setup(s), params(parameters(s.config)),
@@ -201,9 +201,8 @@ private:
     cudaStream_t cuda_;
     Weights weights_;
 
-    int64_t total() const {
-        return params.back().offset + params.back().padded_size();
-    }  // elements of the flat order
+    // Elements of the flat order.
+    int64_t total() const { return params.back().offset + params.back().padded_size(); }
     int16_t* remainders() const {
         return arena_.layout.remainder.bytes
                    ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset))
@@ -355,18 +354,17 @@ struct NormLayer {
 };
 // A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs.
 struct Linear {
-    View weight, gradient;          // (out, in)
-    Vector bias;                    // (out)
-    TensorScale *x, *w, *g;         // of the input, the weight, and the gradient of the output
-    uint8_t*
-        cached_weight;  // FP8 codes and scales, and behind them the transposed ones; null: made when needed
-    View saved_x{};                 // with --recompute off: the input as an operand; else empty
+    View weight, gradient;   // (out, in)
+    Vector bias;             // (out)
+    TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
+    uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
+    View saved_x{};          // with --recompute off: the input as an operand; else empty
 };
 struct Layer {
     NormLayer norm1, norm2;
     Linear qkv, attention_out, gate_up, down;
-    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input,
-        saved_gate_up;  // coat.h, saved_per_layer()
+    // As in coat.h, saved_per_layer().
+    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input, saved_gate_up;
     int64_t bucket;  // of qkv; those of attention_out, gate_up and down follow
 };
 
@@ -480,8 +478,8 @@ private:
     Gemms& gemms_;
     cudaStream_t cuda_;
     const bool caches_weights_;
-    const size_t embedding_, head_,
-        positions_;  // parameters; positions_ only where the architecture has them
+    // Parameters; positions_ only where the architecture has them.
+    const size_t embedding_, head_, positions_;
     bool cache_is_valid_ = false, first_ = true, saves_outputs_ = false;
     std::vector<Layer> layers_;
     NormLayer final_norm_;
@@ -510,10 +508,10 @@ private:
         linear_forward(b.attention_out, stored(saved_out), branch);            // attention output projection
         residual_forward(branch, norm2, needs_amax(b.gate_up.x));              // residual add
 
-        gate_up_forward(b, norm(norm2));  // norm 2; gate and up projection
-        linear_forward(b.down, activation(config_.arch.gated, gate_up),
-                       branch);  // SiLU(gate) x up; down projection
-        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));  // residual add
+        gate_up_forward(b, norm(norm2));                                       // norm 2; gate and up projection
+        // SiLU(gate) x up; down projection; residual add
+        linear_forward(b.down, activation(config_.arch.gated, gate_up), branch);
+        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -527,8 +525,8 @@ private:
                    dx = compute_view(Work::Branch, config_.C);
 
         begin_bucket(b.bucket + 3);  // down projection
-        const View dact =
-            compute_view(Work::ActivationGradient, config_.F);  // gradient of the activation's output
+        // The gradient of the activation's output.
+        const View dact = compute_view(Work::ActivationGradient, config_.F);
         Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::GradientOperand), nullptr);
         wgrad(b.down, g8, activation(config_.arch.gated, gate_up));
         dgrad(b.down, g8, dact);
@@ -606,9 +604,8 @@ private:
     }
 
     // --- Operands: a tensor in the format that a GEMM reads
-    // A dense tensor that is stored in the
-    // wanted format is used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be
-    // null.
+    // A dense tensor that is stored in the wanted format is used in place. FP8 codes go to `codes` and,
+    // transposed, to `transposed`; either may be null.
     Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
                     Kind kind) {
         if (x.op == LazyOp::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
@@ -674,9 +671,8 @@ private:
     }
 
     // --- Amaxes: who takes them
-    // Per-tensor
-    // scaling just in time needs the amax before the codes: the kernel that produces the tensor takes it. Delayed
-    // scaling needs that only while a history is empty. Null: nobody has to take this amax.
+    // Per-tensor scaling just in time needs the amax before the codes: the kernel that produces the tensor
+    // takes it. Delayed scaling needs that only while a history is empty. Null: nobody has to take this amax.
     TensorScale* needs_amax(TensorScale* scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
@@ -690,8 +686,7 @@ private:
     }
 
     // --- Residual stream and attention
-    // residual +=
-    // branch. The next norm's input is saved; the amax of its output goes to y_amax.
+    // residual += branch. The next norm's input is saved; the amax of its output goes to y_amax.
     void residual_forward(const View& branch, const Norm& next, TensorScale* y_amax) {
         residual_add(residual_, branch, residual_after(next), next, y_amax, cuda_);
         finish_residual(next);
@@ -781,9 +776,8 @@ private:
     View final_input() const {
         return compute_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C);
     }
-    View residual_gradient() const {
-        return final_input();
-    }  // backward reads the final norm's input once, to write this over it
+    // Backward reads the final norm's input once, to write this over it.
+    View residual_gradient() const { return final_input(); }
     Norm norm_of(const NormLayer& n, const View& in) const {
         float2* stats_of_rows = arena_.work<float2>(Work::NormStatistics);
         return {of_batch(in),  n.weight.values,  n.bias.values,

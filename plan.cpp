@@ -130,8 +130,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const LinearFormats q = linear_formats(s);
     const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-";
     const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
-    const std::string sum =
-        compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");  // written by residual adds
+    // What residual adds write.
+    const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
     const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
     const std::string layers = "each of " + std::to_string(c.L) + " layers";
     const std::string up = c.arch.gated ? "gate and up" : "up";

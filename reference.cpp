@@ -268,7 +268,7 @@ static Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
 }
 
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
-                           QuantStats* stats, const float* scale) {
+               QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
     const Quantized transpose = quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale);
@@ -427,9 +427,9 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // ===========================================================================================================
 // 4. Operators
 //
-// The three GEMMs of a linear layer with x (N, in), w (out, in) and the gradient g (N, out) of its output
-// differ in
-// strides only:  fprop y = x w^T,  dgrad dx = g w,  wgrad dw = g^T x.
+// The three GEMMs of a linear layer have x (N, in), w (out, in) and the gradient g (N, out) of its output. They
+// differ in strides only:
+//   fprop y = x w^T      dgrad dx = g w      wgrad dw = g^T x
 
 constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K
 

@@ -102,8 +102,8 @@ struct Moment {
 struct AdamWFactors {  // of one step and parameter; computed in double
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
 };
-AdamWFactors adamw_factors(const AdamW& a, bool decays,
-                           double grad_norm);  // norm of all gradients, unclipped
+// grad_norm: of all gradients, unclipped.
+AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
 // --- Operators, forward and backward ---

@@ -27,9 +27,8 @@ struct Rows {
 using RowsOf = Rows (*)(const ModelConfig&, const Param&);
 
 Rows all(const ModelConfig&, const Param& p) { return {0, p.rows}; }
-Rows live(const ModelConfig& c, const Param&) {
-    return {0, c.V};
-}  // without the rows that pad our vocabulary
+// Without the rows that pad our vocabulary.
+Rows live(const ModelConfig& c, const Param&) { return {0, c.V}; }
 Rows q(const ModelConfig& c, const Param&) { return {0, c.q_cols()}; }
 Rows k(const ModelConfig& c, const Param&) { return {c.q_cols(), c.kv_cols()}; }
 Rows v(const ModelConfig& c, const Param&) { return {c.q_cols() + c.kv_cols(), c.kv_cols()}; }

@@ -165,8 +165,8 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
 
 // Takes the longest piece that the rest of the text begins with, until no text is left.
 std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
-    std::unordered_map<std::string_view, int32_t>
-        token_of;  // of equal pieces the last: Llama 2 repeats some bytes
+    // Of equal pieces the last one counts: Llama 2 repeats some bytes.
+    std::unordered_map<std::string_view, int32_t> token_of;
     std::set<size_t, std::greater<>> lengths;
     for (size_t t = 0; t < pieces_.size(); t++) {
         if (pieces_[t].empty()) continue;
@@ -180,9 +180,8 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
             if (*length <= text.size() - at)
                 found = token_of.find(std::string_view(text).substr(at, *length));
         if (found == token_of.end()) {
-            uint32_t point;
-            const size_t bytes =
-                std::max<size_t>(1, utf8_character(text, at, &point));  // the whole character
+            uint32_t point;  // the message shows the whole character
+            const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
             throw Error("The vocabulary has no token for \"" + escaped(text.substr(at, bytes)) +
                         "\"; give another --prompt.");
         }

@@ -376,8 +376,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
 
 template <class Storage, bool SHARED>
 __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(
-        16) float sums[];  // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials
+    // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials.
+    extern __shared__ __align__(16) float sums[];
     float* const own = a.partials + blockIdx.x * a.C;
     const ColumnSums dweight(SHARED ? sums + threadIdx.y * a.C : own, a.C, SHARED);
     const ColumnSums dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * a.C : own + gridDim.x * a.C, a.C,

@@ -36,8 +36,8 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
 
 struct Rope {
     const float2* table;          // (positions, HS/2) {cos, sin}, from rope_table
-    int64_t T, HS,
-        rotated_cols;  // the position of a row is row % T; columns from rotated_cols on (v) are not rotated
+    // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
+    int64_t T, HS, rotated_cols;
 };
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s);
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv_cols), in place

@@ -42,8 +42,8 @@ struct Operand {
     View view;
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
-    TensorScale* amax =
-        nullptr;  // updated by quantize() where the granularity is not per tensor; may be null
+    // Updated by quantize() where the granularity is not per tensor; may be null.
+    TensorScale* amax = nullptr;
 };
 
 // A norm layer. Backward recomputes its output from `in` and `stats` instead of saving it.
@@ -242,9 +242,8 @@ struct Dense<bf16> {
     using Raw = uint4;
     bf16* data;
 
-    __device__ Dense from(int64_t i) const {
-        return {data + i};
-    }  // the same tensor, counted from element i on
+    // The same tensor, counted from element i on.
+    __device__ Dense from(int64_t i) const { return {data + i}; }
     __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
     __device__ void values(const Raw& raw, Values& v) const {
         const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
