@@ -374,8 +374,8 @@ private:
     void save() {
         unsaved_ = false;
         if (flags_.text("out").empty()) return;
-        const bool suspect =
-            skipped_in_a_row_ && !last_good_.empty();  // these weights must not replace a good checkpoint
+        // Weights of a skipped step must not replace a good checkpoint.
+        const bool suspect = skipped_in_a_row_ && !last_good_.empty();
         if (!suspect) last_good_ = save_checkpoint(flags_.text("out"), model_, state_);
         std::printf(suspect ? "not saved: step %lld was skipped; the last good checkpoint stays | %s\n"
                             : "saved | step %lld | %s\n",
@@ -560,8 +560,8 @@ int64_t cpu_memory(const Setup& setup) {
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t copies =
         parameter_count(setup.config) * (4 + 4 - info(setup.recipe.compute).bytes) + 2 * 4 * largest;
-    return total_bytes(memory_plan(setup)) + copies +
-           2 * 4 * setup.accumulate * setup.B * setup.T;  // and a batch
+    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
+    return total_bytes(memory_plan(setup)) + copies + batch;
 }
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
@@ -664,7 +664,7 @@ struct Origin {  // a checkpoint to continue, or nothing
     std::string checkpoint;
     LoopState state;
     int64_t train_tokens = 0;
-    std::string train_hash;  // empty in older checkpoints
+    std::string train_hash;  // sampled_hash()
 };
 
 // Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
@@ -694,15 +694,15 @@ Origin find_origin(Flags& flags) {
                        !(flags.given("steps") && flags.count("steps") == 0);
     if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
     if (!resumes) return origin;
-    origin.checkpoint = find_checkpoint(flags.text("resume"),
-                                        print_error);  // again, under the lock: it may have been removed
+    // Found again, now under the lock: another run may have removed it.
+    origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
     origin.state = read_loop_state(origin.checkpoint);
     try {
         std::string why;
         const std::string& text = origin.state.settings;
         const nlohmann::json settings = parse_json(text.data(), static_cast<int64_t>(text.size()), &why);
         origin.train_tokens = static_cast<int64_t>(settings.at("train_tokens").get_ref<const uint64_t&>());
-        origin.train_hash = settings.value("train_hash", "");
+        origin.train_hash = settings.at("train_hash").get<std::string>();
         check_settings(origin.checkpoint, settings);
         flags.take(settings);
     } catch (const nlohmann::json::exception&) {
@@ -726,7 +726,7 @@ void require_same_data(const Origin& origin, const Corpus& corpus) {
         throw Error("--data has " + std::to_string(corpus.train.size()) +
                     " training tokens, but the checkpoint's run had " + std::to_string(origin.train_tokens) +
                     "; give the same data again.");
-    if (!origin.train_hash.empty() && origin.train_hash != sampled_hash(corpus.train))
+    if (origin.train_hash != sampled_hash(corpus.train))
         throw Error(
             "--data has other training tokens than the checkpoint's run had; give the same data again.");
 }

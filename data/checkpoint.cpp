@@ -195,7 +195,6 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
         file.require(t.name, t.dtype, t.shape);
         require_valid(file, t);
     }
-    check_weights(checkpoint, setup.config);
     for (const std::string& name : {WEIGHTS_FILE, OPTIMIZER_FILE})
         if (hashes.text(name) != hash_file(path_in(checkpoint, name)))
             throw Error(path_in(checkpoint, name) +

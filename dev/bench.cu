@@ -102,10 +102,11 @@ public:
         TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
-        const int64_t turned = std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
+        const int64_t transposed_scales =
+            std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
         return {{codes, take(scales), rows, cols, q},
                 transposed ? take(bytes) : nullptr,
-                transposed ? take(turned) : nullptr,
+                transposed ? take(transposed_scales) : nullptr,
                 slot};
     }
     void release() {
