@@ -23,7 +23,7 @@ endif
 # and infinity are part of the method.
 CXXFLAGS := -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-SOURCES := plan.cpp reference.cpp flags.cpp $(sort $(wildcard data/*.cpp))
+SOURCES := plan.cpp reference.cpp flags.cpp ranks.cpp $(sort $(wildcard data/*.cpp))
 TESTS   := $(sort $(wildcard test/*.cpp test/robustness/*.cpp))
 LINK    := $(CXX) -fopenmp $(OPT)
 
@@ -47,7 +47,7 @@ NVCCFLAGS  := -std=c++17 -O3 -g -lineinfo -gencode=arch=compute_$(GPU_ARCH),code
 SOURCES    += $(sort $(wildcard *.cu gpu/*.cu))
 TESTS      += $(sort $(wildcard test/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
-LIBRARIES  := -lcublasLt
+LIBRARIES  := -lcublasLt -ldl
 WITH_GPU   := -DCOAT_CUDA
 endif
 
@@ -120,7 +120,7 @@ sanitize:
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail
 # again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp $(sort $(wildcard data/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp ranks.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
 FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero

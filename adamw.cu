@@ -30,15 +30,18 @@ __device__ float join(uint16_t weight, int16_t remainder) {
 constexpr int SIMPLE_THREADS = 256;
 __device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x; }
 
-__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t size,
-                                  int64_t padded, float std, bool ones, int64_t live, uint64_t seed,
-                                  uint64_t index) {
+// Element i of the slice; either half may be null.
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
+                                  int64_t count, int64_t padded, float std, bool ones, int64_t live,
+                                  uint64_t seed, uint64_t index) {
     const int64_t i = element();
     if (i >= padded) return;
-    const float value = i < size ? initial(std, ones, live, seed, index, i) : 0.0f;
+    const float value = i < count ? initial(std, ones, live, seed, index, first + i) : 0.0f;
+    uint16_t weight;
     int16_t remainder;
+    split(value, weight, remainder);
     if (values) values[i] = value;
-    else split(value, weights[i], remainder);
+    if (weights) weights[i] = weight;
     if (remainders) remainders[i] = remainder;
 }
 __global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
@@ -52,16 +55,20 @@ __global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, fl
 
 }  // namespace
 
-void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, uint64_t seed,
-                cudaStream_t s) {
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t live,
+                uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;
-    const int64_t n = p.padded_size();
-    initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-        f32 ? static_cast<float*>(w.values) + p.offset : nullptr,
-        f32 ? nullptr : static_cast<uint16_t*>(w.values) + p.offset,
-        w.remainder ? w.remainder + p.offset : nullptr, p.size(), n, p.init_std, p.role.weight, live, seed,
-        index);
-    CHECK_LAUNCH("initialize");
+    auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
+        const int64_t padded = round_up(slice.count, MOMENT_GROUP);
+        if (padded == 0) return;
+        initialize_kernel<<<blocks(padded, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
+            values, weights, remainders, slice.first, slice.count, padded, p.init_std, p.role.weight, live, seed,
+            index);
+        CHECK_LAUNCH("initialize");
+    };
+    launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
+           f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
+    if (w.remainder) launch(at.state, nullptr, nullptr, w.remainder + at.state_at);
 }
 void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s) {
     if (n == 0) return;
@@ -92,31 +99,55 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-constexpr int NORM_THREADS = 256, NORM_UNROLL = 4;
+// One warp for each chunk. The warps take turns with the chunks of all segments.
+constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 template <class T>
 __global__ void __launch_bounds__(NORM_THREADS)
-    squares_kernel(Dense<T> gradients, int64_t chunks, double* partials) {
-    double sum = 0;
-    const int64_t step = int64_t(GRADIENT_PARTIALS) * NORM_THREADS;
-    for (int64_t i = int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x; i < chunks; i += step * NORM_UNROLL) {
-        typename Dense<T>::Raw raw[NORM_UNROLL] = {};
+    squares_kernel(const Segment* segments, int number_of_segments, Dense<T> gradients, int64_t first,
+                   int64_t first_chunk, Share share, const double* loss, double* sums) {
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
+                  warps = int64_t(gridDim.x) * NORM_THREADS / 32;
+    if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
+    int64_t before = 0;  // chunks of earlier segments
+    for (int i = 0; i < number_of_segments; i++) {
+        const int64_t offset = segments[i].offset - first, size = segments[i].size, chunk0 = segments[i].chunk;
+        const int64_t chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
+                      begin = chunks * share.rank / share.ranks, end = chunks * (share.rank + 1) / share.ranks;
+        const int64_t turn = (warp + warps - before % warps) % warps;
+        before += end - begin;
+        for (int64_t c = begin + turn; c < end; c += warps) {
+            const int64_t from = c * SHARD_CHUNK + lane * CHUNK, stop = min(size, (c + 1) * SHARD_CHUNK);
+            double sum = 0;
+            for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
+                typename Dense<T>::Raw raw[NORM_UNROLL] = {};
 #pragma unroll
-        for (int u = 0; u < NORM_UNROLL; u++)
-            if (i + u * step < chunks) raw[u] = gradients.load((i + u * step) * CHUNK);
+                for (int u = 0; u < NORM_UNROLL; u++)
+                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
 #pragma unroll
-        for (int u = 0; u < NORM_UNROLL; u++) {
-            Values v;
-            gradients.values(raw[u], v);
-            sum += sum_of_squares(v);
+                for (int u = 0; u < NORM_UNROLL; u++) {
+                    Values v;
+                    gradients.values(raw[u], v);
+                    sum += sum_of_squares(v);
+                }
+            }
+            for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+            if (lane == 0) sums[1 + chunk0 - first_chunk + c] = sum;
         }
     }
-    sum = block_sum<NORM_THREADS>(sum);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(GRADIENT_PARTIALS)
-    gradient_state_kernel(const double* partials, const double* loss, Clipping clip, GradientState* state) {
-    const double squares = block_sum<GRADIENT_PARTIALS>(partials[threadIdx.x]);
+constexpr int STATE_THREADS = 1024;
+__global__ void __launch_bounds__(STATE_THREADS)
+    gradient_state_kernel(const double* sums, int64_t chunks, int64_t ranks, Clipping clip,
+                          GradientState* state) {
+    double mine = 0;
+    for (int64_t c = threadIdx.x; c < chunks; c += STATE_THREADS) {
+        double chunk = 0;
+        for (int64_t r = 0; r < ranks; r++) chunk += sums[r * (1 + chunks) + 1 + c];
+        mine += chunk;
+    }
+    const double squares = block_sum<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
     state->squares += squares;
     state->norm = sqrt(state->squares);
@@ -124,8 +155,39 @@ __global__ void __launch_bounds__(GRADIENT_PARTIALS)
     state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
-    const bool finite = sqrt(squares) * state->scale < 0x1p62 && (!loss || isfinite(*loss));
+    bool finite = sqrt(squares) * state->scale < 0x1p62;
+    for (int64_t r = 0; r < ranks; r++) finite = finite && isfinite(sums[r * (1 + chunks)]);  // the losses
     state->skip |= !finite;
+}
+
+// Several ranks: gradients are added in the order of the ranks.
+constexpr int ADD_THREADS = 256;
+template <class T>
+__global__ void __launch_bounds__(ADD_THREADS)
+    add_gradients_kernel(Dense<T> sum, bool assign, Dense<T> own, Dense<T> received, int64_t n, Share share) {
+    const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
+    if (i >= n) return;
+    Values total = {};
+    if (!assign) sum.values(sum.load(i), total);
+    for (int64_t r = 0; r < share.ranks; r++) {
+        const int64_t place = r < share.rank ? r : r - 1;
+        const Dense<T> from = r == share.rank ? own : received.from(place * n);
+        Values v;
+        from.values(from.load(i), v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) total[j] += v[j];
+    }
+    sum.store(i, total, true);
+}
+
+__global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks,
+                                      float fmax) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint32_t top = 0;
+    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
+    scales[i].amax = __uint_as_float(top);
+    scales[i].scale = scales[i].delayed > 0 ? scales[i].delayed : scale_of(fmax, scales[i].amax);
 }
 
 constexpr int CHECK_THREADS = 256;
@@ -144,18 +206,45 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
     CHECK_LAUNCH("checked_loss");
 }
 
-void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip,
-                   GradientState* state, double* workspace, cudaStream_t s) {
-    require(n % MOMENT_GROUP == 0, "the flat order is not padded to groups");
-    if (format == Format::F32)
-        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(dense<float>(gradients), n / CHUNK,
-                                                                  workspace);
-    else
-        squares_kernel<<<GRADIENT_PARTIALS, NORM_THREADS, 0, s>>>(dense<bf16>(gradients), n / CHUNK,
-                                                                  workspace);
+void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
+                      int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
+                      const double* loss, double* sums, cudaStream_t s) {
+    // Other ranks, or the padding of a share, leave chunks to us that we do not write.
+    check(cudaMemsetAsync(sums, 0, (1 + chunks) * sizeof(double), s), "Clearing memory failed");
+    const unsigned grid = static_cast<unsigned>(
+        std::min<int64_t>(blocks(32 * chunks + 32, NORM_THREADS), NORM_BLOCKS_PER_SM * multiprocessors()));
+    auto launch = [&](auto g) {
+        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first, first_chunk, share,
+                                                     loss, sums);
+    };
+    if (format == Format::F32) launch(dense<float>(gradients));
+    else launch(dense<bf16>(gradients));
+    CHECK_LAUNCH("gradient_squares");
+}
+
+void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
+                   GradientState* state, cudaStream_t s) {
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, chunks, ranks, clip, state);
     CHECK_LAUNCH("gradient_norm");
-    gradient_state_kernel<<<1, GRADIENT_PARTIALS, 0, s>>>(workspace, loss, clip, state);
-    CHECK_LAUNCH("gradient_norm, state");
+}
+
+void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
+                   const Share& share, cudaStream_t s) {
+    require(n % CHUNK == 0, "gradients are padded to groups");
+    if (n == 0) return;
+    auto launch = [&](auto to, auto mine, auto theirs) {
+        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(to, assign, mine, theirs, n,
+                                                                                    share);
+    };
+    if (format == Format::F32) launch(dense<float>(sum), dense<float>(own), dense<float>(received));
+    else launch(dense<bf16>(sum), dense<bf16>(own), dense<bf16>(received));
+    CHECK_LAUNCH("add_gradients");
+}
+
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, float fmax,
+                    cudaStream_t s) {
+    combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, fmax);
+    CHECK_LAUNCH("combine_amaxes");
 }
 
 // =====================================================================================================================
@@ -621,7 +710,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     fill_table(a.v, table_v);
     __syncthreads();
     const int64_t groups = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
-    const Weights weights{static_cast<T*>(a.w.values) + segment.offset,
+    const Weights weights{static_cast<T*>(a.w.values) + segment.offset + segment.to_weight,
                           a.w.remainder ? a.w.remainder + segment.offset : nullptr, a.w.format};
     const float clip = a.state ? a.state->scale : 1.0f, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
@@ -667,7 +756,8 @@ __global__ void __launch_bounds__(ADAM_THREADS)
         uint64_t random[2] = {0, 0};
         if (W::STOCHASTIC)
             for (int q : {0, 1})
-                random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(segment.offset + i) / 4 + q);
+                random[q] = rounding_bits(
+                    a.rounding, static_cast<uint64_t>(segment.offset + segment.to_flat + i) / 4 + q);
         uint32_t top = 0;
         W::store(weights, i, w, random, live, top);
         top_w = max(top_w, W::largest(top));
@@ -764,7 +854,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     if (first >= last) return 0;
     const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
     const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
-    const Weights weights{static_cast<T*>(a.w.values) + start,
+    const Weights weights{static_cast<T*>(a.w.values) + start + segment.to_weight,
                           a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.codes) + first_of_lane();
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.codes) + first_of_lane();
@@ -806,7 +896,8 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
             uint64_t random[2] = {0, 0};
             if (W::STOCHASTIC)
                 for (int q : {0, 1})
-                    random[q] = rounding_bits(a.rounding, static_cast<uint64_t>(start + i) / 4 + q);
+                    random[q] =
+                        rounding_bits(a.rounding, static_cast<uint64_t>(start + segment.to_flat + i) / 4 + q);
             group_scales(a.m, a.v, m, v, gm, gv);
             made = scales.insert(made, gm, gv, at - run);
             W::store(weights, i, w, random, live, top);
@@ -820,11 +911,11 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
 
 // The amax of the weights of a step that is skipped.
 template <class T>
-__device__ uint32_t weights_amax(const AdamArguments& a, int64_t first, int64_t last) {
+__device__ uint32_t weights_amax(const AdamArguments& a, const Segment& segment, int64_t first, int64_t last) {
     uint32_t top = 0;
     for (int64_t group = first + team(); group < last; group += FP8_GROUPS)
         for (int j = 0; j < CHUNK; j++) {
-            const int64_t i = group * MOMENT_GROUP + first_of_lane() + j;
+            const int64_t i = group * MOMENT_GROUP + first_of_lane() + j + segment.to_weight;
             top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[i])));
         }
     return top;
@@ -857,7 +948,7 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
         const int warp = threadIdx.x / 32,
                   run = static_cast<int>((first - start + RUN - 1) / RUN + warp) * RUN;
         const uint32_t top =
-            skip ? weights_amax<typename W::Value>(a, first + warp * TEAMS, last)
+            skip ? weights_amax<typename W::Value>(a, segment, first + warp * TEAMS, last)
                  : update_segment<W>(a, segment, run, static_cast<int>(last - start), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
@@ -919,7 +1010,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s) {
-    if (!is_scaled(optimizer.m) && !is_scaled(optimizer.v)) return;
+    if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
     const AdamArguments a{factors({1, 0.0f}),
                           moment_format(optimizer.m, optimizer),
                           moment_format(optimizer.v, optimizer),

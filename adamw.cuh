@@ -5,6 +5,8 @@
 // on the given CUDA stream.
 #pragma once
 #include "gpu/tensor.cuh"
+#include "plan.h"
+#include "plan.h"
 
 namespace coat::gpu {
 
@@ -16,8 +18,10 @@ struct Weights {
     int16_t* remainder;  // (total); null if the weights are FP32, or have no master
     Format format;
 };
-void initialize(const Weights& w, const Param& p, uint64_t index, int64_t live, uint64_t seed,
-                cudaStream_t s);
+// The first values of a parameter (coat.h, initial()): the slice `weight` of it at element weight_at, and the
+// remainders of the slice `state` at state_at.
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t live,
+                uint64_t seed, cudaStream_t s);
 void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s);
 void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s);
 
@@ -29,11 +33,16 @@ struct MomentView {
     float *max, *k;   // k is null without expansion
     Format format;
 };
-struct Segment {  // one parameter, in the flat order; a row of a table on the device
-    int64_t offset, size;
+// What this rank updates of one parameter: a row of a table on the device. With one rank all orders are the
+// flat order, and the last three are 0, 0 and 0.
+struct Segment {
+    int64_t offset, size;  // among the rank's masters and gradients; elements
     MomentView m, v;
     bool decays;
-    TensorScale* amax;  // of the new weights; may be null
+    TensorScale* amax;      // of the new weights; may be null
+    int64_t to_weight = 0;  // what to add to an offset to find the weight among the rank's weights,
+    int64_t to_flat = 0;    // and to find the element in the flat order
+    int64_t chunk = 0;      // number of its first chunk (SHARD_CHUNK) among those of all parameters
 };
 
 // What a step knows of its gradients, on the device, so that the host need not wait. Cleared before the step;
@@ -52,12 +61,29 @@ struct Clipping {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// The norm of a bucket: n elements of the flat order. loss may be null. Workspace: GRADIENT_PARTIALS doubles.
-inline constexpr int GRADIENT_PARTIALS = 1024;
-void gradient_norm(const void* gradients, Format format, int64_t n, const double* loss, const Clipping& clip,
-                   GradientState* state, double* workspace, cudaStream_t s);
+// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter: added in a fixed order, they give the same
+// norm for any number of ranks. sums (1 + chunks): *loss (0 if it is null), then those of the chunks from
+// number `first_chunk` on. `gradients` begin with the element `first`. If every rank has all gradients, each
+// sums a share of the chunks; the others are 0 here.
+struct Share {
+    int64_t rank = 0, ranks = 1;
+};
+void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
+                      int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
+                      const double* loss, double* sums, cudaStream_t s);
+// Adds them to the state: those of all ranks, (ranks, 1 + chunks), of which one at most is not 0 for a chunk.
+void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
+                   GradientState* state, cudaStream_t s);
 
-struct Range {  // consecutive elements of the flat order, whole parameters: all, or those of a bucket
+// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without the
+// old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.
+void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
+                   const Share& share, cudaStream_t s);
+// amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, float fmax,
+                    cudaStream_t s);
+
+struct Range {  // consecutive elements of the rank's order, whole segments: all, or those of a bucket
     int64_t first, count;
 };
 // AdamW of a range. `segments` and `gradients` are those of the range; gradients are FP32 or have the format

@@ -516,6 +516,24 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     CHECK_LAUNCH("quantize");
 }
 
+// Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    __shared__ __align__(16) TransposeTile tiles[1];
+    const TilePlace at;
+    uint2 raw[ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (at.row + i < rows && at.col < cols)
+            raw[i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+#pragma unroll
+    for (int h = 0; h < ROWS / 4; h++) {
+        const uint2 four[4] = {raw[4 * h], raw[4 * h + 1], raw[4 * h + 2], raw[4 * h + 3]};
+        tiles[0].write(at, h, four);
+    }
+    flush(tiles, rows, cols, transposed);
+}
+
 // =====================================================================================================================
 // 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3)
 //
@@ -800,6 +818,13 @@ void dequantize(const View& x, const View& out, cudaStream_t s) {
     quantize(stored(x), {out}, nullptr, s);
 }
 
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+    require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
+    transpose_codes_kernel<<<tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s>>>(
+        static_cast<const uint8_t*>(codes.codes), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
+    CHECK_LAUNCH("transpose_codes");
+}
+
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
     require(in_groups(groups.quant) && x.quant.format == Format::BF16,
             "quantize_and_dequantize is from BF16 to groups");
@@ -934,6 +959,7 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
     const float wanted = ldexpf(__uint_as_float(most), margin);
     if (wanted > 0 && wanted < INFINITY) tensor.delayed = scale_of(fmax, wanted);
     if (!(tensor.delayed > 0)) atomicAdd(empty, 1u);
+    else tensor.scale = tensor.delayed;  // for codes that are made on other GPUs
 }
 
 }  // namespace

@@ -41,6 +41,9 @@ void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
 // as large as the element. What quantizing loses is added to *stats if that is not null.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
+
 // x (BF16) becomes what `groups` hold of it: attention computes with the very values that backward will read.
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 

@@ -420,22 +420,65 @@ COAT_HD inline float initial(float std, bool weight, int64_t live, uint64_t seed
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// One training run on one device.
+// One training run. It has one or more ranks: processes with a GPU each, or with a part of the CPU.
+
+enum class Shard : uint8_t { None, Optimizer, All };
+struct ShardMode {
+    const char *name, *about;
+    Shard shard;
+};
+inline const std::vector<ShardMode>& shard_modes() {
+    static const std::vector<ShardMode> table = {
+        {"none", "every GPU has all weights and moments; gradients are exchanged", Shard::None},
+        {"optimizer", "each GPU has and updates a part of the moments and masters (ZeRO-1)", Shard::Optimizer},
+        {"all", "weights are shared out too, and gathered just before they are used (ZeRO-3)", Shard::All},
+    };
+    return table;
+}
+
+class Ranks;  // ranks.h: the processes of a run, and how they exchange bytes
 
 struct Setup {
     ModelConfig config;
     Recipe recipe;
     OptimizerFormat optimizer;
     int64_t B, T;            // one micro-batch
-    int64_t accumulate = 1;  // micro-batches a step
+    int64_t accumulate = 1;  // micro-batches a step, on each rank
     uint64_t seed = 1;
     bool master = true;          // FP32 master weights; else BF16 weights only, rounded stochastically
     bool keep_gradients = true;  // update after backward; else update and free each bucket during backward
     bool recompute = true;       // of norm and activation outputs in backward; else they are saved
+    int64_t rank = 0, ranks = 1;
+    Shard shard = Shard::None;
+    Ranks* group = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
+// What a rank sums, updates and sends of a parameter: whole chunks, so that no group of moments is cut and so
+// that sums over chunks are the same for any number of ranks. A parameter that is smaller than a chunk
+// belongs to the last rank.
+inline constexpr int64_t SHARD_CHUNK = 64 * MOMENT_GROUP;
+struct Slice {
+    int64_t first, count;  // consecutive elements
+};
+inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
+    const int64_t chunks = ceil_div(size, SHARD_CHUNK);
+    const int64_t begin = std::min(size, chunks * rank / ranks * SHARD_CHUNK),
+                  end = std::min(size, chunks * (rank + 1) / ranks * SHARD_CHUNK);
+    return {begin, end - begin};
+}
+inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
+// What a rank keeps in memory: of masters and moments, and of weights. Vectors are never shared out: they are
+// small, and most kernels need one.
+inline Slice kept_state(const Setup& s, const Param& p) {
+    return s.shard == Shard::None ? Slice{0, p.size()} : owned(s, p);
+}
+inline Slice kept_weight(const Setup& s, const Param& p) {
+    return s.shard == Shard::All && p.rows > 1 ? owned(s, p) : Slice{0, p.size()};
+}
+
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
-// four additions: one for each micro-batch, two if the head is the embedding. More are summed in FP32.
+// four additions: one for each micro-batch, two if the head is the embedding. More are summed in FP32. What
+// the ranks computed of one micro-batch each is added in FP32 and then rounded once.
 inline Format gradient_format(const Setup& s) {
     return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
@@ -449,7 +492,8 @@ struct StateTensor {
     const char* dtype;  // safetensors' name
     int bytes;          // of one element
     std::vector<int64_t> shape;
-    size_t param;  // index into parameters()
+    size_t param;     // index into parameters()
+    int64_t per = 1;  // elements of the parameter that one element here belongs to; 0: all
 
     int64_t size() const {
         int64_t n = 1;
@@ -494,8 +538,8 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
     const std::vector<Param> params = parameters(c);
     for (size_t i = 0; i < params.size(); i++)
         for (int o = 0; params[i].role.linear && o < OPERANDS; o++) {
-            table.push_back({params[i].name + OPERAND_NAMES[o] + ".history", "F32", 4, {r.history}, i});
-            table.push_back({params[i].name + OPERAND_NAMES[o] + ".scale", "F32", 4, {1}, i});
+            table.push_back({params[i].name + OPERAND_NAMES[o] + ".history", "F32", 4, {r.history}, i, 0});
+            table.push_back({params[i].name + OPERAND_NAMES[o] + ".scale", "F32", 4, {1}, i, 0});
         }
     return table;
 }
@@ -512,12 +556,24 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
             const Format f = p.moment(wanted);
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
             const int64_t scales = s.optimizer.scales(f, p.size());
-            if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i});
-            if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i});
+            const int64_t per = s.optimizer.granularity.cols;
+            if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i, per});
+            if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i, per});
         }
     }
     for (const StateTensor& t : scaling_tensors(s.config, s.recipe)) table.push_back(t);
     return table;
+}
+
+// The elements of a tensor that this rank keeps; Model::read() and write() pass these. Those of all ranks, one
+// after the other, are the whole tensor, unless every rank keeps all of it.
+inline Slice kept(const Setup& s, const StateTensor& t) {
+    const Param p = parameters(s.config).at(t.param);
+    const bool weight = t.name == p.name;
+    if (t.per == 0) return {0, t.size()};
+    const Slice of = weight ? kept_weight(s, p) : kept_state(s, p);
+    const int64_t first = ceil_div(of.first, t.per);
+    return {first, ceil_div(of.first + of.count, t.per) - first};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -631,7 +687,8 @@ inline double norm_correction_at(const AdamW& a, int64_t bucket) {
 }
 
 // Tokens and targets are in [0, V); every function throws Error if they are not, or if a tensor name is
-// unknown.
+// unknown. Every rank calls step(), evaluate(), next_logits() and quantization() at the same time, each with
+// its own tokens; results of step() are those of all ranks.
 class Model {
 public:
     virtual ~Model() = default;
@@ -644,9 +701,9 @@ public:
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures every quantization in forward and backward of one micro-batch, without an update.
     virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // A tensor of weight_tensors() or optimizer_tensors() by name, contiguous. "<param>.gradient" (FP32) is
-    // the gradient of the last step, until the next forward pass; it is read-only and exists only with
-    // keep_gradients.
+    // What this rank keeps (kept()) of a tensor of weight_tensors() or optimizer_tensors(), contiguous.
+    // "<param>.gradient" (FP32) is the gradient of the last step, as kept_state(), until the next forward
+    // pass; it is read-only and exists only with keep_gradients.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;

@@ -13,6 +13,9 @@ const std::vector<Flag>& flag_table() {
     constexpr Resume IGNORE = Resume::Ignore, DEFAULT = Resume::Default, SAME = Resume::Same;
     static const std::vector<Flag> table = {
         {"device", TEXT, "auto", "auto", 0, 0, IGNORE, "auto, cpu or gpu; auto is the GPU if there is one"},
+        {"ranks", COUNT, "1", "1", 1, 1024, IGNORE,
+         "processes to start, one for each GPU; under torchrun, mpirun or srun their environment says it"},
+        {"shard", TEXT, "none", "none", 0, 0, DEFAULT, "what of weights and moments the GPUs share out"},
         {"model", TEXT, "llama-tiny", "llama-30m", 0, 0, SAME,
          "a named model, or a Hugging Face folder to start from"},
         {"recipe", TEXT, "coat", "coat", 0, 0, SAME, "formats of weights, activations and gradients"},
@@ -33,7 +36,7 @@ const std::vector<Flag>& flag_table() {
          "text files, folders of them, or token files (.bin), with commas; default: C++ headers"},
         {"batch", COUNT, "16", "32", 1, 1 << 20, SAME, "sequences per micro-batch"},
         {"seq", COUNT, "128", "1024", 1, 1 << 24, SAME, "tokens per sequence"},
-        {"accumulate", COUNT, "1", "1", 1, 1 << 20, SAME, "micro-batches per step"},
+        {"accumulate", COUNT, "1", "1", 1, 1 << 20, SAME, "micro-batches per step, on each GPU"},
         {"steps", COUNT, "250", "900", 0, MOST, DEFAULT, "steps in total; 0 evaluates the model and stops"},
         {"lr", REAL, "3e-3", "1e-3", 0, 10, SAME, "peak of the learning rate"},
         {"warmup", COUNT, "100", "100", 0, MOST, SAME, "steps of linear warm-up"},
@@ -202,6 +205,7 @@ void print_help() {
         std::printf("  %-16s %s, %lld layers, hidden size %lld, %lld positions\n", c.name.c_str(),
                     c.arch.name, static_cast<long long>(c.L), static_cast<long long>(c.C),
                     static_cast<long long>(c.max_T));
+    print_choices("shard", shard_modes());
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);

@@ -16,10 +16,12 @@
 #include "adamw.cuh"
 #include "coat.cuh"
 #include "gpu/attention.cuh"
+#include "gpu/comm.cuh"
 #include "gpu/cuda.cuh"
 #include "gpu/gemm.cuh"
 #include "gpu/layers.cuh"
 #include "plan.h"
+#include "ranks.h"
 
 namespace coat {
 namespace {
@@ -58,7 +60,6 @@ struct Results {
     Outcome outcome;
     double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
     QuantStats stats[static_cast<int>(Kind::Count)];
-    double partials[GRADIENT_PARTIALS];
 };
 
 // The rows [first, first + n) of a view that is dense, in groups or per tensor.
@@ -71,6 +72,64 @@ View rows(const View& v, int64_t first, int64_t n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The other GPUs of the run. What travels does so on a stream of its own, beside the computation.
+
+class Peers {
+public:
+    Peers(const Setup& s, const Arena& arena, cudaStream_t compute)
+        : rank(s.rank), count(s.ranks), compute_(compute),
+          comm_(count > 1 ? connect_gpus(*s.group, arena.at(0)) : nullptr) {}
+
+    const int64_t rank, count;
+
+    bool several() const { return count > 1; }
+    cudaStream_t stream() const { return stream_; }
+    // What is launched on stream() from now on runs after what the computation has launched so far.
+    void follow() { now_.record(compute_), now_.hold(stream_); }
+    // And the other way round.
+    void join() {
+        if (several()) then_.record(stream_), then_.hold(compute_);
+    }
+    // What an exchange is about, and its number.
+    enum class Topic : int64_t { Gradients, Sums, Weights, Vectors, Gather, Amaxes, Squares };
+    void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
+        comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
+    }
+
+    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. In line with the
+    // computation.
+    void all_gather(Topic topic, int64_t number, void* blocks, int64_t bytes) {
+        if (!several()) return;
+        uint8_t* const all = static_cast<uint8_t*>(blocks);
+        std::vector<Transfer> transfers;
+        for (int64_t r = 0; r < count; r++)
+            if (r != rank) transfers.push_back({r, all + rank * bytes, bytes, all + r * bytes, bytes});
+        follow();
+        exchange(topic, number, transfers);
+        join();
+    }
+    // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`. Adds the
+    // transfers that complete it on every rank.
+    void add_gather(const Param& p, int64_t each, const void* mine, void* whole,
+                    std::vector<Transfer>& transfers) const {
+        for (int64_t r = 0; r < count; r++) {
+            if (r == rank) continue;
+            uint8_t* const theirs = static_cast<uint8_t*>(whole) + slice_of(p.size(), r, count).first * each;
+            transfers.push_back({r, mine, padded(p, rank) * each, theirs, padded(p, r) * each});
+        }
+    }
+    int64_t padded(const Param& p, int64_t r) const {  // elements that rank r owns
+        return round_up(slice_of(p.size(), r, count).count, MOMENT_GROUP);
+    }
+
+private:
+    const cudaStream_t compute_;
+    Stream stream_;
+    Event now_, then_;
+    std::unique_ptr<Comm> comm_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
 
 constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
@@ -80,15 +139,18 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
+    const std::vector<ShardPlace>& shards;
     const Quant compute, gradient_quant;
+    // Where weights are shared out: the matrices that are whole at the moment (Exchange::use()).
+    std::vector<View> gathered;
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_scale = false;
 
-    State(const Setup& s, const Arena& arena, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)),
-          buckets(bucket_ranges(params)), compute{s.recipe.compute}, gradient_quant{gradient_format(s)},
-          arena_(arena),
-          cuda_(cuda), weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
+    State(const Setup& s, const Arena& arena, Peers& peers, cudaStream_t cuda)
+        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)), shards(arena.layout.shards),
+          compute{s.recipe.compute}, gradient_quant{gradient_format(s)}, gathered(params.size()), arena_(arena),
+          peers_(peers), cuda_(cuda),
+          weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
@@ -102,19 +164,36 @@ public:
         throw Error("The model has no parameter " + name + ".");
     }
     View weight(size_t i) const {
-        return dense_view(
-            static_cast<uint8_t*>(weights_.values) + params[i].offset * info(compute.format).bytes,
-            params[i]);
+        if (shards[i].weight.count < params[i].size()) return gathered[i];
+        return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
+    }
+    // The weights of a parameter that this rank keeps, in rows of a group of moments.
+    uint8_t* kept_weights(size_t i) const {
+        return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * info(compute.format).bytes;
+    }
+    View weight_slice(size_t i) const {
+        const int64_t n = shards[i].weight.count;
+        return {kept_weights(i), nullptr, n / MOMENT_GROUP, MOMENT_GROUP, compute};
     }
     View gradient(size_t i) const {
         return {arena_.at(arena_.layout.gradients[i]), nullptr, params[i].rows, params[i].cols,
                 gradient_quant};
+    }
+    // Where the update reads the gradients of kept_state(): with several ranks, their sums.
+    uint8_t* gradient_sums(size_t i) const {
+        const BucketRange& bucket = buckets[params[i].bucket];
+        const int64_t in_bucket = shards[i].state_at - shards[bucket.first].state_at;
+        return arena_.at(arena_.layout.sums[params[i].bucket]) + in_bucket * info(gradient_quant.format).bytes;
     }
     // One TensorScale for each parameter; behind them those of the operands of the linear layers, four layers
     // a block.
     TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
     TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
+    }
+    // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
+    TensorScale* weight_scale(size_t i) const {
+        return delayed() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
     }
     int64_t operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
     bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
@@ -131,11 +210,11 @@ public:
         expect_missing_scales();
         const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
-            gpu::initialize(weights_, params[i], i, live_elements(setup.config, params[i]), setup.seed,
-                            cuda_);
+            gpu::initialize(weights_, params[i], shards[i], i, live_elements(setup.config, params[i]),
+                            setup.seed, cuda_);
             refresh_scale(i);
             for (const MomentView& m : {moment(i, false), moment(i, true)})
-                if (m.k) copy(m.k, ones.data(), params[i].groups() * 4, cuda_);
+                if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
         }
         check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
     }
@@ -154,23 +233,38 @@ public:
                                   &results->outcome.gradients.skip, &results->outcome.without_scale, cuda_);
     }
 
-    void update(const AdamW& a, Results* results) {
-        update({0, params.size(), 0, total()}, a, {a.clip}, results);
-    }
+    void update(const AdamW& a, Results* results) { update(0, params.size(), a, {a.clip}, results); }
     void update_bucket(int64_t bucket, const AdamW& a, Results* results) {
-        update(buckets[bucket], a, {a.clip, norm_correction_at(a, bucket)}, results);
+        const BucketRange& b = buckets[bucket];
+        update(b.first, b.last, a, {a.clip, norm_correction_at(a, bucket)}, results);
+    }
+
+    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
+    // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
+    void combine_amaxes() {
+        if (!peers_.several()) return;
+        const int64_t n = static_cast<int64_t>(params.size()) + (delayed() ? operand_scales() : 0);
+        const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
+        TensorScale* const all = arena_.work<TensorScale>(Work::RankScales);
+        copy(all + peers_.rank * n, scale(0), bytes, cuda_);
+        peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
+        gpu::combine_amaxes(scale(0), all, n, peers_.count, info(setup.recipe.w.format).max, cuda_);
     }
 
     void measure(const BucketRange& bucket, QuantStats* stats) const {
-        for (size_t i = bucket.first; i < bucket.last; i++)
-            measure_moments(setup.optimizer, segments() + i, params[i].size(), weights_, gradient(i).codes,
-                            gradient_quant.format, params[i].offset, stats + static_cast<int>(Kind::Moment1),
+        for (size_t i = bucket.first; i < bucket.last; i++) {
+            const Slice& slice = shards[i].state;
+            const void* gradients = static_cast<const uint8_t*>(gradient(i).codes) +
+                                    slice.first * info(gradient_quant.format).bytes;
+            measure_moments(setup.optimizer, segments() + i, slice.count, weights_, gradients,
+                            gradient_quant.format, shards[i].state_at, stats + static_cast<int>(Kind::Moment1),
                             stats + static_cast<int>(Kind::Moment2), cuda_);
+        }
     }
     void expansion_factors(QuantReport& report) const {
         for (size_t i = 0; i < params.size(); i++) {
-            append(moment(i, false).k, params[i].groups(), report.k_m);
-            append(moment(i, true).k, params[i].groups(), report.k_v);
+            append(moment(i, false).k, groups(i), report.k_m);
+            append(moment(i, true).k, groups(i), report.k_v);
         }
     }
 
@@ -198,29 +292,38 @@ public:
 
 private:
     const Arena& arena_;
+    Peers& peers_;
     cudaStream_t cuda_;
     Weights weights_;
 
-    // Elements of the flat order.
-    int64_t total() const { return params.back().offset + params.back().padded_size(); }
+    int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
     int16_t* remainders() const {
         return arena_.layout.remainder.bytes
                    ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset))
                    : nullptr;
     }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
-    View dense_view(uint8_t* data, const Param& p) const { return {data, nullptr, p.rows, p.cols, compute}; }
 
-    void update(const BucketRange& which, const AdamW& a, const Clipping& clip, Results* results) {
-        const int64_t n = static_cast<int64_t>(which.last - which.first);
-        GradientState* state = &results->outcome.gradients;
-        const void* gradients = gradient(which.first).codes;
-        gradient_norm(gradients, gradient_quant.format, which.elements, &results->checked_loss, clip, state,
-                      results->partials, cuda_);
-        clear(scale(which.first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments() + which.first, static_cast<int>(n),
-                   {which.offset, which.elements}, weights_, rounding_key(setup.seed, a.step), gradients,
-                   gradient_quant.format, state, cuda_);
+    // Of the parameters [begin, end): all, or those of a bucket.
+    void update(size_t begin, size_t end, const AdamW& a, const Clipping& clip, Results* results) {
+        const int n = static_cast<int>(end - begin);
+        const ShardPlace &first = shards[begin], &last = shards[end - 1];
+        const Range range{first.state_at,
+                          last.state_at + round_up(last.state.count, MOMENT_GROUP) - first.state_at};
+        const int64_t chunks = last.chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.chunk;
+        // Where all ranks have all gradients, they share the work.
+        const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
+        GradientState* const state = &results->outcome.gradients;
+        const void* const gradients = gradient_sums(begin);
+        double* const squares = arena_.work<double>(Work::GradientSquares);
+        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first, first.chunk, chunks,
+                         share, &results->checked_loss, squares + peers_.rank * (1 + chunks), cuda_);
+        peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
+                          (1 + chunks) * static_cast<int64_t>(sizeof(double)));
+        gradient_norm(squares, chunks, peers_.count, clip, state, cuda_);
+        clear(scale(begin), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_, rounding_key(setup.seed, a.step),
+                   gradients, gradient_quant.format, state, cuda_);
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -238,11 +341,20 @@ private:
     }
     Segment segment(size_t i) const {
         const Param& p = params[i];
-        return {p.offset,        p.size(),     moment(i, false),
-                moment(i, true), p.role.decay, p.role.linear ? scale(i) : nullptr};
+        const ShardPlace& at = shards[i];
+        // From what is kept of a master to the same element among the weights.
+        const int64_t skipped = at.state.first - at.weight.first;
+        return {at.state_at,
+                at.state.count,
+                moment(i, false),
+                moment(i, true),
+                p.role.decay,
+                p.role.linear ? scale(i) : nullptr,
+                at.weight_at + skipped - at.state_at,
+                p.offset + at.state.first - at.state_at,
+                at.chunk + at.state.first / SHARD_CHUNK};
     }
 
-    // Linear layer number `linear` has bucket linear + 1: bucket 0 is the embedding's.
     float* history(int64_t linear, LinearOperand o) const {
         float* all = reinterpret_cast<float*>(arena_.at(arena_.layout.delayed.offset));
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
@@ -252,7 +364,7 @@ private:
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
         clear(scale(i), sizeof(TensorScale), cuda_);
-        if (compute.format != Format::F32) amax(stored(weight(i)), scale(i), cuda_);
+        if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
     }
 
     void append(const float* values, int64_t n, std::vector<float>& to) const {
@@ -272,19 +384,20 @@ private:
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
         const Param& p = params[i];
         const MomentView m = moment(i, false), v = moment(i, true);
-        const int64_t m_scales = setup.optimizer.scales(m.format, p.size()) * 4,
-                      v_scales = setup.optimizer.scales(v.format, p.size()) * 4;
+        const int64_t kept = shards[i].state.count;
+        const int64_t m_scales = setup.optimizer.scales(m.format, kept) * 4,
+                      v_scales = setup.optimizer.scales(v.format, kept) * 4;
         const struct {
             const char* suffix;
             void* data;
             int64_t bytes;
         } table[] = {
-            {"", weight(i).codes, p.size() * 2},
-            {".remainder", weights_.remainder ? weights_.remainder + p.offset : nullptr, p.size() * 2},
-            {".m", m.codes, p.size() * info(m.format).bytes},
+            {"", kept_weights(i), shards[i].weight.count * 2},
+            {".remainder", weights_.remainder ? weights_.remainder + shards[i].state_at : nullptr, kept * 2},
+            {".m", m.codes, kept * info(m.format).bytes},
             {".m.max", m.max, m_scales},
             {".m.k", m.k, m_scales},
-            {".v", v.codes, p.size() * info(v.format).bytes},
+            {".v", v.codes, kept * info(v.format).bytes},
             {".v.max", v.max, v_scales},
             {".v.k", v.k, v_scales},
         };
@@ -309,36 +422,205 @@ private:
     float* piece() const { return arena_.work<float>(Work::GemmScratch); }
     uint16_t* piece_weights() const { return reinterpret_cast<uint16_t*>(piece() + PIECE); }
     int16_t* piece_remainders() const { return reinterpret_cast<int16_t*>(piece() + PIECE) + PIECE; }
-    float* master(size_t i) const { return static_cast<float*>(weight(i).codes); }
+    // The kept weights or masters, which are parts of one FP32 array.
+    struct Master {
+        float* values;
+        int64_t count;
+    };
+    Master master(size_t i, bool remainder) const {
+        const ShardPlace& at = shards[i];
+        const int64_t first = remainder ? at.state.first - at.weight.first : 0;
+        return {reinterpret_cast<float*>(kept_weights(i)) + first, (remainder ? at.state : at.weight).count};
+    }
 
     void read_half(size_t i, bool remainder, uint16_t* out) const {
-        for (int64_t first = 0; first < params[i].size(); first += PIECE) {
-            const int64_t n = std::min(PIECE, params[i].size() - first);
-            split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
+        const Master m = master(i, remainder);
+        for (int64_t first = 0; first < m.count; first += PIECE) {
+            const int64_t n = std::min(PIECE, m.count - first);
+            split_master(m.values + first, piece_weights(), piece_remainders(), n, cuda_);
             copy(out + first, remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), n * 2,
                  cuda_);
             check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
         }
     }
     void write_half(size_t i, bool remainder, const uint16_t* in) {
-        for (int64_t first = 0; first < params[i].size(); first += PIECE) {
-            const int64_t n = std::min(PIECE, params[i].size() - first);
-            split_master(master(i) + first, piece_weights(), piece_remainders(), n, cuda_);
+        const Master m = master(i, remainder);
+        for (int64_t first = 0; first < m.count; first += PIECE) {
+            const int64_t n = std::min(PIECE, m.count - first);
+            split_master(m.values + first, piece_weights(), piece_remainders(), n, cuda_);
             copy(remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), in + first, n * 2,
                  cuda_);
-            join_master(piece_weights(), piece_remainders(), master(i) + first, n, cuda_);
+            join_master(piece_weights(), piece_remainders(), m.values + first, n, cuda_);
             check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
         }
     }
     void read_gradient(size_t i, float* out) const {
-        const View g = gradient(i);
-        const int64_t step = std::max<int64_t>(1, 2 * PIECE / g.cols);
-        for (int64_t first = 0; first < g.rows; first += step) {
-            const int64_t n = std::min(step, g.rows - first);
-            dequantize(rows(g, first, n), {piece(), nullptr, n, g.cols, Q_F32}, cuda_);
-            copy(out + first * g.cols, piece(), n * g.cols * 4, cuda_);
+        constexpr int64_t COLS = 16;  // every parameter has a multiple of 16 elements
+        const View g{gradient_sums(i), nullptr, shards[i].state.count / COLS, COLS, gradient_quant};
+        for (int64_t first = 0; first < g.rows; first += 2 * PIECE / COLS) {
+            const int64_t n = std::min(2 * PIECE / COLS, g.rows - first);
+            dequantize(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
+            copy(out + first * COLS, piece(), n * COLS * 4, cuda_);
             check(cudaStreamSynchronize(cuda_), "Reading a gradient failed");
         }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What travels between the GPUs of a run, and when. dev/WALK.md tells the same step by step.
+//
+//   gradients   after a bucket's backward: each rank sends every other rank what that one owns of them, and adds
+//               what it receives in the order of the ranks, in FP32, rounded once. So the sum has the bits of one
+//               GPU that adds up as many micro-batches, if sums are FP32.
+//   weights     --shard optimizer: after the update, each rank sends what it has updated.
+//               --shard all: before a stage (plan.h, weight_stages) computes, its matrices are gathered into one
+//               of two buffers, while the stage before still computes with the other.
+
+class Exchange {
+public:
+    Exchange(const Setup& s, const Arena& arena, State& state, Peers& peers, cudaStream_t compute)
+        : setup_(s), arena_(arena), state_(state), peers_(peers), compute_(compute),
+          stages_(weight_stages(s.config)), ready_(stages_.size()), codes_(gathers_codes(s)) {}
+
+    // --- Gradients
+    // Holds the computation back until it may write the gradients of a bucket; or, with none given, all.
+    void hold_bucket(int64_t bucket) const { travelled_[place_of(bucket)].hold(compute_); }
+    void hold_all() const {
+        for (const Event& e : travelled_) e.hold(compute_);
+    }
+    // The computation has launched all that writes a bucket's gradients of one micro-batch: adds them to the
+    // sums. `first` and `last`: micro-batch of the step.
+    void add_bucket(int64_t bucket, bool first, bool last) {
+        const BucketRange& b = state_.buckets[bucket];
+        const Format format = state_.gradient_quant.format;
+        const int64_t each = info(format).bytes;
+        uint8_t* const received = arena_.work<uint8_t>(Work::ReceivedGradients);
+        std::vector<Transfer> transfers, whole;
+        int64_t at = 0;
+        for (size_t i = b.first; i < b.last; i++) {
+            const Param& p = state_.params[i];
+            const int64_t mine = peers_.padded(p, peers_.rank) * each;
+            for (int64_t r = 0; r < peers_.count; r++) {
+                if (r == peers_.rank) continue;
+                transfers.push_back({r, gradient(i, r), peers_.padded(p, r) * each, received + at, mine});
+                at += mine;
+            }
+        }
+        peers_.follow();
+        peers_.exchange(Peers::Topic::Gradients, bucket, transfers);
+        at = 0;
+        for (size_t i = b.first; i < b.last; i++) {
+            const int64_t mine = peers_.padded(state_.params[i], peers_.rank) * each;
+            const bool all = setup_.shard == Shard::None;  // every rank gets the whole sum in the end
+            uint8_t* const sums = state_.gradient_sums(i);
+            uint8_t* const sum = sums + (all ? own(i, peers_.rank).first * each : 0);
+            add_gradients(sum, first, gradient(i, peers_.rank), received + at, format, mine / each,
+                          {peers_.rank, peers_.count}, peers_.stream());
+            at += (peers_.count - 1) * mine;
+            if (all && last) peers_.add_gather(state_.params[i], each, sum, sums, whole);
+        }
+        if (!whole.empty()) peers_.exchange(Peers::Topic::Sums, bucket, whole);
+        travelled_[place_of(bucket)].record(peers_.stream());
+    }
+
+    // --- Weights
+    // After an update, or after weights have been written: what this rank has changed goes to the others.
+    void weights_changed(bool updated) {
+        in_buffer_[0] = in_buffer_[1] = NONE;
+        if (!peers_.several()) return;
+        state_.combine_amaxes();
+        if (setup_.shard == Shard::None || !updated) return;
+        std::vector<size_t> vectors;
+        for (size_t i = 0; i < state_.params.size(); i++)
+            if (state_.params[i].rows == 1) vectors.push_back(i);
+        peers_.follow();
+        complete(Peers::Topic::Vectors, 0, vectors);
+        for (size_t stage = 0; stage < stages_.size() && setup_.shard == Shard::Optimizer; stage++) {
+            const bool again = setup_.config.tied && static_cast<int64_t>(stage) == head();
+            if (!again) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
+            ready_[stage].record(peers_.stream());
+        }
+        if (setup_.shard == Shard::All) peers_.join();
+    }
+    // The computation is about to launch what reads the weights of a stage. Holds it back until they are there,
+    // and begins to gather the stage that comes next (NONE: nothing).
+    static constexpr int64_t NONE = -1;
+    void use(int64_t stage, int64_t next, QuantStats* stats) {
+        if (!peers_.several()) return;
+        ready_[stage].hold(compute_);
+        if (setup_.shard != Shard::All) return;
+        if (in_buffer_[current_] != stage) {
+            current_ = !current_;
+            if (in_buffer_[current_] != stage) gather(stage, current_, stats);
+        }
+        gathered_[current_].hold(compute_);
+        if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
+    }
+    void use_all() {
+        for (const Event& e : ready_) e.hold(compute_);
+    }
+    int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
+
+private:
+    const Setup& setup_;
+    const Arena& arena_;
+    State& state_;
+    Peers& peers_;
+    const cudaStream_t compute_;
+    const std::vector<std::vector<size_t>> stages_;
+    std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
+    Event travelled_[3];           // by place of gradients: it may be written again
+    Event gathered_[2];            // by buffer
+    int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
+    bool current_ = false;         // the buffer that was used last
+    const bool codes_;  // weights of linear layers travel as FP8 codes
+
+    Slice own(size_t i, int64_t rank) const { return slice_of(state_.params[i].size(), rank, peers_.count); }
+    const uint8_t* gradient(size_t i, int64_t rank) const {  // of one micro-batch, what `rank` owns
+        return static_cast<const uint8_t*>(state_.gradient(i).codes) +
+               own(i, rank).first * info(state_.gradient_quant.format).bytes;
+    }
+    int place_of(int64_t bucket) const {  // as plan.cpp's place_bucket_gradients()
+        return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
+    }
+
+    // Weights that every rank keeps whole, and of which each has updated a part.
+    void complete(Peers::Topic topic, int64_t number, const std::vector<size_t>& params) {
+        const int64_t each = info(state_.compute.format).bytes;
+        std::vector<Transfer> transfers;
+        for (size_t i : params) {
+            uint8_t* const whole = state_.kept_weights(i);
+            peers_.add_gather(state_.params[i], each, whole + own(i, peers_.rank).first * each, whole, transfers);
+        }
+        peers_.exchange(topic, number, transfers);
+    }
+
+    // Gathers the matrices of a stage into a buffer: as FP8 codes, which each rank makes of its part with the
+    // scale of the whole, or as they are.
+    void gather(int64_t stage, bool buffer, QuantStats* stats) {
+        const int64_t size = arena_.place(Work::GatheredWeights).bytes / 2;
+        uint8_t* to = arena_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
+        std::vector<Transfer> transfers;
+        peers_.follow();
+        for (size_t i : stages_[stage]) {
+            const Param& p = state_.params[i];
+            const bool codes = codes_ && p.role.linear && !state_.some_without_scale;
+            const Quant quant = codes ? setup_.recipe.w : state_.compute;
+            const int64_t each = info(quant.format).bytes;
+            uint8_t* const mine = to + own(i, peers_.rank).first * each;
+            const View slice = state_.weight_slice(i);
+            if (codes && slice.rows)
+                quantize(stored(slice), {{mine, state_.weight_scale(i), slice.rows, slice.cols, quant}}, stats,
+                         peers_.stream());
+            else if (!codes)
+                copy(mine, slice.codes, own(i, peers_.rank).count * each, peers_.stream());
+            peers_.add_gather(p, each, mine, to, transfers);
+            state_.gathered[i] = {to, codes ? state_.weight_scale(i) : nullptr, p.rows, p.cols, quant};
+            to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
+        }
+        peers_.exchange(Peers::Topic::Gather, 2 * stage + buffer, transfers);
+        gathered_[buffer].record(peers_.stream());
+        in_buffer_[buffer] = stage;
     }
 };
 
@@ -354,7 +636,9 @@ struct NormLayer {
 };
 // A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs.
 struct Linear {
-    View weight, gradient;   // (out, in)
+    size_t param;            // number of the weight (out, in)
+    int64_t stage;           // of the weight, where weights are gathered
+    View gradient;           // (out, in)
     Vector bias;             // (out)
     TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
@@ -382,10 +666,10 @@ public:
     // Called as soon as backward has a bucket's gradients and no longer needs its weights.
     std::function<void(int64_t bucket)> bucket_done;
 
-    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Gemms& gemms,
-            cudaStream_t cuda)
+    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Exchange& exchange,
+            Gemms& gemms, cudaStream_t cuda)
         : config_(s.config), recipe_(s.recipe), formats_(linear_formats(s)), arena_(arena), state_(state),
-          gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
+          exchange_(exchange), gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
           embedding_(state.index("embedding")), head_(state.index(config_.tied ? "embedding" : "head")),
           positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
         uint8_t* cache = caches_weights_ ? arena.work<uint8_t>(Work::CachedWeights) : nullptr;
@@ -405,6 +689,7 @@ public:
         set_shape(batch);
         if (!state_.delayed()) state_.clear_amaxes();
         const Norm norm1 = norm_of(layers_[0].norm1, layers_[0].saved_norm1_input);
+        exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         gpu::embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, residual_after(norm1),
                                norm1, needs_amax(layers_[0].qkv.x), cuda_);
@@ -416,10 +701,11 @@ public:
     // them.
     void prepare() {
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
+        exchange_.use_all();
         for (const Layer& b : layers_)
             for (const Linear* w : {&b.qkv, &b.attention_out, &b.gate_up, &b.down}) {
                 take_weight_amax(*w);
-                quantize(stored(w->weight), cached_operand(*w), stats_of(Kind::Weight), cuda_);
+                quantize(stored(state_.weight(w->param)), cached_operand(*w), stats_of(Kind::Weight), cuda_);
             }
         cache_is_valid_ = true;
     }
@@ -452,7 +738,10 @@ public:
         end_bucket(0);
     }
 
-    View token_logits(int64_t token) { return head_logits(token, 1); }  // (1, padded_V)
+    View token_logits(int64_t token) {  // (1, padded_V)
+        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
+        return head_logits(token, 1);
+    }
 
     int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + state_.operand_scales(); }
 
@@ -475,6 +764,7 @@ private:
     const LinearFormats formats_;  // of the operands of every linear layer
     const Arena& arena_;
     State& state_;
+    Exchange& exchange_;
     Gemms& gemms_;
     cudaStream_t cuda_;
     const bool caches_weights_;
@@ -535,8 +825,7 @@ private:
         begin_bucket(b.bucket + 2);  // activation; gate and up projection; norm 2
         const Lazy dgate_up = activation_backward(config_.arch.gated, gate_up, dact);
         // Codes as large as the saved elements take their place.
-        const bool in_place = formats_.g.granularity == PER_TENSOR &&
-                              info(formats_.g.format).bytes == info(gate_up.quant.format).bytes;
+        const bool in_place = gate_up_gradient_in_place(state_.setup);
         g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
                              needs_amax(b.gate_up.g));
         dgrad(b.gate_up, g8, dx);
@@ -643,13 +932,21 @@ private:
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
+        const int64_t before = w.stage > 1 ? w.stage - 1 : Exchange::NONE;
+        exchange_.use(w.stage, use == Gemm::Dgrad ? before : w.stage + 1, stats_of(Kind::Weight));
         void* const place = arena_.work(Work::WeightOperand);
+        const View whole = state_.weight(w.param);
+        if (whole.quant.fp8()) {  // gathered as codes
+            if (use != Gemm::Dgrad) return {whole};
+            transpose_codes(whole, place, cuda_);
+            return describe(whole.rows, whole.cols, whole.quant, nullptr, place, w.w);
+        }
         take_weight_amax(w);
-        return operand(stored(w.weight), formats_.w, use == Gemm::Dgrad ? nullptr : place,
+        return operand(stored(whole), formats_.w, use == Gemm::Dgrad ? nullptr : place,
                        use == Gemm::Dgrad ? place : nullptr, w.w, Kind::Weight);
     }
     Operand cached_operand(const Linear& w) const {
-        const int64_t rows = w.weight.rows, cols = w.weight.cols;
+        const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
         return describe(rows, cols, formats_.w, w.cached_weight,
                         w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w);
     }
@@ -682,7 +979,7 @@ private:
     }
     // The optimizer leaves the amax of a weight, but not where scaling is delayed.
     void take_weight_amax(const Linear& w) const {
-        take_amax(stored(w.weight), state_.delayed() ? needs_amax(w.w) : nullptr);
+        take_amax(stored(state_.weight(w.param)), state_.delayed() ? needs_amax(w.w) : nullptr);
     }
 
     // --- Residual stream and attention
@@ -743,6 +1040,8 @@ private:
             in_fp32 ? View{arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32}
                     : gradient;
         float* losses = arena_.work<float>(Work::Losses);
+        exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE, stats_of(Kind::Weight));
+        if (backward) exchange_.hold_all();
         if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
@@ -793,6 +1092,7 @@ private:
     // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
     // their gradients are cleared. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
+        exchange_.hold_bucket(number);
         const BucketRange& bucket = state_.buckets[number];
         for (size_t i = bucket.first; first_ && i < bucket.last; i++) {
             const Param& p = state_.params[i];
@@ -817,15 +1117,16 @@ private:
                        const View& saved_x) const {
         const size_t i = state_.index(name);
         auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
-        const Linear w{state_.weight(i),
+        const Linear w{i,
+                       state_.params[i].bucket,  // each linear layer has a bucket and a stage of its own
                        state_.gradient(i),
                        config_.arch.bias ? make_vector(name + ".bias") : Vector{},
                        scale(LinearOperand::X),
-                       state_.delayed() ? scale(LinearOperand::W) : state_.scale(i),
+                       state_.weight_scale(i),
                        scale(LinearOperand::G),
                        cache,
                        saved_x};
-        const int64_t out = w.weight.rows, in = w.weight.cols;
+        const int64_t out = state_.params[i].rows, in = state_.params[i].cols;
         if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
         return w;
     }
@@ -865,8 +1166,9 @@ class Gpu : public Model {
 public:
     Gpu(const Setup& s, const GpuFacts& facts)
         : setup_(s), arena_(setup_, facts),
-          gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), state_(setup_, arena_, stream_),
-          network_(setup_, facts, arena_, state_, gemms_, stream_), tokens_(batch_tokens()),
+          gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), peers_(setup_, arena_, stream_),
+          state_(setup_, arena_, peers_, stream_), exchange_(setup_, arena_, state_, peers_, stream_),
+          network_(setup_, facts, arena_, state_, exchange_, gemms_, stream_), tokens_(batch_tokens()),
           targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1),
           norms_(buckets()) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
@@ -884,23 +1186,29 @@ public:
         network_.begin_delayed();
         network_.prepare();
         const Hooks hooks{network_};
-        if (!setup_.keep_gradients)
-            network_.bucket_done = [&](int64_t bucket) {
-                check_loss();
-                state_.update_bucket(bucket, adamw, results());
-                copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
-            };
-        for (int64_t a = 0; a < setup_.accumulate; a++) {
-            run(a, setup_.accumulate);
+        int64_t a = 0;
+        network_.bucket_done = [&](int64_t bucket) {
+            if (peers_.several()) exchange_.add_bucket(bucket, a == 0, a + 1 == setup_.accumulate);
+            if (setup_.keep_gradients) return;
+            peers_.join();
+            check_loss();
+            state_.update_bucket(bucket, adamw, results());
+            copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
+        };
+        if (!peers_.several() && setup_.keep_gradients) network_.bucket_done = nullptr;
+        for (; a < setup_.accumulate; a++) {
+            run(a, setup_.accumulate * peers_.count);
             if (setup_.keep_gradients) check_loss();
         }
+        peers_.join();
         if (setup_.keep_gradients) state_.update(adamw, results());
-        network_.end_delayed_step(results());
         network_.weights_changed();
+        exchange_.weights_changed(true);
+        network_.end_delayed_step(results());
         const Outcome& outcome = finish();
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
-        return {outcome.loss, outcome.gradients.norm, skipped, norm_correction()};
+        return {loss_of_all(outcome.loss), outcome.gradients.norm, skipped, norm_correction()};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -941,19 +1249,26 @@ public:
             state_.measure(state_.buckets[bucket], results()->stats);
         };
         run(0, 1);
+        peers_.join();
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
         stream_.wait();
+        add_weights_of_others(report.kinds[static_cast<int>(Kind::Weight)]);
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
     }
 
     // Gradients can be read from the end of a step to the next forward pass.
-    void read(const std::string& name, void* out) override { state_.read(name, out); }
+    void read(const std::string& name, void* out) override {
+        peers_.join();
+        state_.read(name, out);
+    }
     void write(const std::string& name, const void* in) override {
+        peers_.join();
         state_.write(name, in);
         network_.weights_changed();
+        exchange_.weights_changed(false);
     }
     const Setup& setup() const override { return setup_; }
 
@@ -967,7 +1282,9 @@ private:
     Stream stream_;
     Arena arena_;
     Gemms gemms_;
+    Peers peers_;
     State state_;
+    Exchange exchange_;
     Network network_;
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
@@ -990,6 +1307,25 @@ private:
         clear(results(), sizeof(Results), stream_);
         state_.initialize();
         network_.weights_changed();
+        exchange_.weights_changed(false);
+    }
+
+    // Each rank's loss is a mean over its own tokens, divided by the number of ranks.
+    double loss_of_all(double mine) const {
+        if (!peers_.several()) return mine;
+        double sum = 0;
+        for (double loss : setup_.group->all_gather(mine)) sum += loss;
+        return sum;
+    }
+    // Where weights travel as codes, each rank has measured those that it made.
+    void add_weights_of_others(QuantStats& mine) const {
+        if (!peers_.several() || setup_.shard != Shard::All || !gathers_codes(setup_)) return;
+        const std::vector<QuantStats> all = setup_.group->all_gather(mine);
+        mine = {};
+        for (const QuantStats& s : all) {
+            mine.signal += s.signal, mine.noise += s.noise;
+            mine.elements += s.elements, mine.saturated += s.saturated, mine.flushed += s.flushed;
+        }
     }
 
     // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
@@ -1022,12 +1358,13 @@ private:
     // while GEMMs are tuned or quantization is measured, when buckets are updated on the way, and as long as
     // an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's
     // gradient.
-    void run(int64_t micro_batch, int64_t accumulate) {
+    void run(int64_t micro_batch, int64_t micro_batches) {
         const int64_t N = setup_.B * setup_.T;
-        const bool first = micro_batch == 0;
+        // Several ranks sum what each micro-batch gives right away: every one assigns its gradients.
+        const bool first = micro_batch == 0 || peers_.several();
         upload(micro_batch * N, N);
         auto work = [&] {
-            network_.forward_and_backward(device_batch(), accumulate, first, &results()->outcome.loss);
+            network_.forward_and_backward(device_batch(), micro_batches, first, &results()->outcome.loss);
         };
         if (network_.stats || network_.bucket_done || tuning_ || state_.some_without_scale) work();
         else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
@@ -1071,8 +1408,9 @@ private:
 // Whether this GPU can run a setup
 
 int attribute(cudaDeviceAttr which) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
+    int device = 0, value = 0;
+    check(cudaGetDevice(&device), "Asking for the GPU failed");
+    check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
 int capability() {
@@ -1111,7 +1449,7 @@ GpuFacts facts_for(const Setup& s) {
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     require_memory(s, facts, static_cast<int64_t>(free));
-    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();
+    facts.cache_fp8_weights = caches_weights(s);
     facts.cache_fp8_weights = facts.cache_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
     return facts;
 }
@@ -1120,7 +1458,7 @@ Setup on_this_gpu(Setup s) {
     const bool fp8_gemm = capability() >= FP8_CAPABILITY;
     if (!fp8_gemm && s.recipe.x.fp8())
         std::fprintf(stderr,
-                     "This GPU has no FP8 matrix products, which begin with compute capability 8.9: linear "
+                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear "
                      "layers run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
@@ -1152,7 +1490,13 @@ std::string coat::why_no_gpu() {
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     const std::string missing = why_no_gpu();
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
-    gpu::check(cudaSetDevice(0), "Choosing the GPU failed");
+    const int local = setup.group ? setup.group->local() : 0;
+    int gpus = 0;
+    gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
+    if (local >= gpus)
+        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but this machine has only " +
+                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) + ".");
+    gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
     require_kernels(here);
     return std::make_unique<Gpu>(here, facts_for(here));

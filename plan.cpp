@@ -119,6 +119,10 @@ void validate(const Setup& s) {
         throw Error("--gradients none keeps no gradients to which --accumulate " +
                     std::to_string(s.accumulate) +
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
+    if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.granularity == PER_TENSOR)
+        throw Error(std::string("--optimizer ") + s.optimizer.name +
+                    " has one scale per tensor, which --shard cannot share out; use --shard none, or another "
+                    "--optimizer.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -179,29 +183,117 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
 
 namespace {
 
-// Elements whose gradients exist at the same time. With --gradients none that is the largest bucket, and in
-// addition the bucket of a tied embedding, to which the head adds first and the embedding last.
-int64_t gradient_elements(const Setup& s) {
-    int64_t all = 0, largest = 0;
+int64_t padded(const Slice& slice) { return round_up(slice.count, MOMENT_GROUP); }
+
+// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to its
+// gradient first and the embedding last.
+struct BucketElements {
+    int64_t largest = 0, embedding = 0;
+};
+BucketElements bucket_elements(const Setup& s) {
+    BucketElements e;
     const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
-    for (size_t b = 0; b < buckets.size(); b++) {
-        all += buckets[b].elements;
-        if (b > 0 || !s.config.tied) largest = std::max(largest, buckets[b].elements);
-    }
-    return s.keep_gradients ? all : largest + (s.config.tied ? buckets[0].elements : 0);
+    for (size_t b = 0; b < buckets.size(); b++)
+        if (b == 0 && s.config.tied) e.embedding = buckets[b].elements;
+        else e.largest = std::max(e.largest, buckets[b].elements);
+    return e;
 }
 
-int64_t padded_elements(const ModelConfig& c) {
-    const Param last = parameters(c).back();
-    return last.offset + last.padded_size();
+// Elements that this rank owns of a bucket, at most.
+int64_t largest_owned(const Setup& s) {
+    const std::vector<Param> params = parameters(s.config);
+    std::vector<int64_t> owned_of(static_cast<size_t>(params.back().bucket) + 1);
+    for (const Param& p : params) owned_of[p.bucket] += padded(owned(s, p));
+    return *std::max_element(owned_of.begin(), owned_of.end());
+}
+
+// Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
+int64_t gradient_elements(const Setup& s) {
+    if (s.keep_gradients) return state_elements(s);
+    const BucketElements e = bucket_elements(s);
+    return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
 }
 
 }  // namespace
 
+// -----------------------------------------------------------------------------------------------------------
+// Several ranks: what each keeps, and what travels
+
+std::vector<ShardPlace> shard_places(const Setup& s) {
+    std::vector<ShardPlace> table;
+    int64_t weight = 0, state = 0, chunk = 0;
+    for (const Param& p : parameters(s.config)) {
+        table.push_back({kept_weight(s, p), kept_state(s, p), weight, state, chunk});
+        weight += padded(table.back().weight);
+        state += padded(table.back().state);
+        chunk += ceil_div(p.size(), SHARD_CHUNK);
+    }
+    return table;
+}
+int64_t weight_elements(const Setup& s) {
+    const ShardPlace last = shard_places(s).back();
+    return last.weight_at + padded(last.weight);
+}
+int64_t state_elements(const Setup& s) {
+    const ShardPlace last = shard_places(s).back();
+    return last.state_at + padded(last.state);
+}
+int64_t shard_chunks(const ModelConfig& c) {
+    int64_t chunks = 0;
+    for (const Param& p : parameters(c)) chunks += ceil_div(p.size(), SHARD_CHUNK);
+    return chunks;
+}
+
+std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c) {
+    const std::vector<Param> params = parameters(c);
+    std::vector<std::vector<size_t>> stages(1);
+    for (size_t i = 0; i < params.size(); i++) {
+        if (params[i].rows == 1) continue;
+        if (params[i].bucket > 0) stages.push_back({i});
+        else stages[0].push_back(i);
+    }
+    if (c.tied) stages.push_back({0});
+    return stages;
+}
+
+bool gathers_codes(const Setup& s) {
+    const Quant w = linear_formats(s).w;
+    return w.fp8() && w.granularity == PER_TENSOR;
+}
+
+namespace {
+// as_codes: whether weights of linear layers travel as FP8 codes.
+int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
+    const std::vector<Param> params = parameters(s.config);
+    int64_t bytes = 0;
+    for (size_t i : stage) {
+        const bool codes = params[i].role.linear && as_codes;
+        const int64_t each = codes ? 1 : info(s.recipe.compute).bytes;
+        bytes += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+    }
+    return bytes;
+}
+}  // namespace
+
+Traffic traffic(const Setup& s) {
+    int64_t all = 0, gathered = 0;
+    for (const Param& p : parameters(s.config)) all += p.size();
+    const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
+    for (size_t i = 0; i < stages.size(); i++) {
+        const bool linear = i > 0 && i + 1 < stages.size();  // these are gathered for backward once more
+        gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
+    }
+    auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
+    const int64_t gradients = others(all * info(gradient_format(s)).bytes),
+                  weights = others(all * info(s.recipe.compute).bytes);
+    if (s.shard == Shard::None) return {gradients * (s.accumulate + 1), 0};
+    return {gradients * s.accumulate, s.shard == Shard::All ? others(gathered) * s.accumulate : weights};
+}
+
 // A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
-    const int64_t N = s.B * s.T, live = parameter_count(c), elements = padded_elements(c);
+    const int64_t N = s.B * s.T, live = parameter_count(c);
     const Format compute = s.recipe.compute, gradient = gradient_format(s);
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
@@ -210,8 +302,9 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const Param& p : parameters(c))
         for (int i = 0; i < 2; i++) {
             const Format f = p.moment(i == 0 ? s.optimizer.m : s.optimizer.v);
-            moment[i] += p.padded_size() * info(f).bytes;
-            moment_scales += s.optimizer.scales(f, p.size()) * 4 * (s.optimizer.expands(f) ? 2 : 1);
+            const Slice slice = kept_state(s, p);
+            moment[i] += padded(slice) * info(f).bytes;
+            moment_scales += s.optimizer.scales(f, slice.count) * 4 * (s.optimizer.expands(f) ? 2 : 1);
         }
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     auto format = [](Format f) { return std::string(" (") + info(f).name + ")"; };
@@ -219,9 +312,10 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
                                (s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
     const int64_t gradients = gradient_elements(s) * info(gradient).bytes;
     const std::string kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : elements * 2;
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state_elements(s) * 2;
     std::vector<MemoryRow> plan = {
-        {Category::Weights, "weights" + format(compute), elements * info(compute).bytes, "parameter", live},
+        {Category::Weights, "weights" + format(compute), weight_elements(s) * info(compute).bytes, "parameter",
+         live},
         {Category::Weights, "rest of the FP32 master weights", remainder, "parameter", live},
         {Category::Gradients, kept + format(gradient), gradients, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
@@ -285,9 +379,9 @@ enum Phase : uint32_t {  // in the order of phase_names()
     ACTIVATION_BACKWARD = 1 << 7, GATE_UP_DGRAD = 1 << 8, GATE_UP_WGRAD = 1 << 9,
     OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11,
     ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
-    EMBEDDING_BACKWARD = 1 << 16
+    EMBEDDING_BACKWARD = 1 << 16, UPDATE = 1 << 17
 };
-constexpr uint32_t ALWAYS = (1u << 17) - 1;
+constexpr uint32_t ALWAYS = (1u << 18) - 1;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_DOWN;
 constexpr uint32_t DGRADS = DOWN_DGRAD | GATE_UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
 constexpr uint32_t GATE_UP_BACKWARD = ACTIVATION_BACKWARD | GATE_UP_DGRAD | GATE_UP_WGRAD;
@@ -309,12 +403,6 @@ struct WorkRow {
     }
 };
 
-// The FP8 gradient of gate and up replaces the saved gate and up, if its codes are as large and have one
-// scale.
-bool gate_up_gradient_in_place(const Setup& s) {
-    const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
-    return same_size && s.recipe.x.granularity == PER_TENSOR;
-}
 // The gradient of q, k, v is written over the layer's saved gate and up if it is no larger: by then nothing
 // reads those any more.
 bool qkv_gradient_in_place(const Setup& s) {
@@ -362,6 +450,13 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
     const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
 
+    int64_t stage = 0;  // several ranks
+    const bool codes = gathers_codes(s) && r.scaling == Scaling::JustInTime;  // delayed scales: not at first
+    for (const auto& matrices : weight_stages(c)) stage = std::max(stage, stage_bytes(s, matrices, codes));
+    const bool several = s.ranks > 1, gathers = several && s.shard == Shard::All;
+    const int64_t received = several ? (s.ranks - 1) * largest_owned(s) * info(gradient_format(s)).bytes : 0;
+    const uint32_t norm = s.keep_gradients ? uint32_t(UPDATE) : ALWAYS;
+
     // W(name) is the buffer and its name in the print-out.
 #define W(name) Work::name, #name
     return {
@@ -378,6 +473,11 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Segments), params * 128, {{ALWAYS, "AdamW's table of parameters"}}},
         {W(Results), 16 << 10, {{ALWAYS, "loss, gradient norm and report, for the host"}}},
         {W(CachedWeights), cached ? all_weights : 0, {{ALWAYS, "FP8 weights of all layers, and transposes"}}},
+
+        {W(GatheredWeights), gathers ? 2 * stage : 0,
+         {{ALWAYS, "whole weights of a linear layer, and of the next one"}}},
+        {W(ReceivedGradients), received, {{ALWAYS, "gradients of a bucket, from the other ranks"}}},
+        {W(RankScales), several ? s.ranks * (params + 12 * c.L) * 16 : 0, {{ALWAYS, "amaxes of all ranks"}}},
 
         {W(Residual), groups ? N * C * compute : 0, {{FORWARD, "residual stream in the compute dtype"}}},
         {W(InputOperand), either_way(q.x, N, operand_cols),
@@ -423,6 +523,8 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0,
          {{DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD, "partial sums of bias gradients"}}},
         {W(EmbeddingPartials), s.B * s.T * C * 4, {{EMBEDDING_BACKWARD, "partial sums of its gradient"}}},
+        {W(GradientSquares), s.ranks * (shard_chunks(c) + 1) * 8,
+         {{norm, "sums of squared gradients, by chunks and ranks"}}},
     };
 #undef W
 }
@@ -462,8 +564,10 @@ int64_t layers_alive(const ModelConfig& c, const Param& p) {
 int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     if (s.accumulate > 1) return s.config.L * layer_bytes;
     int64_t offset = 0, each = info(gradient_format(s)).bytes;
-    for (const Param& p : parameters(s.config))
-        offset = std::max(offset, layers_alive(s.config, p) * layer_bytes - p.offset * each);
+    const std::vector<Param> params = parameters(s.config);
+    const std::vector<ShardPlace> shards = shard_places(s);
+    for (size_t i = 0; i < params.size(); i++)
+        offset = std::max(offset, layers_alive(s.config, params[i]) * layer_bytes - shards[i].state_at * each);
     return round_up(offset, GPU_ALIGNMENT);
 }
 
@@ -480,17 +584,19 @@ private:
     int64_t end_ = 0;
 };
 
-// The gradients of all buckets share one place; those of a tied embedding have their own (gradient_elements).
+// Gradients that are not kept. All buckets share one place; with several ranks they alternate between two, so
+// that one travels while the next is computed. Those of a tied embedding have their own.
 void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const int64_t each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
-    const int64_t own = s.config.tied ? buckets[0].elements : 0;
-    const int64_t shared = memory.take((gradient_elements(s) - own) * each).offset;
-    const int64_t embedding = s.config.tied ? memory.take(own * each).offset : shared;
+    const BucketElements e = bucket_elements(s);
+    const int64_t even = memory.take(e.largest * each).offset,
+                  odd = s.ranks > 1 ? memory.take(e.largest * each).offset : even;
+    const int64_t embedding = s.config.tied ? memory.take(e.embedding * each).offset : even;
     for (const Param& p : params) {
-        const int64_t in_bucket = (p.offset - buckets[p.bucket].offset) * each;
-        layout.gradients.push_back((p.bucket ? shared : embedding) + in_bucket);
+        const int64_t place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
+        layout.gradients.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
     }
 }
 
@@ -501,14 +607,15 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const int64_t first = memory.end();
     for (const auto& [places, wanted] : moments)
         for (const Param& p : params)
-            places->push_back({memory.take(p.padded_size() * info(p.moment(wanted)).bytes).offset, 0, 0});
+            places->push_back(
+                {memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
     layout.moments = {first, memory.end() - first};
     // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
     const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
     for (const auto& [places, wanted] : moments)
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
-            const int64_t scales = o.scales(format, params[i].size());
+            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
             if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
             if (o.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
         }
@@ -516,6 +623,11 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
 }
 
 }  // namespace
+
+bool gate_up_gradient_in_place(const Setup& s) {
+    const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
+    return same_size && s.recipe.x.granularity == PER_TENSOR;
+}
 
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     std::vector<BucketRange> table;
@@ -527,13 +639,17 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
+bool caches_weights(const Setup& s) {
+    return s.accumulate > 1 && linear_formats(s).w.fp8() && (s.shard != Shard::All || s.ranks == 1);
+}
 int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
-    const int64_t compute = info(s.recipe.compute).bytes, elements = padded_elements(s.config);
+    const int64_t compute = info(s.recipe.compute).bytes, elements = state_elements(s);
     GpuLayout layout{};
     Allocation memory;
-    layout.weights = memory.take(elements * compute);
+    layout.shards = shard_places(s);
+    layout.weights = memory.take(weight_elements(s) * compute);
     layout.remainder = memory.take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
     place_moments(s, memory, layout);
     const bool delayed = s.recipe.scaling == Scaling::Delayed;
@@ -543,17 +659,26 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
         layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
-    const int64_t saved = s.config.L * layout.layer_bytes;
+    const int64_t saved = s.config.L * layout.layer_bytes, each = info(gradient_format(s)).bytes;
+    const std::vector<Param> params = parameters(s.config);
+    const std::vector<BucketRange> buckets = bucket_ranges(params);
+    const bool several = s.ranks > 1;
     if (s.keep_gradients) {
-        const int64_t first = gradients_offset(s, layout.layer_bytes), each = info(gradient_format(s)).bytes;
+        const int64_t first = gradients_offset(s, layout.layer_bytes);
         const Place both = memory.take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
-        for (const Param& p : parameters(s.config))
-            layout.gradients.push_back(both.offset + first + p.offset * each);
         layout.shared = saved + elements * each - both.bytes;
+        for (const BucketRange& b : buckets)
+            layout.sums.push_back(both.offset + first + layout.shards[b.first].state_at * each);
+        for (const Param& p : params)
+            if (!several) layout.gradients.push_back(both.offset + first + p.offset * each);
     } else {
         layout.saved = memory.take(saved);
-        place_bucket_gradients(s, memory, layout);
+    }
+    if (several || !s.keep_gradients) place_bucket_gradients(s, memory, layout);
+    if (!s.keep_gradients) {
+        const int64_t sum = several ? memory.take(gradient_elements(s) * each).offset : 0;
+        for (const BucketRange& b : buckets) layout.sums.push_back(several ? sum : layout.gradients[b.first]);
     }
     layout.final_norm_input = memory.take(N * s.config.C * compute);
     const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = memory.take(work_bytes).offset;
@@ -575,6 +700,12 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
         plan.push_back({Category::Workspace, name, bytes, per, count});
     };
     if (cached) add("cached FP8 weights and their transposes", cached, "parameter", parameters);
+    if (s.ranks > 1) {
+        const BucketElements e = bucket_elements(s);
+        const int64_t elements = 2 * e.largest + e.embedding;
+        add("gradients of two buckets, on their way", elements * info(gradient_format(s)).bytes, "parameter",
+            parameters);
+    }
     add("operands, gradients of one layer, logits", others, "token", tokens);
     add("GEMM scratch, scales, tokens", always, "token", tokens);
     if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
@@ -603,7 +734,8 @@ const std::vector<std::string>& phase_names() {
                                                    "backward: rotary positions",
                                                    "backward: q, k, v projection, dgrad; norm 1",
                                                    "backward: q, k, v projection, wgrad",
-                                                   "backward: embedding"};
+                                                   "backward: embedding",
+                                                   "update: gradient norm, AdamW"};
     return names;
 }
 
@@ -612,21 +744,27 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     const uint32_t backward = ALWAYS & ~FORWARD & ~HEAD;
     const Place gate_up = gate_up_gradient_in_place(s) ? layout.saved : Place{};
     const Place qkv = qkv_gradient_in_place(s) ? layout.saved : Place{};
-    const Place gradients{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
+    const Place gradients{*std::min_element(layout.sums.begin(), layout.sums.end()),
                           gradient_elements(s) * info(gradient_format(s)).bytes};
+    const BucketElements e = bucket_elements(s);
+    const Place travelling{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
+                           s.ranks > 1 ? (2 * e.largest + e.embedding) * info(gradient_format(s)).bytes : 0};
     const std::vector<BufferRow> all = {
         {"weights", "weights", layout.weights, ALWAYS},
         {"remainder", "rest of the FP32 master weights", layout.remainder, ALWAYS},
         {"moments", "first and second moments", layout.moments, ALWAYS},
         {"scales", "max and k of the moments", layout.scales, ALWAYS},
         {"delayed", "amaxes of earlier steps", layout.delayed, ALWAYS},
-        {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD},
+        {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD & ~UPDATE},
         {"saved", "over the saved gate and up: operand g, their gradient", gate_up, GATE_UP_BACKWARD},
         {"saved", "over the saved gate and up: gradient of q, k, v", qkv, ATTENTION_BACKWARD | QKV_BACKWARD},
         {"gradients", layout.shared ? "gradients, over activations that are no longer needed" : "gradients",
          gradients, backward | HEAD},
+        {"gradients", "gradients of two buckets, before they are summed over the ranks", travelling,
+         backward | HEAD},
         {"final_norm_input", "input of the final norm", layout.final_norm_input, FORWARD_DOWN | HEAD},
-        {"final_norm_input", "gradient of the residual stream", layout.final_norm_input, backward | HEAD}};
+        {"final_norm_input", "gradient of the residual stream", layout.final_norm_input,
+         (backward | HEAD) & ~UPDATE}};
     std::vector<BufferRow> table;
     for (const BufferRow& row : all)
         if (row.place.bytes) table.push_back(row);
@@ -763,7 +901,7 @@ double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 GpuFacts facts_without_gpu(const Setup& s) {  // weights are cached where memory allows
     GpuFacts facts;
-    facts.cache_fp8_weights = s.accumulate > 1 && linear_formats(s).w.fp8();
+    facts.cache_fp8_weights = caches_weights(s);
     return facts;
 }
 
@@ -781,7 +919,7 @@ void print_note(const std::string& text) {  // in lines of at most 110 columns
 std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
     if (phases == ALWAYS) return "all";
     std::string text;
-    for (int first = 0, last; first < 17; first = last + 1) {
+    for (int first = 0, last; first < 18; first = last + 1) {
         last = first;
         if (!(phases >> first & 1)) continue;
         while (phases >> (last + 1) & 1) last++;
@@ -873,6 +1011,13 @@ void print_memory_plan(const Setup& s) {
     for (const MemoryRow& row : gpu)
         if (row.category == Category::Workspace) line(row.name, row.bytes);
     line("total", total_bytes(gpu));
+    if (s.ranks > 1) {
+        const Traffic bytes = traffic(s);
+        std::printf("\n  Each of %lld GPUs sends in a step (and receives)    MiB\n",
+                    static_cast<long long>(s.ranks));
+        line("gradients", bytes.gradients);
+        line("weights", bytes.weights);
+    }
     const double C = static_cast<double>(s.config.C);
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %.0f\n"

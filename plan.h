@@ -88,6 +88,9 @@ enum class Work : uint8_t {
     Segments,
     Results,
     CachedWeights,
+    GatheredWeights,
+    ReceivedGradients,
+    RankScales,
     // in some of its phases
     Residual,
     InputOperand,
@@ -107,6 +110,7 @@ enum class Work : uint8_t {
     AttentionScratch,
     ColumnPartials,
     EmbeddingPartials,
+    GradientSquares,
     Count
 };
 
@@ -123,6 +127,30 @@ struct MomentPlace {
     int64_t codes, max, k;  // offsets
 };
 
+// Where a rank has its part of a parameter, in elements. With one rank both orders are the flat order.
+struct ShardPlace {
+    Slice weight, state;  // kept_weight(), kept_state()
+    int64_t weight_at;    // of the slice `weight`, among all weights of the rank
+    int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
+    int64_t chunk;        // number of the parameter's first chunk (SHARD_CHUNK) among those of all parameters
+};
+std::vector<ShardPlace> shard_places(const Setup& s);
+int64_t weight_elements(const Setup& s);  // of one rank, padded to groups of moments
+int64_t state_elements(const Setup& s);
+int64_t shard_chunks(const ModelConfig& c);
+
+// Matrices that are gathered together, one stage after the other, where weights are shared out: embeddings,
+// each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of parameters.
+std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
+// Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand. (Delayed
+// scaling has none in the first step.)
+bool gathers_codes(const Setup& s);
+// Bytes that one GPU sends in a step; it receives as many.
+struct Traffic {
+    int64_t gradients, weights;
+};
+Traffic traffic(const Setup& s);
+
 struct GpuFacts {
     int64_t multiprocessors = 132;   // of an H100 or H200
     bool cache_fp8_weights = false;  // make all FP8 weights once per step; else when needed
@@ -133,8 +161,13 @@ struct GpuLayout {
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer
     Place work[static_cast<int>(Work::Count)];
-    std::vector<int64_t> gradients;  // offsets by parameter; if not kept, buckets share a place
+    // By parameter: where gradients are written. With several ranks, or if they are not kept, buckets share
+    // places.
+    std::vector<int64_t> gradients;
+    // Where the updates read them, by bucket: with several ranks, the sums of what this rank keeps.
+    std::vector<int64_t> sums;
     std::vector<MomentPlace> m, v;   // by parameter
+    std::vector<ShardPlace> shards;  // by parameter
     std::vector<Place> saved_codes;  // as in saved_per_layer(), from the layer's first byte; scales follow
     int64_t layer_bytes;             // of saved, for one layer
     int64_t shared;                  // bytes of gradients that lie where saved activations were
@@ -145,9 +178,12 @@ struct GpuLayout {
 struct BucketRange {
     size_t first, last;
     int64_t offset, elements;
+    int64_t end() const { return offset + elements; }
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
+// Whether all FP8 weights are made once per step, where memory allows: if several micro-batches use them.
+bool caches_weights(const Setup& s);
 // Rows that buffers are made for: the tokens of a micro-batch, rounded up to a multiple of 16, because FP8
 // GEMMs need that.
 int64_t gpu_tokens(const Setup& s);
@@ -178,6 +214,9 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
 
 // The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
+// The FP8 gradient of gate and up replaces the saved gate and up, if its codes are as large and have one
+// scale.
+bool gate_up_gradient_in_place(const Setup& s);
 // Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
 // quantized in groups.
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;

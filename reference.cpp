@@ -15,6 +15,8 @@
 // result is the same for any number of threads.
 #include "reference.h"
 
+#include "ranks.h"
+
 #include <malloc.h>
 
 #include <algorithm>
@@ -1065,25 +1067,35 @@ private:
 
 // ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
+//
+// With several ranks, each computes the gradients of its own micro-batches. It sums and updates what it owns
+// of each parameter (coat.h, owned()). This is the reference of the arithmetic, not of the memory: whatever
+// is shared out, the network has all weights on every rank.
 
 class Reference : public Model {
 public:
-    explicit Reference(const Setup& setup) : setup_(setup), network_(setup) {
+    explicit Reference(const Setup& setup)
+        : setup_(setup), network_(setup), sums_(network_.params.size()) {
         for (size_t i = 0; i < network_.params.size(); i++) {
             const Param& p = network_.params[i];
             const OptimizerFormat& o = setup.optimizer;
+            const Slice weight = kept_weight(setup, p), state = kept_state(setup, p);
             State& s = states_.emplace_back();
-            s.weight.resize(p.size());
-            s.remainder.resize(setup.master ? p.size() : 0);
-            s.m.init(p.moment(o.m), o.expand, p.size(), o.granularity);
-            s.v.init(p.moment(o.v), o.expand, p.size(), o.granularity);
+            s.weight.resize(weight.count);
+            s.remainder.resize(setup.master ? state.count : 0);
+            s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
+            s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
                 const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
-                int16_t remainder;
-                split_master(x, &s.weight[e], setup.master ? &s.remainder[e] : &remainder);
+                uint16_t upper;
+                int16_t lower;
+                split_master(x, &upper, &lower);
+                network_.weights[i][e] = in_fp32() ? x : from_bf16(upper);
+                const int64_t w = e - weight.first, r = e - state.first;
+                if (w >= 0 && w < weight.count) s.weight[w] = upper;
+                if (setup.master && r >= 0 && r < state.count) s.remainder[r] = lower;
             }
-            refresh(i);
         }
         clear_gradients();
     }
@@ -1091,39 +1103,45 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T;
         for (const int32_t* t : {tokens, targets}) check(t, setup_.accumulate * N);
-        clear_gradients();
         network_.begin();
         double squares = 0;  // sum over the gradients so far
         bool skipped = false;
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
-            double here = 0;
-            for (size_t i : parameters_of(bucket))
-                for (float x : network_.gradients[i]) here += double(x) * x;
+            const double here = squares_of(bucket);
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
+            for (const auto& finite : all_gather(std::vector<char>{network_.finite}))
+                network_.finite = network_.finite && finite[0];
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
             skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
             if (!skipped) update(bucket, adamw, norm);
         };
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
-        if (!setup_.keep_gradients) {
-            norms.resize(network_.params.back().bucket + 1);
+        if (!setup_.keep_gradients) norms.resize(network_.params.back().bucket + 1);
+        const double all_tokens = double(N * setup_.accumulate * setup_.ranks);
+        std::vector<double> losses;
+        for (int64_t a = 0; a < setup_.accumulate; a++) {
+            if (a == 0 || setup_.group) clear_gradients();
             network_.bucket_done = [&](int64_t bucket) {
+                if (setup_.group) exchange_gradients(bucket, a == 0, a == setup_.accumulate - 1);
+                if (setup_.keep_gradients) return;
                 update_if_finite(bucket, norm_correction_at(adamw, bucket));
                 release_gradients(bucket);
                 norms[bucket] = std::sqrt(squares);
             };
+            losses.push_back(
+                network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / all_tokens));
         }
-        const double scale = 1.0 / double(N * setup_.accumulate);
-        double loss = 0;
-        for (int64_t a = 0; a < setup_.accumulate; a++)
-            loss += network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, scale);
         network_.bucket_done = nullptr;
         if (setup_.keep_gradients) update_if_finite(ALL, 1);
-        if (!skipped) network_.end_delayed_step();
-        return {loss / double(N * setup_.accumulate), std::sqrt(squares), skipped,
+        if (!skipped) end_delayed_step();
+        double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
+        const auto of_ranks = all_gather(losses);
+        for (int64_t a = 0; a < setup_.accumulate; a++)
+            for (const auto& of_rank : of_ranks) loss += of_rank[a];
+        return {loss / all_tokens, std::sqrt(squares), skipped,
                 norms.empty() ? norms : norm_corrections_of(norms)};
     }
 
@@ -1164,20 +1182,22 @@ public:
 
     void read(const std::string& name, void* out) override {
         const auto [data, bytes] = find(name);
-        std::memcpy(out, data, bytes);
+        if (bytes) std::memcpy(out, data, bytes);
     }
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name);
-        std::memcpy(data, in, bytes);
-        refresh(param_of(network_.params, name));
+        if (bytes) std::memcpy(data, in, bytes);
+        const size_t i = param_of(network_.params, name);
+        const std::string& weight = network_.params[i].name;
+        if (name == weight || name == weight + ".remainder") refresh({i});
     }
 
     const Setup& setup() const override { return setup_; }
 
 private:
-    struct State {  // of one parameter
-        std::vector<uint16_t> weight;
-        std::vector<int16_t> remainder;  // empty without a master
+    struct State {  // what this rank keeps of one parameter
+        std::vector<uint16_t> weight;    // kept_weight()
+        std::vector<int16_t> remainder;  // kept_state(), as the moments; empty without a master
         Moment m, v;
     };
     static constexpr int64_t CHUNK = 32 * MOMENT_GROUP;  // elements that one thread updates at a time
@@ -1186,19 +1206,15 @@ private:
     Setup setup_;
     Network<float> network_;
     std::vector<State> states_;
+    std::vector<Floats> sums_;  // with several ranks: gradients of what this one owns, by parameter
+
+    bool in_fp32() const { return setup_.recipe.compute == Format::F32; }
+    bool sharded() const { return setup_.group && setup_.shard != Shard::None; }
 
     void check(const int32_t* tokens, int64_t n) const {
         if (std::any_of(tokens, tokens + n, [&](int32_t t) { return t < 0 || t >= setup_.config.V; }))
             throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
                         "; choose --data and --model that belong together.");
-    }
-
-    // The weights that the network computes with, in the compute dtype.
-    void refresh(size_t i) {
-        const State& s = states_[i];
-        const bool fp32 = setup_.recipe.compute == Format::F32;
-        for (size_t e = 0; e < s.weight.size(); e++)
-            network_.weights[i][e] = fp32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
     }
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
@@ -1216,6 +1232,137 @@ private:
         for (size_t i : parameters_of(bucket)) Floats().swap(network_.gradients[i]);
     }
 
+    // --- Several ranks: what they tell each other ---
+
+    template <class T>
+    static void append(Bytes& bytes, const T* from, int64_t n) {
+        const auto* begin = reinterpret_cast<const uint8_t*>(from);
+        bytes.insert(bytes.end(), begin, begin + n * int64_t(sizeof(T)));
+    }
+
+    // The values of all ranks, in their order.
+    template <class T>
+    std::vector<std::vector<T>> all_gather(const std::vector<T>& mine) const {
+        if (!setup_.group) return {mine};
+        Bytes bytes;
+        append(bytes, mine.data(), int64_t(mine.size()));
+        std::vector<std::vector<T>> all;
+        for (const Bytes& theirs : setup_.group->all_gather(bytes)) {
+            const T* begin = reinterpret_cast<const T*>(theirs.data());
+            all.emplace_back(begin, begin + theirs.size() / sizeof(T));
+        }
+        return all;
+    }
+
+    // Makes arrays whole of which every rank has the part that it owns: one array for each parameter, with
+    // one value for `per` elements.
+    template <class T>
+    void make_whole(const std::vector<size_t>& which, int64_t per,
+                    std::vector<std::vector<T>>& arrays) const {
+        auto part = [&](size_t i, int64_t rank) {
+            const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
+            const int64_t first = ceil_div(s.first, per);
+            return Slice{first, ceil_div(s.first + s.count, per) - first};
+        };
+        std::vector<T> mine;
+        for (size_t i : which) {
+            const auto begin = arrays[i].begin() + part(i, setup_.rank).first;
+            mine.insert(mine.end(), begin, begin + part(i, setup_.rank).count);
+        }
+        const auto all = all_gather(mine);
+        for (int64_t rank = 0; rank < setup_.ranks; rank++) {
+            auto from = all[rank].begin();
+            for (size_t i : which) {
+                const Slice to = part(i, rank);
+                std::copy(from, from + to.count, arrays[i].begin() + to.first);
+                from += to.count;
+            }
+        }
+    }
+
+    // After every micro-batch: sends each rank what it owns of the bucket's gradients. What the ranks send
+    // here is added in FP32 in their order, and rounded once: sum = round(sum + g_0 + g_1 + ...). After the
+    // last micro-batch, the gradients become the sums, as kept_state().
+    void exchange_gradients(int64_t bucket, bool first, bool last) {
+        const std::vector<size_t> which = parameters_of(bucket);
+        std::vector<Bytes> to(setup_.ranks);
+        for (int64_t rank = 0; rank < setup_.ranks; rank++)
+            for (size_t i : which) {
+                const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
+                append(to[rank], network_.gradients[i].data() + s.first, s.count);
+            }
+        const std::vector<Bytes> from = setup_.group->exchange(std::move(to));
+        const Format format = gradient_format(setup_);
+        int64_t at = 0;
+        for (size_t i : which) {
+            const Slice own = owned(setup_, network_.params[i]);
+            Floats& sum = sums_[i];
+            if (first) sum.assign(own.count, 0.0f);
+            for (int64_t e = 0; e < own.count; e++, at++) {
+                for (const Bytes& g : from) sum[e] += reinterpret_cast<const float*>(g.data())[at];
+                sum[e] = round_to(format, sum[e]);
+            }
+            if (last && sharded()) network_.gradients[i].swap(sum);
+            else if (last) std::copy(sum.begin(), sum.end(), network_.gradients[i].begin() + own.first);
+        }
+        if (last && !sharded()) make_whole(which, 1, network_.gradients);
+    }
+
+    // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. So it
+    // has the same bits for any number of ranks.
+    double squares_of(int64_t bucket) const {
+        const std::vector<size_t> which = parameters_of(bucket);
+        std::vector<std::vector<double>> chunks(states_.size());
+        for (size_t i : which) {
+            const Floats& gradient = network_.gradients[i];
+            const int64_t first = kept_state(setup_, network_.params[i]).first;
+            chunks[i].resize(ceil_div(network_.params[i].size(), SHARD_CHUNK));
+            for (size_t e = 0; e < gradient.size(); e++)
+                chunks[i][(first + int64_t(e)) / SHARD_CHUNK] += double(gradient[e]) * gradient[e];
+        }
+        if (sharded()) make_whole(which, SHARD_CHUNK, chunks);
+        double sum = 0;
+        for (size_t i : which)
+            for (double chunk : chunks[i]) sum += chunk;
+        return sum;
+    }
+
+    // The weights that the network computes with, in the compute dtype: each rank makes those whose masters
+    // it has. If these are shared out, BF16 weights of other ranks that are kept here follow.
+    void refresh(const std::vector<size_t>& which) {
+        for (size_t i : which) {
+            const State& s = states_[i];
+            const Param& p = network_.params[i];
+            const Slice state = kept_state(setup_, p);
+            const uint16_t* w = s.weight.data() + (state.first - kept_weight(setup_, p).first);
+            for (int64_t e = 0; e < state.count; e++)
+                network_.weights[i][state.first + e] =
+                    in_fp32() ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+        }
+        if (!sharded()) return;
+        make_whole(which, 1, network_.weights);
+        for (size_t i : which) {
+            const Slice weight = kept_weight(setup_, network_.params[i]);
+            int16_t unused;
+            for (int64_t e = 0; e < weight.count; e++)
+                split_master(network_.weights[i][weight.first + e], &states_[i].weight[e], &unused);
+        }
+    }
+
+    // Delayed scaling: the amaxes of the step are those of all ranks.
+    void end_delayed_step() {
+        Floats mine;
+        for (const auto& operands : network_.delayed)
+            for (const DelayedScale& d : operands) mine.push_back(d.amax);
+        const bool delays = setup_.recipe.scaling == Scaling::Delayed;
+        for (const Floats& theirs : delays ? all_gather(mine) : std::vector<Floats>())
+            for (size_t i = 0; i < mine.size(); i++) {
+                DelayedScale& d = network_.delayed[i / OPERANDS][i % OPERANDS];
+                d.amax = std::max(d.amax, theirs[i]);
+            }
+        network_.end_delayed_step();
+    }
+
     // Runs work(first, n) for the chunks of a parameter, in parallel. Chunks end where groups of moments end.
     template <class Work>
     static void for_chunks(int64_t size, Work work) {
@@ -1231,10 +1378,12 @@ private:
             const Param& p = network_.params[i];
             State& s = states_[i];
             const AdamWFactors f = adamw_factors(a, p.role.decay, norm);
-            Floats m(p.size()), v(p.size());
-            for_chunks(p.size(), [&](int64_t first, int64_t n) {
+            const Slice state = kept_state(setup_, p);
+            uint16_t* const weights = s.weight.data() + (state.first - kept_weight(setup_, p).first);
+            Floats m(state.count), v(state.count);
+            for_chunks(state.count, [&](int64_t first, int64_t n) {
                 float master[CHUNK];
-                uint16_t* w = &s.weight[first];
+                uint16_t* w = weights + first;
                 for (int64_t e = 0; e < n; e++)
                     master[e] = setup_.master ? join_master(w[e], s.remainder[first + e]) : from_bf16(w[e]);
                 s.m.load(first, n, &m[first]);
@@ -1242,30 +1391,31 @@ private:
                 adamw(f, n, &network_.gradients[i][first], master, &m[first], &v[first]);
                 for (int64_t e = 0; e < n; e++)
                     if (setup_.master) split_master(master[e], &w[e], &s.remainder[first + e]);
-                    else w[e] = round_stochastically(master[e], key, p.offset + first + e);
+                    else w[e] = round_stochastically(master[e], key, p.offset + state.first + first + e);
             });
-            s.m.fit_tensor(p.size(), m.data());
-            s.v.fit_tensor(p.size(), v.data());
-            for_chunks(p.size(), [&](int64_t first, int64_t n) {
+            s.m.fit_tensor(state.count, m.data());
+            s.v.fit_tensor(state.count, v.data());
+            for_chunks(state.count, [&](int64_t first, int64_t n) {
                 s.m.store(first, n, &m[first], false);
                 s.v.store(first, n, &v[first], setup_.optimizer.keep_positive);
             });
-            refresh(i);
         }
+        refresh(parameters_of(bucket));
     }
 
     // The quantization error of the moments that a step would store, and the expansion factors of those
     // stored now.
     void measure_moments(size_t i, QuantReport& report) const {
         State s = states_[i];
-        const int64_t n = network_.params[i].size();
+        const auto [begin, n] = kept_state(setup_, network_.params[i]);
+        if (n == 0) return;
         report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
         report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
         Floats unused(n), m(n), v(n);
         s.m.load(0, n, m.data());
         s.v.load(0, n, v.data());
         const AdamWFactors f = adamw_factors({1, 0.0f}, false, 0);
-        adamw(f, n, network_.gradients[i].data(), unused.data(), m.data(), v.data());
+        adamw(f, n, network_.gradients[i].data() + begin, unused.data(), m.data(), v.data());
         s.m.fit_tensor(n, m.data());
         s.v.fit_tensor(n, v.data());
         QuantStats* kinds = report.kinds;
@@ -1281,7 +1431,8 @@ private:
         const std::string suffix = name.substr(network_.params[i].name.size());
         if (suffix.empty()) return bytes_of(s.weight);
         if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        if (suffix == ".gradient" && setup_.keep_gradients) return bytes_of(network_.gradients[i]);
+        if (suffix == ".gradient" && setup_.keep_gradients)
+            return {network_.gradients[i].data(), 4 * kept_state(setup_, network_.params[i]).count};
         for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
             if (suffix == begin) return bytes_of(moment->codes);
             if (suffix == begin + ".max") return bytes_of(moment->max);

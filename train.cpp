@@ -1,8 +1,8 @@
 // train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
 //
-// In order: generated text, the log, the training loop, what the flags make of a run, and main. This file
-// knows models through coat.h's Model, files through data/, the command line through flags.h. It contains no
-// CUDA and no file format.
+// In order: generated text, the log, several ranks, the training loop, what the flags make of a run, and
+// main. This file knows models through coat.h's Model, files through data/, the command line through flags.h.
+// It contains no CUDA and no file format.
 #include "flags.h"
 
 #include <fcntl.h>
@@ -21,6 +21,7 @@
 #include <fstream>
 #include <new>
 #include <random>
+#include <thread>
 
 #include "coat.h"
 #include "data/checkpoint.h"
@@ -28,6 +29,7 @@
 #include "data/json.h"
 #include "data/tokens.h"
 #include "plan.h"
+#include "ranks.h"
 
 #ifndef COAT_CUDA  // built without nvcc: there is no model.cu
 namespace coat {
@@ -137,7 +139,46 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// The training loop
+// What the ranks of a run tell each other. With one rank, `group` is null.
+
+std::vector<std::string> texts_of_ranks(Ranks* group, const std::string& mine) {
+    if (!group) return {mine};
+    std::vector<std::string> all;
+    for (const Bytes& theirs : group->all_gather(Bytes(mine.begin(), mine.end())))
+        all.emplace_back(theirs.begin(), theirs.end());
+    return all;
+}
+
+template <class T>
+std::vector<T> values_of_ranks(Ranks* group, T mine) {
+    return group ? group->all_gather(mine) : std::vector<T>{mine};
+}
+
+// Of several ranks, each has measured the moments that it keeps.
+void merge_moments(QuantReport& report, const Setup& setup) {
+    if (!setup.group || setup.shard == Shard::None) return;
+    for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
+        QuantStats sum;
+        for (const QuantStats& s : setup.group->all_gather(report.kinds[static_cast<int>(kind)])) {
+            sum.signal += s.signal, sum.noise += s.noise;
+            sum.elements += s.elements, sum.saturated += s.saturated, sum.flushed += s.flushed;
+        }
+        report.kinds[static_cast<int>(kind)] = sum;
+    }
+    for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
+        const auto* begin = reinterpret_cast<const uint8_t*>(k->data());
+        const Bytes mine(begin, begin + k->size() * sizeof(float));
+        k->clear();
+        for (const Bytes& theirs : setup.group->all_gather(mine)) {
+            const auto* from = reinterpret_cast<const float*>(theirs.data());
+            k->insert(k->end(), from, from + theirs.size() / sizeof(float));
+        }
+        std::sort(k->begin(), k->end());
+    }
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
 
 volatile std::sig_atomic_t interrupted = 0;
 
@@ -177,12 +218,17 @@ std::string random_name() {
     return text;
 }
 
+// Of `ranks` consecutive micro-batches every rank has one. So all ranks together train on the micro-batches
+// of one rank with a larger --accumulate.
 struct Batch {  // (micro-batches, B, T) each
     std::vector<int32_t> tokens, targets;
-    void fill(Loader& loader, int64_t micro_batches, int64_t tokens_each) {
+    void fill(Loader& loader, int64_t micro_batches, int64_t tokens_each, int64_t rank, int64_t ranks) {
         tokens.resize(static_cast<size_t>(micro_batches * tokens_each)), targets.resize(tokens.size());
-        for (int64_t i = 0; i < micro_batches; i++)
+        for (int64_t i = 0; i < micro_batches; i++) {
+            loader.skip(rank);
             loader.next(&tokens[size_t(i * tokens_each)], &targets[size_t(i * tokens_each)]);
+            loader.skip(ranks - 1 - rank);
+        }
     }
 };
 
@@ -196,9 +242,11 @@ public:
           setup_(model.setup()), state_(state), last_good_(last_good),
           train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
           validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step),
-          steps_(flags.count("steps")) {
+          steps_(flags.count("steps")), micro_batches_(setup_.accumulate * setup_.ranks),
+          step_tokens_(micro_batches_ * setup_.B * setup_.T) {
         train_.seek(state_.position);
         Json settings = flags.remembered();
+        settings["accumulate"] = std::to_string(micro_batches_);  // a checkpoint knows nothing of ranks
         settings["train_tokens"] = corpus.train.size();
         settings["train_hash"] = sampled_hash(corpus.train);
         state_.settings = json_text(settings);
@@ -208,17 +256,19 @@ public:
 
     // Returns the exit code.
     int run() {
-        if (!flags_.text("log").empty()) log_.open(flags_.text("log"), resumed_at_ > 0);
+        if (!flags_.text("log").empty() && setup_.rank == 0)
+            log_.open(flags_.text("log"), resumed_at_ > 0);
         Json line = {
             {"kind", "settings"}, {"step", state_.step}, {"parameters", parameter_count(setup_.config)}};
         line.update(flags_.typed());
+        line["ranks"] = setup_.ranks;
         log_.write(line);
         if (steps_ == 0) return validate(), print_quantization(), 0;
         try {
             return loop();
         } catch (...) {
             try {
-                if (unsaved_) save();
+                if (unsaved_ && !setup_.group) save();  // several ranks save together, or not at all
             } catch (const std::exception&) {  // the first error is the one to report
             }
             throw;
@@ -236,9 +286,9 @@ private:
         started_ = seconds();
         while (state_.step < steps_) {
             const double before = seconds();
-            batch_.fill(train_, setup_.accumulate, setup_.B * setup_.T);
-            train_.prefetch(setup_.accumulate);  // the next step's batch, while the model works on this one
-            unsaved_ = false;                    // an error within the step leaves weights of two steps
+            batch_.fill(train_, setup_.accumulate, setup_.B * setup_.T, setup_.rank, setup_.ranks);
+            train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
+            unsaved_ = false;                 // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
             const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), adamw);
             count_step(result);
@@ -246,7 +296,7 @@ private:
             if (skipped_in_a_row_ == MOST_SKIPPED) diverged();
 
             const bool last = state_.step == steps_, saves = !last && every("save-every") && !skipped_in_a_row_;
-            if (interrupted && !last) return stop_early();
+            if (const int signal = signal_of_ranks(); signal && !last) return stop_early(signal);
             if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
             if (saves) save();
@@ -256,6 +306,12 @@ private:
         print_quantization();
         print_end();
         return 0;
+    }
+
+    // A signal to one rank stops all of them after the same step.
+    int signal_of_ranks() const {
+        const std::vector<int> signals = values_of_ranks<int>(setup_.group, interrupted);
+        return *std::max_element(signals.begin(), signals.end());
     }
 
     [[noreturn]] static void diverged() {
@@ -293,7 +349,7 @@ private:
         state_.step++;
         state_.updates += !result.skipped;
         if (!result.skipped) state_.norm_correction = result.norm_correction;
-        state_.tokens += setup_.accumulate * setup_.B * setup_.T;
+        state_.tokens += step_tokens_;
         state_.position = train_.position();
         state_.validation = std::numeric_limits<double>::quiet_NaN();
         skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
@@ -303,7 +359,7 @@ private:
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
-        const double rate = static_cast<double>(setup_.accumulate * setup_.B * setup_.T) / took;
+        const double rate = static_cast<double>(step_tokens_) / took;
         const double left =
             (seconds() - started_) / static_cast<double>(done) * static_cast<double>(steps_ - state_.step);
         std::printf("step %*lld/%lld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left",
@@ -325,14 +381,18 @@ private:
     }
 
     void validate() {
-        validation_.seek({});
         const int64_t batches =
             std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
         Batch batch;
         double sum = 0;
-        for (int64_t i = 0; i < batches; i++) {
-            batch.fill(validation_, 1, setup_.B * setup_.T);
-            sum += model_.evaluate(batch.tokens.data(), batch.targets.data());
+        for (int64_t first = 0; first < batches; first += setup_.ranks) {  // one batch for each rank
+            validation_.seek({});
+            validation_.skip(std::min(first + setup_.rank, batches - 1));
+            batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);
+            const double loss = model_.evaluate(batch.tokens.data(), batch.targets.data());
+            const std::vector<double> losses = values_of_ranks(setup_.group, loss);
+            for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++)
+                sum += losses[size_t(i - first)];
         }
         unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum) && state_.step)
@@ -383,18 +443,17 @@ private:
         std::fflush(stdout);
     }
 
-    int stop_early() {
+    int stop_early(int signal) {
         save();
         const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
         std::printf("Interrupted after step %lld%s\n", static_cast<long long>(state_.step),
                     last_good_.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
-        return 128 + interrupted;
+        return 128 + signal;
     }
 
     void print_end() {
         const int64_t steps = state_.step - resumed_at_, skipped = state_.step - state_.updates;
-        const double tokens = static_cast<double>(setup_.accumulate * setup_.B * setup_.T),
-                     took = seconds() - started_;
+        const double tokens = static_cast<double>(step_tokens_), took = seconds() - started_;
         const double rate = steps > 1 ? tokens * static_cast<double>(steps - 1) / timed_ : tokens / took;
         std::printf(
             "\nDone: %lld steps in %s, %.0f tok/s; %lld skipped. Validation loss %.4f -> %.4f nats per "
@@ -415,8 +474,9 @@ private:
     void print_quantization() {
         validation_.seek({});
         Batch batch;
-        batch.fill(validation_, 1, setup_.B * setup_.T);
-        const QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
+        batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);  // the same one on every rank
+        QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
+        merge_moments(report, setup_);
         if (std::all_of(std::begin(report.kinds), std::end(report.kinds),
                         [](const QuantStats& s) { return s.elements == 0; }))
             return;
@@ -451,6 +511,7 @@ private:
     Loader train_, validation_;
     Batch batch_;
     const int64_t resumed_at_, steps_;
+    const int64_t micro_batches_, step_tokens_;  // of a step, on all ranks
     std::vector<int32_t> prompt_;
     Log log_;
     double started_ = 0, timed_ = 0;
@@ -519,6 +580,7 @@ void choose_rows(Flags& flags, Setup& setup) {
             find_row(mode.choices, flags.text(mode.flag), (std::string("--") + mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
+    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
     find_row(schedules(), flags.text("schedule"), "--schedule");
 }
 
@@ -543,13 +605,16 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
         std::printf("  %-14s %s\n", name, text.c_str());
     };
     line("device", device.name + note);
+    if (setup.ranks > 1) line("ranks", std::to_string(setup.ranks) + ", --shard " + flags.text("shard"));
     line("parameters", std::to_string(parameter_count(c)) + ": " + c.arch.name + ", " + std::to_string(c.L) +
                            " layers, hidden size " + std::to_string(c.C) + ", " + std::to_string(c.NH) +
                            " heads (" + std::to_string(c.NKV) + " for keys and values), feed-forward size " +
                            std::to_string(c.F) + ", vocabulary " + std::to_string(c.V));
     if (corpus) line("text", printable(corpus->description));
+    const std::vector<std::string> above = {"device", "ranks", "shard"};
     for (const Flag& flag : flag_table())
-        if (flag.setting() && std::strcmp(flag.name, "device") && !flags.text(flag.name).empty())
+        if (flag.setting() && !std::count(above.begin(), above.end(), flag.name) &&
+            !flags.text(flag.name).empty())
             line(flag.name, escaped(flags.text(flag.name)));
 }
 
@@ -560,13 +625,14 @@ int64_t cpu_memory(const Setup& setup) {
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t copies =
         parameter_count(setup.config) * (4 + 4 - info(setup.recipe.compute).bytes) + 2 * 4 * largest;
+    const int64_t sums = setup.ranks > 1 ? 4 * parameter_count(setup.config) : 0;  // beside the gradients
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + copies + batch;
+    return total_bytes(memory_plan(setup)) + copies + sums + batch;
 }
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
-void require_memory(const Setup& setup) {
-    const int64_t needed = cpu_memory(setup),
+void require_memory(const Setup& setup, int64_t processes) {
+    const int64_t needed = cpu_memory(setup) * processes,
                   present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
     if (needed > present)
         throw Error("This run needs " + std::to_string(needed >> 20) +
@@ -630,8 +696,10 @@ void require_space(const Flags& flags, const Setup& setup, int64_t step, bool re
     const int64_t saves = every ? ceil_div(left + step % every, every) : 1,
                   at_once = std::min<int64_t>(saves, resumed_there ? 2 : 3);
     const int64_t weight_bytes = setup.master ? 4 : 2;  // BF16, and the rest of the master
+    Setup whole = setup;  // the files have what all ranks keep
+    whole.rank = 0, whole.ranks = 1;
     const int64_t bytes =
-        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(setup), Category::Optimizer);
+        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
     std::error_code failed;
     const fs::space_info space = fs::space(out, failed);
     if (!failed && space.available < static_cast<uint64_t>(at_once * bytes))
@@ -660,8 +728,9 @@ void require_no_other_run(const std::string& out, const std::string& resumed) {
 }
 
 struct Origin {  // a checkpoint to continue, or nothing
-    std::unique_ptr<FolderLock> lock;  // of --out; null if nothing is saved
+    std::unique_ptr<FolderLock> lock;  // of --out, on rank 0; null if nothing is saved
     std::string checkpoint;
+    bool in_out = false;  // it is one of the run's own in --out
     LoopState state;
     int64_t train_tokens = 0;
     std::string train_hash;  // sampled_hash()
@@ -682,34 +751,88 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
     }
 }
 
-Origin find_origin(Flags& flags) {
+// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
+void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
+    const auto all = static_cast<int64_t>(
+        find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
+    const std::string text = std::to_string(all), micro_batches = text + " micro-batches a step";
+    if (all % ranks) {
+        std::string fitting;
+        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
+            if (all % n == 0) fitting += (n == 1 ? "" : n == all ? " or " : ", ") + std::to_string(n);
+        throw Error("The run has " + micro_batches + ", which " + std::to_string(ranks) +
+                    " ranks cannot share; use " + fitting + (all == 1 ? " rank." : " ranks."));
+    }
+    if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
+        throw Error("--accumulate " + flags.text("accumulate") + " on " + std::to_string(ranks) +
+                    " ranks differs from the checkpoint's " + micro_batches +
+                    "; leave it out to continue that run, or leave --resume out to begin another.");
+    settings["accumulate"] = std::to_string(all / ranks);
+}
+
+// Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
+Origin find_origin(Flags& flags, Ranks* group, int64_t ranks) {
     Origin origin;
-    const bool resumes = flags.given("resume");
+    const bool resumes = flags.given("resume"), first = !group || group->rank() == 0;
     if (resumes && flags.text("resume").empty())
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
-    if (!flags.given("out"))
-        flags.set("out",
-                  resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").cpu);
-    const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
-                       !(flags.given("steps") && flags.count("steps") == 0);
-    if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
-    if (!resumes) return origin;
-    // Found again, now under the lock: another run may have removed it.
-    origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
+    if (first) {
+        if (!flags.given("out"))
+            flags.set("out",
+                      resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").cpu);
+        const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
+                           !(flags.given("steps") && flags.count("steps") == 0);
+        if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
+        // Found again, now under the lock: another run may have removed it.
+        if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
+        origin.in_out = is_in(origin.checkpoint, flags.text("out"));
+    }
+    flags.set("out", texts_of_ranks(group, first ? flags.text("out") : "").front());
+    origin.checkpoint = texts_of_ranks(group, origin.checkpoint).front();
+    origin.in_out = values_of_ranks<int>(group, origin.in_out).front();
+    if (origin.checkpoint.empty()) return origin;
     origin.state = read_loop_state(origin.checkpoint);
     try {
         std::string why;
         const std::string& text = origin.state.settings;
-        const nlohmann::json settings = parse_json(text.data(), static_cast<int64_t>(text.size()), &why);
+        nlohmann::json settings = parse_json(text.data(), static_cast<int64_t>(text.size()), &why);
         origin.train_tokens = static_cast<int64_t>(settings.at("train_tokens").get_ref<const uint64_t&>());
         origin.train_hash = settings.at("train_hash").get<std::string>();
         check_settings(origin.checkpoint, settings);
+        share_micro_batches(flags, settings, ranks);
         flags.take(settings);
     } catch (const nlohmann::json::exception&) {
         throw Error("--resume " + origin.checkpoint +
                     " has no settings in its trainer.json; start from its weights with --model.");
     }
     return origin;
+}
+
+// Ranks that were started by hand, or on several hosts, may have other flags or data.
+void require_same_flags(Ranks* group, const Flags& flags, const Device& device) {
+    Json mine = flags.remembered();
+    mine["resume"] = flags.text("resume");
+    mine["device"] = device.name;
+    const std::vector<std::string> all = texts_of_ranks(group, json_text(mine));
+    for (size_t rank = 1; rank < all.size(); rank++) {
+        const Json first = Json::parse(all[0]), theirs = Json::parse(all[rank]);
+        for (const auto& [flag, value] : first.items())
+            if (const Json other = theirs.value(flag, Json()); other != value)
+                throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " " +
+                            escaped(json_text(other)) + ", but rank 0 with " + escaped(json_text(value)) +
+                            "; give every rank the same flags.");
+    }
+}
+
+void require_same_data(Ranks* group, const Corpus& corpus) {
+    std::string mine;
+    for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
+        mine += std::to_string(tokens->size()) + " " + sampled_hash(*tokens) + " ";
+    const std::vector<std::string> all = texts_of_ranks(group, mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank " + std::to_string(rank) +
+                        " reads other --data than rank 0; give every rank the same data.");
 }
 
 // The checkpoint must fit the flags, the data and the model.
@@ -762,28 +885,36 @@ void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup)
 
 int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup,
           const Origin& origin) {
-    const bool resumes = !origin.checkpoint.empty(),
-               resumed_there = is_in(origin.checkpoint, flags.text("out"));
+    const bool resumes = !origin.checkpoint.empty();
     const std::string& weights = resumes ? origin.checkpoint : flags.text("model");
     const bool from_folder = resumes || !is_named_model(weights);
     if (from_folder) check_weights(weights, setup.config);
-    if (!device.gpu()) require_memory(setup);
+    if (!device.gpu()) require_memory(setup, flags.count("ranks"));
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
     else if (from_folder) load_weights(weights, *model);
-    Training training(flags, corpus, *model, origin.state, resumed_there ? origin.checkpoint : "");
-    if (origin.lock) require_space(flags, setup, origin.state.step, resumed_there);
+    Training training(flags, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "");
+    if (origin.lock) require_space(flags, setup, origin.state.step, origin.in_out);
     if (flags.count("steps")) finish_step_at_interrupt();  // an evaluation has no step to finish
     return training.run();
 }
 
-int run(int argc, char** argv) {
+int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     Flags flags;
-    flags.parse(argc, argv);
-    if (flags.given("help")) return print_help(), 0;
-    const Origin origin = find_origin(flags);
-    const bool plan_only = flags.given("plan"), chose_seq = flags.given("seq"),
-               chose_data = flags.given("data");
+    std::exception_ptr wrong_flags;  // the other ranks hear of it, too
+    try {
+        flags.parse(argc, argv);
+    } catch (const Error&) {
+        wrong_flags = std::current_exception();
+    }
+    const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.count("ranks") : 0);
+    if (launch.rank && !std::freopen("/dev/null", "w", stdout)) ::close(1);  // rank 0 alone prints
+    const bool plan_only = flags.given("plan"), help = flags.given("help");
+    if (launch.ranks > 1 && !plan_only && !help) group = std::make_unique<Ranks>(launch, argv);
+    if (wrong_flags) std::rethrow_exception(wrong_flags);
+    if (help) return print_help(), 0;
+    const Origin origin = find_origin(flags, group.get(), launch.ranks);
+    const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
     const Device& device = choose_device(wanted, &note);
@@ -793,6 +924,7 @@ int run(int argc, char** argv) {
 
     Setup setup{};
     choose_rows(flags, setup);
+    require_same_flags(group.get(), flags, device);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model"))
                                              : read_model_config(origin.checkpoint);
     if (!plan_only) require_steps_left(flags, origin);
@@ -807,8 +939,11 @@ int run(int argc, char** argv) {
     setup.T = flags.count("seq");
     setup.accumulate = flags.count("accumulate");
     setup.seed = static_cast<uint64_t>(flags.count("seed"));
+    setup.ranks = launch.ranks;
+    setup.rank = plan_only ? launch.ranks - 1 : launch.rank;  // the plan is of the rank that keeps most
+    setup.group = group.get();
     validate(setup);
-    if (corpus) require_same_data(origin, *corpus);
+    if (corpus) require_same_data(origin, *corpus), require_same_data(group.get(), *corpus);
     require_same_buckets(origin, setup.config);
 
     print_settings(flags, setup, device, note, corpus.get());
@@ -857,18 +992,24 @@ int main(int argc, char** argv) {
     rlimit files{};
     if (getrlimit(RLIMIT_NOFILE, &files) == 0)
         files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);  // token files stay open
+    std::unique_ptr<Ranks> group;
+    std::string sentence;
     try {
-        return run(argc, argv);
+        return run(argc, argv, group);
     } catch (const Error& error) {
-        print_error(error.what());
+        sentence = error.what();
     } catch (const fs::filesystem_error& error) {
-        print_error(escaped(error.path1().string()) + " cannot be used (" + error.code().message() +
-                    "); check its path and permissions.");
+        sentence = escaped(error.path1().string()) + " cannot be used (" + error.code().message() +
+                   "); check its path and permissions.";
     } catch (const std::bad_alloc&) {
-        print_error("The memory ran out while the data was read; give --data less text.");
+        sentence = "The memory ran out while the data was read; give --data less text.";
     } catch (const std::exception& error) {
-        print_error(std::string("A system call failed (") + error.what() +
-                    "); check the limits that ulimit -a lists.");
+        sentence = std::string("A system call failed (") + error.what() +
+                   "); check the limits that ulimit -a lists.";
     }
+    // Most errors are those of all ranks. Then rank 0 is the one that reports it, and ends the others.
+    if (group && group->rank()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (group) group->fail(sentence);
+    print_error(sentence);
     return 1;
 }

@@ -6,6 +6,7 @@
 #include "checkpoint.h"
 
 #include "../plan.h"
+#include "../ranks.h"
 #include "json.h"
 #include "safetensors.h"
 
@@ -26,15 +27,14 @@ void save_optimizer(const std::string& path, Model& model) {
     std::vector<StateTensor> table = optimizer_tensors(model.setup());
     // Tensors with larger elements first, so that every element is aligned, as PyTorch's reader requires.
     std::stable_sort(table.begin(), table.end(), [](auto& a, auto& b) { return a.bytes > b.bytes; });
+    if (model.setup().rank) {  // sends what it keeps
+        for (const StateTensor& t : table) whole_tensor(model, t);
+        return;
+    }
     std::vector<TensorInfo> tensors;
     for (const StateTensor& t : table) tensors.push_back({t.name, t.dtype, t.shape});
     SafetensorsWriter file(path, tensors, {});
-    std::vector<uint32_t> buffer;  // of words: aligned for every dtype
-    for (const StateTensor& t : table) {
-        buffer.resize(static_cast<size_t>(ceil_div(t.total_bytes(), 4)));
-        model.read(t.name, buffer.data());
-        file.write(buffer.data(), t.total_bytes());
-    }
+    for (const StateTensor& t : table) file.write(whole_tensor(model, t).data(), t.total_bytes());
     file.finish();
 }
 
@@ -143,12 +143,21 @@ Fields read_trainer(const std::string& checkpoint) {
     return f;
 }
 
-void write_checkpoint(const std::string& folder, Model& model, const LoopState& state) {
-    fs::create_directory(folder);
+void write_tensors(const std::string& folder, Model& model) {
     save_model_folder(folder, model);
     save_optimizer(path_in(folder, OPTIMIZER_FILE), model);
+}
+
+void write_checkpoint(const std::string& folder, Model& model, const LoopState& state) {
+    fs::create_directory(folder);
+    write_tensors(folder, model);
     save_loop_state(folder, state, model.setup());
     sync_folder(folder);
+}
+
+// Returns when all ranks are here. If one of them has failed, this one ends, too.
+void wait_for_ranks(const Setup& setup) {
+    if (setup.group) setup.group->all_gather(Bytes());
 }
 
 }  // namespace
@@ -193,14 +202,16 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) {
         file.require(t.name, t.dtype, t.shape);
-        require_valid(file, t);
+        if (setup.rank == 0) require_valid(file, t);
     }
     for (const std::string& name : {WEIGHTS_FILE, OPTIMIZER_FILE})
-        if (hashes.text(name) != hash_file(path_in(checkpoint, name)))
+        if (setup.rank == 0 && hashes.text(name) != hash_file(path_in(checkpoint, name)))
             throw Error(path_in(checkpoint, name) +
                         " is damaged: its hash is not that in trainer.json; resume from another checkpoint.");
+    wait_for_ranks(setup);
     load_weights(checkpoint, model);
-    for (const StateTensor& t : table) model.write(t.name, file.find(t.name)->data);
+    for (const StateTensor& t : table)
+        model.write(t.name, file.find(t.name)->data + kept(setup, t).first * t.bytes);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -340,6 +351,8 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     char name[32];
     std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
+    const Setup& setup = model.setup();
+    if (setup.rank) return write_tensors("", model), wait_for_ranks(setup), folder;
     return with_advice(out, [&] {
         std::error_code failed;
         create_folders(out, failed);
@@ -354,6 +367,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
             throw;
         }
         remove_older(out, state, keep);
+        wait_for_ranks(setup);
         return folder;
     });
 }

@@ -30,7 +30,8 @@ struct LoopState {
 // Saves to the folder OUT/step-000300 and returns its path; a kill or a power failure at any moment leaves
 // the last complete checkpoint. Then removes the older checkpoints of this run, except the newest `keep`
 // (which count this one) and the one with the lowest validation loss; those of other runs stay. Error if the
-// disk is full: then the older checkpoints stay and no partial one is left.
+// disk is full: then the older checkpoints stay and no partial one is left. Every rank calls it and sends
+// what it keeps; rank 0 alone writes, so that files do not tell how many ranks there were.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state, int keep = 1);
 
 // The folder itself if it is a checkpoint; otherwise the checkpoint in it that was written last. Skips those
@@ -42,6 +43,7 @@ LoopState read_loop_state(const std::string& checkpoint);
 
 // Copies weights and optimizer state into the model. Error, before the model changes, if a file is damaged
 // (trainer.json has a hash of each) or if the checkpoint has another shape, recipe, optimizer or memory mode.
+// Every rank reads what it keeps; rank 0 checks the values and hashes, and the others wait for it.
 void load_checkpoint(const std::string& checkpoint, Model& model);
 
 }  // namespace coat

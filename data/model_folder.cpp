@@ -8,6 +8,7 @@
 #include <charconv>
 #include <set>
 
+#include "../ranks.h"
 #include "json.h"
 #include "safetensors.h"
 
@@ -372,8 +373,9 @@ void write_parameter(Model& model, const Source* begin, const Source* end) {
             throw Error(s.path + " has NaN, infinity or values beyond BF16 in tensor " + s.piece.theirs +
                         "; give other weights.");
     }
-    model.write(p.name, weight.data());
-    if (model.setup().master) model.write(p.name + ".remainder", remainder.data());
+    const Setup& setup = model.setup();
+    model.write(p.name, weight.data() + kept_weight(setup, p).first);
+    if (setup.master) model.write(p.name + ".remainder", remainder.data() + kept_state(setup, p).first);
 }
 
 }  // namespace
@@ -409,26 +411,46 @@ void load_weights(const std::string& folder, Model& model) {
 
 void save_model_folder(const std::string& folder, Model& model) {
     const ModelConfig& c = model.setup().config;
+    const std::vector<StateTensor> weights = weight_tensors(c);
+    if (model.setup().rank) {  // sends what it keeps
+        for (const StateTensor& t : weights) whole_tensor(model, t);
+        return;
+    }
     write_json(path_in(folder, CONFIG_FILE), config_json(c));
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
     SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors,
                            {{"format", "pt"}});  // transformers needs "pt"
-    std::string in_memory;  // name of the parameter in `whole`
-    std::vector<uint16_t> whole, part;
-    for (const Piece& piece : table) {
-        if (in_memory != piece.param.name) {
-            in_memory = piece.param.name;
-            whole.resize(static_cast<size_t>(piece.param.size()));
-            model.read(in_memory, whole.data());
+    auto piece = table.begin();
+    for (const StateTensor& t : weights) {
+        const std::vector<uint32_t> words = whole_tensor(model, t);
+        const auto* whole = reinterpret_cast<const uint16_t*>(words.data());
+        for (; piece != table.end() && piece->param.name == t.name; piece++) {
+            std::vector<uint16_t> part(static_cast<size_t>(piece->size()));
+            for (int64_t i = 0; i < piece->size(); i++)
+                part[static_cast<size_t>(i)] = whole[piece->index_in_param(i)];
+            file.write(part.data(), piece->size() * 2);
         }
-        part.resize(static_cast<size_t>(piece.size()));
-        for (int64_t i = 0; i < piece.size(); i++)
-            part[static_cast<size_t>(i)] = whole[static_cast<size_t>(piece.index_in_param(i))];
-        file.write(part.data(), piece.size() * 2);
     }
     file.finish();
+}
+
+std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
+    const Setup& setup = model.setup();
+    const int64_t bytes = kept(setup, t).count * t.bytes;
+    std::vector<uint32_t> whole(static_cast<size_t>(ceil_div(t.total_bytes(), 4)));
+    if (setup.rank == 0) model.read(t.name, whole.data());
+    Setup first = setup;
+    first.rank = 0;
+    if (kept(first, t).count == t.size()) return whole;  // nothing to send
+    std::vector<Bytes> parts(static_cast<size_t>(setup.ranks));
+    if (setup.rank) parts[0].resize(static_cast<size_t>(bytes)), model.read(t.name, parts[0].data());
+    parts = setup.group->exchange(std::move(parts));
+    auto* to = reinterpret_cast<uint8_t*>(whole.data()) + bytes;
+    for (const Bytes& part : parts)  // rank 0 sends itself nothing; elsewhere all are empty
+        to = std::copy(part.begin(), part.end(), to);
+    return whole;
 }
 
 void require_same_config(const std::string& folder, const ModelConfig& config) {

@@ -4,6 +4,7 @@
 // that model.safetensors.index.json lists. transformers and this program read each other's folders.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "../coat.h"
 
@@ -22,11 +23,16 @@ void check_weights(const std::string& folder, const ModelConfig& config);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model: rounded to BF16, and with Setup::master also
 // the remainders, which are zero if the file has BF16. Error, before the model changes, if a tensor is
-// missing or unknown.
+// missing or unknown. Every rank reads the files, and writes what it keeps to its model.
 void load_weights(const std::string& folder, Model& model);
 
-// Writes config.json and model.safetensors (BF16) into an existing folder.
+// Writes config.json and model.safetensors (BF16) into an existing folder. Every rank calls it; rank 0
+// writes.
 void save_model_folder(const std::string& folder, Model& model);
+
+// The bytes of a tensor of which each rank has what it keeps: on rank 0 all of them, elsewhere none. Every
+// rank calls it at the same time.
+std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t);  // words: aligned for every dtype
 
 // Error that names the first field in which the folder's config.json differs from `config`.
 void require_same_config(const std::string& folder, const ModelConfig& config);

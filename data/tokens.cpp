@@ -465,6 +465,10 @@ void Loader::next(int32_t* tokens, int32_t* targets) {
     }
 }
 
+void Loader::skip(int64_t batches) {
+    for (int64_t i = 0; i < batches * B_; i++) position_ = after(position_);
+}
+
 void Loader::prefetch(int64_t batches) const {
     Position p = position_;
     for (int64_t i = 0; i < batches * B_; i++, p = after(p)) stream_.prefetch(window(p) * T_, T_ + 1);

@@ -83,6 +83,7 @@ public:
     // order.
     Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle);
     void next(int32_t* tokens, int32_t* targets);  // (B, T) each; a target is the token that follows
+    void skip(int64_t batches);                    // as next(), without reading
     void prefetch(int64_t batches) const;          // a hint that so many batches are read soon
     int64_t windows() const { return windows_; }   // in an epoch
     Position position() const { return position_; }

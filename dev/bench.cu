@@ -124,8 +124,6 @@ public:
         const int64_t cache = std::max(attribute(cudaDevAttrL2CacheSize), 1 << 20);
         other_ = memory_.random(1, round_up(2 * cache, 1024), Format::BF16);  // four times as many bytes
         slot_ = memory_.take<TensorScale>(sizeof(TensorScale));
-        state_ = memory_.take<GradientState>(sizeof(GradientState));
-        partials_ = memory_.take<double>(GRADIENT_PARTIALS * 8);
         for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
     }
     ~Clock() {
@@ -166,13 +164,11 @@ private:
     Memory memory_;
     View other_{};
     TensorScale* slot_;
-    GradientState* state_;
-    double* partials_;
     cudaEvent_t events_[2 * REPEATS] = {};
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
     void fill_cache() {
-        gradient_norm(other_.codes, Format::BF16, other_.cols, nullptr, {0}, state_, partials_, nullptr);
+        amax(stored({other_.codes, nullptr, other_.cols / 1024, 1024, Q_BF16}), slot_, nullptr);
     }
     void record(int i) { check(cudaEventRecord(events_[i]), "Recording an event failed"); }
     double elapsed(int i) {
@@ -591,7 +587,8 @@ private:
         const Segment* segment =
             upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
-        double* partials = memory_.take<double>(GRADIENT_PARTIALS * 8);
+        const int64_t chunks = ceil_div(n, SHARD_CHUNK);
+        double* sums = memory_.take<double>((1 + chunks) * 8);
 
         const double count = static_cast<double>(total) / static_cast<double>(n);
         auto state_bytes = [&](Format f) {
@@ -602,7 +599,8 @@ private:
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
-            gradient_norm(gradient.codes, stream_, n, nullptr, {1}, state, partials, nullptr);
+            gradient_squares(segment, 1, gradient.codes, stream_, 0, 0, chunks, {}, nullptr, sums, nullptr);
+            gradient_norm(sums, chunks, 1, {1}, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);

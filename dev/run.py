@@ -4,6 +4,7 @@
     python3 dev/run.py cpu                        one group of runs; the groups are listed below
     python3 dev/run.py speed --only 7b            only the runs whose names contain "7b"
     python3 dev/run.py convergence --gpus 0,1     two GPUs, each with one run at a time
+    python3 dev/run.py ranks --gpus 0+1           two GPUs for one run
     python3 dev/run.py page                       only renews the tables and figures of dev/RESULTS.md
 
 A run that has a result is skipped; --again repeats it. The commit in a result is git's, or the environment
@@ -114,6 +115,26 @@ def models(model, batch):
         for way, flags in ways.items()]
 
 
+def ranks(n):
+    """Runs on n GPUs and, on the same machine, what they are compared with."""
+    def ours(model, batch, shard, flags):
+        return f"--model llama-2-{model} --batch {batch} --ranks {n} --shard {shard} {flags}".strip()
+    rows = [Job(f"1 GPU: 7b {way}", f"--model llama-2-7b --batch 8 {flags}".strip())
+            for way, flags in (("coat", ""), ("bf16", BF16))]
+    rows += [Job(f"{n} GPUs: 7b {way}", ours("7b", 8, shard, flags))
+             for way, shard, flags in (("coat", "all", ""), ("coat, shard optimizer", "optimizer", ""),
+                                       ("coat, shard none", "none", ""),
+                                       ("coat, attention groups", "all", "--attention groups"),
+                                       ("bf16", "all", BF16))]
+    rows += [Job(f"{n} GPUs: 7b {way}, 2 x 2048", ours("7b", 2, "all", flags))
+             for way, flags in (("coat", ""), ("bf16", BF16))]
+    rows += [Job(f"{n} GPUs: 13b {way}, {batch} x 2048", ours("13b", batch, "all", flags))
+             for way, batch, flags in (("coat", 1, ""), ("coat", 4, ""), ("bf16", 1, BF16))]
+    return rows + [Job(f"{n} GPUs: PyTorch FSDP2 {way}, {batch} x 2048",
+                       program=f"torchrun --nproc_per_node {n} dev/peers.py llama-2-7b {way} {batch}")
+                   for way, batch in (("fsdp", 6), ("fsdp-float8", 6))]
+
+
 def checkpoints(part, sequences=None):
     """A program on two checkpoints: GPT-2 (the BF16 convergence run) and llama-tiny (two minutes of a CPU)"""
     tiny = f"--device cpu --recipe bf16 --optimizer fp32 --sample-every 0 --out {BUILD}/llama-tiny"
@@ -150,6 +171,10 @@ GROUPS = {
     "peers": Group(
         "./train and PyTorch in turn on the same GPU; six minutes",
         [*peers("llama-2-7b", 8), *peers("tinyllama-1.1b", 16)], "--sample-every 0 --eval-every 0"),
+    "ranks": Group(
+        "two or four GPUs (table 7); half a minute each; give --gpus 0+1 and --only '1 GPU,2 GPUs'",
+        [*ranks(2), *ranks(4)[2:]],
+        "--seq 2048 --lr 1e-4 --warmup 12 --steps 12 --sample-every 0 --eval-every 0"),
     "bench": Group(
         "every operator of a step; three minutes",
         [Job("bench", program="build/bench --json build/bench.json")], build=("build/bench",)),
@@ -222,19 +247,25 @@ def commit():
 def ask_gpu(what, gpu):
     if gpu is None or not shutil.which("nvidia-smi"):
         return ""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={gpu}"]
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits",
+               f"--id={gpu.replace('+', ',')}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def named_gpus(gpu):
+    names = ask_gpu("name", gpu).splitlines()
+    return f"{len(names)} {names[0]}" if len(names) > 1 else "".join(names)
 
 
 @contextlib.contextmanager
 def memory_watch(gpu):
-    """Yields a list of one number: the most memory in use on the GPU, in MiB, as the driver reports it."""
+    """Yields a list of one number: the most memory in use on a GPU, in MiB, as the driver reports it."""
     most, ended = [0], threading.Event()
 
     def watch():
         while not ended.wait(0.3):
-            used = ask_gpu("memory.used", gpu)
-            most[0] = max(most[0], int(used) if used.isdigit() else 0)
+            used = ask_gpu("memory.used", gpu).split()
+            most[0] = max(most[0], *(int(one) for one in used if one.isdigit()), 0)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     yield most
@@ -246,7 +277,7 @@ def execute(command, gpu, enough=lambda: False):
     """Runs a command and returns its standard output. When enough() is true, the command gets a Ctrl-C."""
     environment = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
+        environment["CUDA_VISIBLE_DEVICES"] = gpu.replace("+", ",")
     interrupted = False
     with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as child:
@@ -401,7 +432,7 @@ def run_group(group, gpus, wanted, again):
             begun = time.monotonic()
             try:
                 row = run_program(job, gpu) if job.program else run_training(group, job, gpu)
-                where = ask_gpu("name", gpu) or f"{os.cpu_count()} CPU cores"
+                where = named_gpus(gpu) or f"{os.cpu_count()} CPU cores"
                 keep(group, job.name, {"commit": commit(), "where": where, **row})
                 told = f"{row['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in row else "done"
             except Exception as problem:  # the other runs go on

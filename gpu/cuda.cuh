@@ -20,6 +20,23 @@ private:
     cudaStream_t stream_ = nullptr;
 };
 
+// A point in a stream that another stream can wait for.
+class Event {
+public:
+    Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "Creating a CUDA event failed"); }
+    ~Event() { cudaEventDestroy(event_); }
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    void record(cudaStream_t s) { check(cudaEventRecord(event_, s), "Recording a CUDA event failed"); }
+    // What is launched on s from now on waits for the point; not at all if none has been recorded.
+    void hold(cudaStream_t s) const {
+        check(cudaStreamWaitEvent(s, event_, 0), "Waiting for a CUDA event failed");
+    }
+
+private:
+    cudaEvent_t event_ = nullptr;
+};
+
 // Work that is launched again and again with the same arguments. It is recorded as a CUDA graph the first
 // time; after that, hundreds of kernels start as one.
 class Recording {

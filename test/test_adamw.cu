@@ -13,6 +13,12 @@ using namespace coat::test;
 using namespace coat::test::adamw_run;
 using namespace coat::test::device_tensors;
 
+namespace {
+
+ShardPlace whole(const Param& p) { return {{0, p.size()}, {0, p.size()}, p.offset, p.offset, 0}; }
+
+}  // namespace
+
 GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
     FRESH_RANDOM(rng);
     ModelConfig c = find_row(models(), "gpt2-tiny", "--model");
@@ -23,8 +29,8 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
         Buffer<uint8_t> values(total * info(f).bytes);
         Buffer<int16_t> remainder(total);
         for (size_t i = 0; i < params.size(); i++)
-            gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i], i,
-                            live_elements(c, params[i]), 7, 0);
+            gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i],
+                            whole(params[i]), i, live_elements(c, params[i]), 7, 0);
         const Bytes got = values.read();
         const auto remainders = remainder.read();
         int64_t wrong = 0;
@@ -76,11 +82,13 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         const Tensor x(g, f);
         Buffer<gpu::GradientState> state(1);
         state.zero();
-        Buffer<double> workspace(gpu::GRADIENT_PARTIALS), dloss(1);
+        const int64_t n = static_cast<int64_t>(g.size()), chunks = ceil_div(n, SHARD_CHUNK);
+        Buffer<double> sums(1 + chunks), dloss(1);
         dloss.write({loss});
-        gpu::gradient_norm(x.codes.get(), f, static_cast<int64_t>(g.size()), dloss.get(), clip, state.get(),
-                           workspace.get(), 0);
-        CHECK(workspace.intact());
+        const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, chunks, {}, dloss.get(), sums.get(), 0);
+        gpu::gradient_norm(sums.get(), chunks, 1, clip, state.get(), 0);
+        CHECK(sums.intact());
         return state.read()[0];
     };
     for (Format f : {Format::F32, Format::BF16})

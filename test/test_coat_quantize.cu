@@ -50,6 +50,20 @@ GPU_TEST_CASE("quantize and dequantize: codes, scales and transposes equal the r
         }
 }
 
+GPU_TEST_CASE("transpose_codes: the transposed codes that quantize writes") {
+    FRESH_RANDOM(rng);
+    for (Shape s : SHAPES) {
+        const Tensor in(normals(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
+        Tensor out(s.rows, s.cols, Q_E4M3);
+        gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+        gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+        const Buffer<uint8_t> transposed(s.rows * s.cols);
+        gpu::transpose_codes(out.view(), transposed.get(), 0);
+        CHECK(same_bytes(transposed.read(), out.transposed.read()));
+        CHECK(transposed.intact());
+    }
+}
+
 GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an error") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {

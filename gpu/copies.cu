@@ -1,0 +1,176 @@
+// gpu/copies.cu - GPUs of one machine write into each other's memory with their copy engines (comm.cuh).
+//
+// A process maps the memory of the others. Two flags for each pair order the copies, without the host:
+//   ready    "my places for exchange n are free"       the receiver sets it at the sender
+//   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
+// Streams set flags and wait for them by themselves (the driver's stream memory operations).
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+
+#include "comm.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// cuStreamWriteValue32 and cuStreamWaitValue32 of the driver's interface.
+struct StreamFlags {
+    using Operation = int (*)(cudaStream_t, uint64_t address, uint32_t value, unsigned flags);
+    Operation write = nullptr, wait = nullptr;  // wait: until the flag is at least the value (flags 0)
+
+    StreamFlags() {
+        void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+        auto find = [&](const char* name) {
+            void* const address = driver ? dlsym(driver, name) : nullptr;
+            Operation operation;
+            std::memcpy(&operation, &address, sizeof address);
+            return operation;
+        };
+        write = find("cuStreamWriteValue32_v2"), wait = find("cuStreamWaitValue32_v2");
+    }
+};
+
+// What a rank tells the others, so that they can map its memory.
+struct Card {
+    char machine[40];
+    int process, device;
+    void *memory, *flags;
+    cudaIpcMemHandle_t memory_handle, flags_handle;
+};
+
+Card card_of(void* memory, void* flags) {
+    Card card{};
+    std::ifstream("/proc/sys/kernel/random/boot_id").read(card.machine, sizeof card.machine - 1);
+    card.process = static_cast<int>(getpid());
+    check(cudaGetDevice(&card.device), "Asking for the GPU failed");
+    card.memory = memory, card.flags = flags;
+    if (cudaIpcGetMemHandle(&card.memory_handle, memory) != cudaSuccess ||
+        cudaIpcGetMemHandle(&card.flags_handle, flags) != cudaSuccess)
+        card.machine[0] = 0, cudaGetLastError();
+    return card;
+}
+
+class Copies : public Comm {
+public:
+    explicit Copies(Ranks& group) : group_(group), ranks_(group.count()), peers_(ranks_) {
+        check(cudaMalloc(&flags_, 2 * ranks_ * sizeof(uint32_t)), "Allocating the GPU's memory failed");
+        check(cudaMemset(flags_, 0, 2 * ranks_ * sizeof(uint32_t)), "Clearing memory failed");
+        check(cudaDeviceSynchronize(), "Clearing memory failed");
+    }
+    ~Copies() override {
+        for (const Peer& p : peers_)
+            if (p.mapped) cudaIpcCloseMemHandle(p.memory), cudaIpcCloseMemHandle(p.flags);
+        cudaFree(flags_);
+        cudaGetLastError();
+    }
+
+    bool map_others(void* memory) {
+        memory_ = static_cast<uint8_t*>(memory);
+        const Card mine = card_of(memory, flags_);
+        const std::vector<Card> cards = group_.all_gather(mine);
+        bool mapped = stream_.write && stream_.wait && mine.machine[0];
+        for (int r = 0; r < ranks_ && mapped; r++)
+            mapped = r == group_.rank() ||
+                     (!std::strcmp(cards[r].machine, mine.machine) && map(cards[r], mine, peers_[r]));
+        cudaGetLastError();
+        for (int theirs : group_.all_gather(int(mapped))) mapped = mapped && theirs;
+        return mapped;
+    }
+
+    void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) override {
+        const std::vector<uint8_t*>& places = places_of(key, transfers);
+        const int me = group_.rank();
+        number_++;
+        for (int i = 1; i < ranks_; i++) flag(stream_.write, peers_[(me + i) % ranks_].flags + me, s);
+        for (int i = 1; i < ranks_; i++) {  // each rank begins with another one
+            const int to = (me + i) % ranks_;
+            flag(stream_.wait, flags_ + to, s);
+            for (size_t t = 0; t < transfers.size(); t++)
+                if (transfers[t].rank == to && transfers[t].send_bytes)
+                    check(cudaMemcpyAsync(places[t], transfers[t].send, transfers[t].send_bytes,
+                                          cudaMemcpyDeviceToDevice, s),
+                          "Copying to another GPU failed");
+            flag(stream_.write, peers_[to].flags + ranks_ + me, s);
+        }
+        for (int i = 1; i < ranks_; i++) flag(stream_.wait, flags_ + ranks_ + (me + i) % ranks_, s);
+    }
+
+private:
+    struct Peer {
+        uint8_t* memory = nullptr;
+        uint32_t* flags = nullptr;  // ready by rank, then arrived by rank
+        bool mapped = false;        // to be closed; ranks that are threads of one process share addresses
+    };
+    Ranks& group_;
+    const int ranks_;
+    std::vector<Peer> peers_;
+    uint8_t* memory_ = nullptr;
+    uint32_t* flags_ = nullptr;
+    uint32_t number_ = 0;  // of the exchange; flags only grow
+    const StreamFlags stream_{};
+    std::map<int64_t, std::vector<uint8_t*>> places_;
+
+    bool map(const Card& card, const Card& mine, Peer& peer) {
+        if (card.process == mine.process) {
+            const cudaError_t error = cudaDeviceEnablePeerAccess(card.device, 0);
+            peer.memory = static_cast<uint8_t*>(card.memory), peer.flags = static_cast<uint32_t*>(card.flags);
+            return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
+        }
+        void *memory = nullptr, *flags = nullptr;
+        if (cudaIpcOpenMemHandle(&memory, card.memory_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
+            return false;
+        peer.memory = static_cast<uint8_t*>(memory);
+        if (cudaIpcOpenMemHandle(&flags, card.flags_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
+            return cudaIpcCloseMemHandle(memory), false;
+        peer.flags = static_cast<uint32_t*>(flags);
+        return peer.mapped = true;
+    }
+    void flag(StreamFlags::Operation operation, uint32_t* at, cudaStream_t s) const {
+        if (operation(s, reinterpret_cast<uint64_t>(at), number_, 0) != 0)
+            throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
+    }
+    // Where each transfer's bytes go in the other's memory. It tells us the first time that a key is used.
+    const std::vector<uint8_t*>& places_of(int64_t key, const std::vector<Transfer>& transfers) {
+        if (const auto found = places_.find(key); found != places_.end()) return found->second;
+        std::vector<Bytes> offsets(static_cast<size_t>(ranks_));
+        for (const Transfer& t : transfers) {
+            const int64_t offset = static_cast<uint8_t*>(t.receive) - memory_;
+            const auto* bytes = reinterpret_cast<const uint8_t*>(&offset);
+            offsets[t.rank].insert(offsets[t.rank].end(), bytes, bytes + sizeof offset);
+        }
+        const std::vector<Bytes> theirs = group_.exchange(offsets);
+        std::vector<size_t> next(theirs.size());
+        std::vector<uint8_t*>& places = places_[key];
+        for (const Transfer& t : transfers) {
+            int64_t offset = 0;
+            std::memcpy(&offset, theirs.at(t.rank).data() + sizeof offset * next[t.rank]++, sizeof offset);
+            places.push_back(peers_[t.rank].memory + offset);
+        }
+        return places;
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> make_copies(Ranks& group, void* memory) {
+    auto copies = std::make_unique<Copies>(group);
+    if (!copies->map_others(memory)) return nullptr;
+    return copies;
+}
+
+std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory) {
+    if (!std::getenv("COAT_NCCL"))
+        if (std::unique_ptr<Comm> copies = make_copies(group, memory)) return copies;
+    if (group.rank() == 0)
+        std::printf("The GPUs send through NCCL: %s.\n", std::getenv("COAT_NCCL")
+                                                             ? "COAT_NCCL is set"
+                                                             : "they do not reach each other's memory");
+    return make_nccl(group);
+}
+
+}  // namespace coat::gpu

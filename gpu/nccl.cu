@@ -1,0 +1,99 @@
+// gpu/nccl.cu - GPUs of several machines send through NCCL (comm.cuh). It is loaded at run time, so that a
+// program that does not use it does not need it.
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "comm.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// What is used of NCCL's interface, as in its documentation. It has been the same since version 2.7.
+struct UniqueId {
+    char bytes[128];
+};
+constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
+
+struct Library {
+    int (*get_unique_id)(UniqueId*);
+    int (*init_rank)(void** communicator, int ranks, UniqueId id, int rank);
+    int (*abort)(void* communicator);
+    int (*group_start)();
+    int (*group_end)();
+    int (*send)(const void*, size_t, int type, int peer, void* communicator, cudaStream_t);
+    int (*receive)(void*, size_t, int type, int peer, void* communicator, cudaStream_t);
+    const char* (*error_text)(int);
+
+    Library() {
+        const char* const chosen = std::getenv("COAT_NCCL");
+        void* const library = dlopen(chosen ? chosen : "libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+        if (!library)
+            throw Error("GPUs that cannot reach each other's memory need NCCL, whose libnccl.so.2 was not "
+                        "found: install the package libnccl2, or name the file in the environment variable "
+                        "COAT_NCCL.");
+        auto find = [&](auto& function, const char* name) {
+            void* const address = dlsym(library, name);
+            if (!address) throw Error(std::string("The NCCL that was found has no ") + name + "; update it.");
+            std::memcpy(&function, &address, sizeof address);
+        };
+        find(get_unique_id, "ncclGetUniqueId");
+        find(init_rank, "ncclCommInitRank");
+        find(abort, "ncclCommAbort");
+        find(group_start, "ncclGroupStart");
+        find(group_end, "ncclGroupEnd");
+        find(send, "ncclSend");
+        find(receive, "ncclRecv");
+        find(error_text, "ncclGetErrorString");
+    }
+    void check(int result, const char* what) const {
+        if (result == SUCCESS || result == IN_PROGRESS) return;
+        throw Error(std::string("NCCL: ") + what + " failed (" + error_text(result) +
+                    "); NCCL_DEBUG=WARN in the environment makes it say more.");
+    }
+};
+const Library& library() {
+    static const Library loaded;
+    return loaded;
+}
+
+class Nccl : public Comm {
+public:
+    explicit Nccl(Ranks& group) {
+        // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
+        setenv("NCCL_NVLS_ENABLE", "0", 0);
+        UniqueId id{};
+        if (group.rank() == 0) library().check(library().get_unique_id(&id), "making an id");
+        id = group.all_gather(id)[0];
+        library().check(library().init_rank(&communicator_, group.count(), id, group.rank()),
+                        "connecting the GPUs");
+    }
+    // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
+    ~Nccl() override { library().abort(communicator_); }
+
+    void exchange(int64_t, const std::vector<Transfer>& transfers, cudaStream_t s) override {
+        library().check(library().group_start(), "starting a group");
+        for (const Transfer& t : transfers) {
+            const int peer = static_cast<int>(t.rank);
+            if (t.send_bytes)
+                library().check(library().send(t.send, static_cast<size_t>(t.send_bytes), BYTE, peer,
+                                               communicator_, s),
+                                "sending");
+            if (t.receive_bytes)
+                library().check(library().receive(t.receive, static_cast<size_t>(t.receive_bytes), BYTE, peer,
+                                                  communicator_, s),
+                                "receiving");
+        }
+        library().check(library().group_end(), "a group of transfers");
+    }
+
+private:
+    void* communicator_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> make_nccl(Ranks& group) { return std::make_unique<Nccl>(group); }
+
+}  // namespace coat::gpu

@@ -1,0 +1,79 @@
+// ranks.h - the processes of a run: how they start, find each other, exchange bytes and end together
+// (ranks.cpp).
+//
+// A run on several GPUs has one process for each, a rank. Rank 0 has a TCP connection with every other rank.
+// What is exchanged here is small, or stands for what GPUs exchange by themselves (gpu/nccl.cuh): on the CPU
+// everything goes this way, so that all rules of several ranks are tested without a GPU.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "error.h"
+
+namespace coat {
+
+using Bytes = std::vector<uint8_t>;
+
+// Which process this is. local: its number on this host, which chooses the GPU. port 0: rank 0 chooses a free
+// port and starts the other ranks itself.
+struct Launch {
+    int rank = 0, ranks = 1, local = 0;
+    std::string address;  // of rank 0
+    int port = 0;
+};
+
+// What the environment says: torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun
+// (OMPI_COMM_WORLD_*, PMI_*), srun (SLURM_*), or this program itself in the processes that it starts
+// (COAT_RANK, COAT_RANKS, COAT_LOCAL_RANK, COAT_PORT). One rank if none of them says anything. Error if a
+// value is wrong, or contradicts --ranks (0: not given).
+Launch find_launch(int64_t ranks_flag);
+
+class Ranks {
+public:
+    // Connects with the other ranks; rank 0 waits for all of them. If launch.port is 0, rank 0 first starts
+    // them on this host, with the command line argv. Error if they are not connected within `seconds`.
+    Ranks(const Launch& launch, char** argv, double seconds = 60);
+    // Waits until all ranks have come here. An exception that leaves the scope on one rank ends the others,
+    // each with exit code 1 and without a message: the rank that has the exception prints it.
+    ~Ranks();
+    Ranks(const Ranks&) = delete;
+    Ranks& operator=(const Ranks&) = delete;
+
+    int rank() const { return launch_.rank; }
+    int count() const { return launch_.ranks; }
+    int local() const { return launch_.local; }
+
+    // Every rank calls it at the same time. to[p] goes to rank p; the result has what each rank sent here.
+    // Both have count() entries of any size.
+    std::vector<Bytes> exchange(std::vector<Bytes> to);
+    // What every rank has, by rank.
+    std::vector<Bytes> all_gather(const Bytes& mine);
+    template <class T>
+    std::vector<T> all_gather(const T& mine);
+
+    // Ends all ranks, each with exit code 1, after rank 0 has printed this sentence once. The same happens by
+    // itself, with a sentence of its own, when the process of a rank ends in any other way.
+    [[noreturn]] void fail(const std::string& sentence);
+
+private:
+    struct Connections;
+    const Launch launch_;
+    std::unique_ptr<Connections> connections_;  // null if there is one rank
+};
+
+template <class T>
+std::vector<T> Ranks::all_gather(const T& mine) {
+    static_assert(std::is_trivially_copyable<T>::value, "its bytes are sent");
+    Bytes bytes(sizeof(T));
+    std::memcpy(bytes.data(), &mine, sizeof(T));
+    const std::vector<Bytes> gathered = all_gather(bytes);
+    std::vector<T> values(gathered.size());
+    for (size_t p = 0; p < gathered.size(); p++) std::memcpy(&values[p], gathered[p].data(), sizeof(T));
+    return values;
+}
+
+}  // namespace coat

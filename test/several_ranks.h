@@ -1,0 +1,137 @@
+// several_ranks.h - ranks as threads of one process, each with a CPU reference: they train a tiny model, and
+// the test sees the whole tensors.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <arpa/inet.h>
+#include <omp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "../data/checkpoint.h"
+#include "../ranks.h"
+#include "files.h"
+#include "tiny.h"
+
+namespace coat::test::several_ranks {
+
+inline int free_port() {  // below those that the kernel gives to others
+    static int next = 20000 + getpid() % 5000;
+    for (;; next++) {
+        const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        sockaddr_in at{};
+        at.sin_family = AF_INET;
+        at.sin_port = htons(static_cast<uint16_t>(next));
+        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        const bool free = bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) == 0;
+        close(fd);
+        if (free) return next++;
+    }
+}
+
+// Calls body(setup) for every rank, each in its thread. One rank has no group, as in ./train.
+inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
+                       const std::function<void(const Setup&)>& body) {
+    const int port = free_port();
+    std::vector<std::thread> threads;
+    std::vector<std::string> errors(static_cast<size_t>(ranks));
+    for (int64_t rank = 0; rank < ranks; rank++)
+        threads.emplace_back([&, rank] {
+            omp_set_num_threads(1);
+            Setup own = setup;
+            own.rank = rank, own.ranks = ranks, own.shard = shard;
+            try {
+                std::unique_ptr<Ranks> group;
+                const Launch launch{int(rank), int(ranks), int(rank), "127.0.0.1", port};
+                if (ranks > 1) group = std::make_unique<Ranks>(launch, nullptr, 30);
+                own.group = group.get();
+                body(own);
+            } catch (const std::exception& error) {  // the destructor of Ranks has ended the others
+                errors[size_t(rank)] = error.what();
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& error : errors) REQUIRE(error == "");
+}
+
+inline Snapshot whole_tensors(Model& model, const std::vector<StateTensor>& table) {
+    Snapshot bytes;
+    for (const StateTensor& t : table) {
+        const std::vector<uint32_t> words = whole_tensor(model, t);
+        const auto* begin = reinterpret_cast<const uint8_t*>(words.data());
+        bytes[t.name].assign(begin, begin + (model.setup().rank ? 0 : t.total_bytes()));
+    }
+    return bytes;
+}
+
+inline std::vector<StateTensor> gradient_tensors(const ModelConfig& config) {
+    std::vector<StateTensor> table;
+    const std::vector<Param> params = parameters(config);
+    for (size_t i = 0; i < params.size(); i++)
+        table.push_back({params[i].name + ".gradient", "F32", 4, {params[i].size()}, i});
+    return table;
+}
+
+// Takes the micro-batches of this rank out of those of all.
+inline std::vector<int32_t> own_part(const Setup& s, const std::vector<int32_t>& all) {
+    const int64_t N = s.B * s.T;
+    std::vector<int32_t> own;
+    for (int64_t a = 0; a < s.accumulate; a++) {
+        const auto begin = all.begin() + (a * s.ranks + s.rank) * N;
+        own.insert(own.end(), begin, begin + N);
+    }
+    return own;
+}
+
+// The training text, from its beginning on.
+struct RankTraining {
+    Model& model;
+    Text text;
+    AdamW adamw{0, 3e-3f};
+    explicit RankTraining(Model& m) : model(m), text(1, m.setup().config.V) {}
+    StepResult step() {
+        const Setup& s = model.setup();
+        std::vector<int32_t> tokens, targets;
+        text.next(s.accumulate * s.ranks * s.B, s.T, &tokens, &targets);
+        adamw.step++;
+        const StepResult result =
+            model.step(own_part(s, tokens).data(), own_part(s, targets).data(), adamw);
+        if (!result.skipped) adamw.norm_correction = result.norm_correction;
+        return result;
+    }
+};
+
+// What a run leaves: its steps, as each rank saw them, and the tensors.
+struct Run {
+    std::vector<double> losses, norms;
+    Snapshot state, gradients;
+    bool operator==(const Run& o) const {
+        return losses == o.losses && norms == o.norms && state == o.state && gradients == o.gradients;
+    }
+};
+
+inline Run train_ranks(const Setup& setup, int64_t ranks, Shard shard, int steps,
+                       std::unique_ptr<Model> (*make)(const Setup&) = make_reference) {
+    std::vector<Run> runs(static_cast<size_t>(ranks));
+    with_ranks(setup, ranks, shard, [&](const Setup& own) {
+        const std::unique_ptr<Model> model = make(own);
+        RankTraining training(*model);
+        Run& run = runs[size_t(own.rank)];
+        for (int i = 0; i < steps; i++) {
+            const StepResult result = training.step();
+            run.losses.push_back(result.skipped ? NAN : result.loss);
+            run.norms.push_back(result.grad_norm);
+        }
+        if (own.keep_gradients) run.gradients = whole_tensors(*model, gradient_tensors(own.config));
+        run.state = whole_tensors(*model, state_tensors(own));
+    });
+    for (const Run& run : runs) {
+        CHECK(run.losses == runs[0].losses);
+        CHECK(run.norms == runs[0].norms);
+        for (double loss : run.losses) CHECK(std::isfinite(loss));
+    }
+    return runs[0];
+}
+
+}  // namespace coat::test::several_ranks

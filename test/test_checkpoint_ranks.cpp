@@ -1,0 +1,165 @@
+// test_checkpoint_ranks.cpp - checkpoints of several ranks: the files do not tell how many there were, so a
+// run continues on another number of ranks with the same bits.
+#include <doctest/doctest.h>
+
+#include "program.h"
+#include "several_ranks.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::test::several_ranks;
+
+namespace {
+
+const char* const TENSOR_FILES[] = {"model.safetensors", "optimizer.safetensors"};
+
+Setup setup_of(const std::string& recipe, const Architecture& arch, int64_t accumulate) {
+    Setup s = tiny_setup(tiny_config(arch, false), recipe, optimizer_of(recipe), 2, 16);
+    s.accumulate = accumulate;
+    return s;
+}
+
+// A checkpoint of a new llama-tiny, but with a head of its own: then each gradient is one sum.
+std::string untied_model(const Folder& folder, const char* recipe) {
+    Setup setup{find_row(models(), "llama-tiny", ""), find_row(recipes(), recipe, ""),
+                find_row(optimizers(), optimizer_of(recipe), ""), 2, 16};
+    setup.config.V = 256, setup.config.tied = false;
+    return save_checkpoint(folder / "start", *make_reference(setup), {});
+}
+
+void check_same_tensors(const fs::path& a, const fs::path& b) {
+    for (const char* file : TENSOR_FILES) {
+        CAPTURE(file);
+        REQUIRE(fs::exists(a / file));
+        CHECK((read_file(a / file) == read_file(b / file)));
+    }
+}
+
+std::string lines_with(const std::string& output, const std::string& begin) {  // up to their third " | "
+    std::string found;
+    std::istringstream lines(output);
+    for (std::string line; std::getline(lines, line);)
+        if (line.compare(0, begin.size(), begin) == 0) found += line.substr(0, line.find(" | lr")) + "\n";
+    return found;
+}
+
+}  // namespace
+
+TEST_CASE("checkpoint: several ranks write the files of one rank, and others continue with the same bits") {
+    for (const auto& [recipe, arch] : {std::pair{"fp32", LLAMA}, {"coat", GPT2}}) {
+        CAPTURE(recipe);
+        Folder folder;
+        LoopState state;
+        state.step = state.updates = 2;
+        // One rank with 12 micro-batches a step, for two steps and two more.
+        const Setup setup = setup_of(recipe, arch, 12);
+        const std::unique_ptr<Model> one = make_reference(setup);
+        RankTraining training(*one);
+        training.step(), training.step();
+        save_checkpoint(folder / "one", *one, state);
+        training.step(), training.step();
+        const Snapshot last = snapshot(*one);
+
+        for (Shard shard : {Shard::None, Shard::Optimizer, Shard::All}) {
+            CAPTURE(int(shard));
+            std::vector<std::string> saved(4);
+            const std::string out = folder / ("four" + std::to_string(int(shard)));
+            Setup own = setup;
+            // One or two micro-batches at a time would be added in BF16 by recipe coat.
+            own.accumulate = setup.accumulate / (recipe == std::string("fp32") ? 4 : 2);
+            const int64_t ranks = setup.accumulate / own.accumulate;
+            with_ranks(own, ranks, shard, [&](const Setup& s) {
+                const std::unique_ptr<Model> model = make_reference(s);
+                RankTraining four(*model);
+                four.step(), four.step();
+                saved[size_t(s.rank)] = save_checkpoint(out, *model, state);
+            });
+            for (int64_t rank = 0; rank < ranks; rank++) CHECK(saved[size_t(rank)] == out + "/step-000002");
+            check_same_tensors(folder.path / "one/step-000002", saved[0]);
+
+            Snapshot continued;
+            Setup fewer = setup;
+            fewer.accumulate = setup.accumulate / (recipe == std::string("fp32") ? 3 : 2);
+            with_ranks(fewer, setup.accumulate / fewer.accumulate, Shard::All, [&](const Setup& s) {
+                const std::unique_ptr<Model> model = make_reference(s);
+                load_checkpoint(saved[0], *model);
+                RankTraining rest(*model);
+                std::vector<int32_t> unused;  // of the steps before
+                for (int i = 0; i < 2; i++) rest.text.next(12 * s.B, s.T, &unused, &unused);
+                rest.adamw.step = 2;
+                rest.step(), rest.step();
+                const Snapshot mine = whole_tensors(*model, state_tensors(s));
+                if (s.rank == 0) continued = mine;
+            });
+            CHECK((continued == last));
+        }
+    }
+}
+
+TEST_CASE("train: a run stops on four ranks and continues on one and on two, bit for bit") {
+    RunFolder folder;
+    const std::string start = untied_model(folder, "fp32");
+    const std::string flags = TINY + "--recipe fp32 --schedule constant --warmup 2 --model '" + start + "' ";
+    require_success(train(folder, flags + "--accumulate 4 --steps 6 --out one"));
+    require_success(train(folder, flags + "--ranks 4 --shard all --steps 2 --out parts"));
+    require_success(train(folder, "--device cpu --resume parts --steps 4"));
+    require_success(train(folder, "--device cpu --resume parts --ranks 2 --shard optimizer --steps 6"));
+    check_same_tensors(folder.path / "one/step-000006", folder.path / "parts/step-000006");
+    const auto trainer = [&](const char* run) {
+        auto json = nlohmann::json::parse(read_file(folder.path / run / "step-000006/trainer.json"));
+        CHECK(nlohmann::json::parse(json["settings"].get<std::string>())["accumulate"] == "4");
+        json.erase("run"), json.erase("settings");
+        return json;
+    };
+    CHECK(trainer("one") == trainer("parts"));  // also the losses and the place in the data
+
+    check_rejected(folder, "--device cpu --resume parts --ranks 3 --steps 9",
+                   "4 micro-batches a step, which 3 ranks cannot share; use 1, 2 or 4 ranks.");
+    check_rejected(folder, "--device cpu --resume parts --ranks 2 --accumulate 4 --steps 9",
+                   "--accumulate 4 on 2 ranks");
+    check_rejected(folder, "--device cpu --resume parts --accumulate 2 --steps 9",
+                   "differs from the checkpoint's 4");
+}
+
+TEST_CASE("train: every --shard prints, validates and logs the same numbers, once") {
+    RunFolder folder;
+    std::vector<std::string> steps, validations;
+    for (const std::string shard : {"none", "optimizer", "all"}) {
+        const std::string flags = "--recipe coat --batch 2 --seq 16 --steps 2 --eval-every 0 --out '' ";
+        const Ended ended = train(folder, flags + "--device cpu --data text --sample-every 2 --log log "
+                                                  "--ranks 2 --shard " + shard);
+        require_success(ended);
+        CHECK(ended.error == "");
+        CHECK(contains(ended.out, "\n  ranks          2, --shard " + shard + "\n"));
+        CHECK(contains(ended.out, "second moments"));
+        CHECK(contains(ended.out, "expansion factor k of first moments"));
+        steps.push_back(lines_with(ended.out, "step "));
+        validations.push_back(lines_with(ended.out, "validation | "));
+        CHECK(std::count(steps.back().begin(), steps.back().end(), '\n') == 2);
+        CHECK(steps.back() == steps[0]);
+        CHECK(std::count(validations.back().begin(), validations.back().end(), '\n') == 2);
+        CHECK(validations.back() == validations[0]);
+        REQUIRE(logged(folder, "settings").size() == 1);
+        CHECK(logged(folder, "settings")[0].at("ranks") == 2);
+        CHECK(logged(folder, "settings")[0].at("shard") == shard);
+        REQUIRE(logged(folder, "step").size() == 2);
+        for (const auto& line : logged(folder, "step")) {
+            const double rate = line.at("tokens_per_second"), ms = line.at("ms");
+            CHECK(rate * ms / 1e3 == doctest::Approx(2 * 2 * 16));  // tokens of both ranks
+        }
+    }
+    // The first validation shares its batches among the ranks, and has the bits of one rank's.
+    const Ended one = tiny(folder, "--recipe coat --steps 0 --out ''");
+    CHECK(validations[0].rfind(lines_with(one.out, "validation | "), 0) == 0);
+}
+
+TEST_CASE("train: --plan prints the memory of one of several ranks and starts none") {
+    RunFolder folder;
+    const Ended ended = train(folder, "--plan --ranks 8 --shard all --model llama-2-7b");
+    require_success(ended);
+    CHECK(contains(ended.out, "\n  ranks          8, --shard all\n"));
+    check_rejected(folder, "--plan --ranks 0", "--ranks");
+    check_rejected(folder, "--plan --shard some", "--shard some");
+    check_rejected(folder, "--plan --ranks 2 --shard all --optimizer fp8lm", "--optimizer fp8lm");
+    require_success(train(folder, "--plan --ranks 1 --shard all --optimizer fp8lm"));
+}

@@ -1,0 +1,136 @@
+// test_model_ranks.cu - the model on several GPUs, a rank on each: it has the bits of one GPU wherever the
+// arithmetic allows it, whatever is shared out. These tests need two GPUs.
+#include <dlfcn.h>
+
+#include "../plan.h"
+#include "gpu_models.h"
+#include "several_ranks.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::test::gpu_models;
+using namespace coat::test::several_ranks;
+
+namespace {
+
+int gpus() {
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
+}
+#define GPUS_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(gpus() < 2))
+
+constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
+
+std::vector<int64_t> numbers_of_ranks() {
+    return gpus() >= 4 ? std::vector<int64_t>{2, 3, 4} : std::vector<int64_t>{2};
+}
+
+}  // namespace
+
+GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in every recipe and mode") {
+    std::vector<Setup> setups;
+    for (const char* recipe : RECIPES)
+        for (bool tied : {true, false}) setups.push_back(setup_of(recipe, tied ? GPT2 : LLAMA, tied));
+    for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", LLAMA, false), mode));
+    for (const char* mode : {"gradients", "master"}) setups.push_back(with_mode(setup_of("te", GPT2, true), mode));
+    setups.push_back(setup_of("coat", LLAMA, false));
+    setups.back().accumulate = 3;
+    setups.push_back(tiny_setup(wide_heads(false), "coat", "coat", 2, 128));
+    for (const Setup& setup : setups)
+        for (int64_t ranks : numbers_of_ranks()) {
+            CAPTURE(setup.recipe.name);
+            CAPTURE(setup.config.name);
+            CAPTURE(setup.keep_gradients);
+            CAPTURE(setup.accumulate);
+            CAPTURE(ranks);
+            const Run none = train_ranks(setup, ranks, Shard::None, 3, make_gpu);
+            for (Shard shard : {Shard::Optimizer, Shard::All})
+                CHECK((train_ranks(setup, ranks, shard, 3, make_gpu) == none));
+            CHECK((train_ranks(setup, ranks, Shard::All, 3, make_gpu) == none));
+        }
+}
+
+GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R times the micro-batches") {
+    for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
+        for (int64_t ranks : numbers_of_ranks()) {
+            CAPTURE(recipe);
+            CAPTURE(ranks);
+            Setup setup = setup_of(recipe, LLAMA, false), one = setup;
+            setup.accumulate = 5, one.accumulate = 5 * ranks;
+            const Run expected = train_ranks(one, 1, Shard::None, 3, make_gpu);
+            for (Shard shard : SHARDS) {
+                const Run got = train_ranks(setup, ranks, shard, 3, make_gpu);
+                CHECK((got.state == expected.state));
+                CHECK((got.gradients == expected.gradients));
+                CHECK(got.norms == expected.norms);
+                for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
+                    CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
+            }
+        }
+}
+
+GPUS_TEST_CASE("ranks: NCCL and the copy engines give the same bits") {
+    if (!dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL)) {
+        MESSAGE("NCCL is not installed here, so it is not tested.");
+        return;
+    }
+    for (Shard shard : SHARDS) {
+        const Setup setup = with_mode(setup_of("coat", GPT2, true), shard == Shard::All ? "gradients" : "");
+        const Run copies = train_ranks(setup, 2, shard, 3, make_gpu);
+        setenv("COAT_NCCL", "libnccl.so.2", 1);
+        const Run nccl = train_ranks(setup, 2, shard, 3, make_gpu);
+        unsetenv("COAT_NCCL");
+        CHECK((copies == nccl));
+    }
+}
+
+GPUS_TEST_CASE("ranks: a NaN on one GPU skips the step on all") {
+    for (Shard shard : SHARDS)
+        with_ranks(setup_of("coat", LLAMA, false), 2, shard, [&](const Setup& own) {
+            const std::unique_ptr<Model> model = make_gpu(own);
+            const Slice kept_here = kept(own, weight_tensors(own.config).at(0));
+            std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
+            model->read("embedding", w.data());
+            for (int64_t i = 0; i < own.config.C && kept_here.first == 0 && i < kept_here.count; i++)
+                w[size_t(i)] = 0x7FC0;
+            model->write("embedding", w.data());
+            const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
+            if (!model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f}).skipped)
+                throw Error("The step was not skipped.");
+        });
+}
+
+GPUS_TEST_CASE("ranks: GPUs evaluate, generate and report as one does") {
+    const Setup setup = setup_of("coat", LLAMA, false);
+    std::vector<int32_t> tokens, targets;
+    Text(3, setup.config.V).next(setup.B, setup.T, &tokens, &targets);
+    struct Seen {
+        double loss = 0;
+        Floats logits;
+        QuantReport report;
+    };
+    auto look = [&](int64_t ranks, Shard shard) {
+        std::vector<Seen> seen(static_cast<size_t>(ranks));
+        with_ranks(setup, ranks, shard, [&](const Setup& own) {
+            const std::unique_ptr<Model> model = make_gpu(own);
+            Seen& here = seen[size_t(own.rank)];
+            here.loss = model->evaluate(tokens.data(), targets.data());
+            here.logits.resize(size_t(own.config.V));
+            model->next_logits(tokens.data(), 7, here.logits.data());
+            here.report = model->quantization(tokens.data(), targets.data());
+        });
+        for (const Seen& s : seen) CHECK((s.loss == seen[0].loss && s.logits == seen[0].logits));
+        return seen[0];
+    };
+    const Seen one = look(1, Shard::None);
+    for (Shard shard : SHARDS) {
+        const Seen two = look(2, shard);
+        CHECK(two.loss == one.loss);
+        CHECK(two.logits == one.logits);
+        for (Kind kind : {Kind::NormInput, Kind::LinearInput, Kind::Weight, Kind::Gradient}) {
+            const QuantStats &a = one.report.kinds[int(kind)], &b = two.report.kinds[int(kind)];
+            CHECK(a.snr_db() == doctest::Approx(b.snr_db()).epsilon(0.01));
+            if (kind != Kind::Weight) CHECK(a.elements == b.elements);  // gathered once where used twice
+        }
+    }
+}

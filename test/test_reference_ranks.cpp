@@ -1,0 +1,170 @@
+// test_reference_ranks.cpp - several ranks on the CPU: whatever is shared out, they compute the same bits,
+// and they train as one rank does that has all of their micro-batches.
+#include <doctest/doctest.h>
+
+#include "../plan.h"
+#include "several_ranks.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::test::several_ranks;
+
+namespace {
+
+constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
+
+// Matrices have 1/2, 1, 3/8 and 3/4 chunks beyond whole ones: no number of ranks divides them all.
+Setup setup_of(const std::string& recipe, const Architecture& arch, bool tied, int64_t accumulate = 1) {
+    Setup s = tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), 2, 16);
+    s.accumulate = accumulate;
+    return s;
+}
+
+float f32(const std::vector<uint8_t>& bytes, size_t i) {
+    float x;
+    std::memcpy(&x, bytes.data() + 4 * i, 4);
+    return x;
+}
+
+}  // namespace
+
+TEST_CASE("ranks: slices are whole chunks, in order, and together the whole tensor") {
+    for (int64_t size : {1, 64, 8191, 8192, 8193, 22528, 1000000})
+        for (int64_t ranks : {1, 2, 3, 4, 7, 200}) {
+            int64_t next = 0;
+            for (int64_t rank = 0; rank < ranks; rank++) {
+                const Slice s = slice_of(size, rank, ranks);
+                CHECK(s.first == next);
+                CHECK((s.count == 0 || s.first % SHARD_CHUNK == 0));
+                next += s.count;
+            }
+            CHECK(next == size);
+        }
+}
+
+TEST_CASE("ranks: --shard none, optimizer and all have the same bits") {
+    std::vector<Setup> setups = {setup_of("fp32", LLAMA, true),     setup_of("fp32", GPT2, false, 2),
+                                 setup_of("bf16", GPT2, true, 2),   setup_of("coat", LLAMA, false),
+                                 setup_of("coat", LLAMA, true, 2),  setup_of("te", LLAMA, true, 2),
+                                 with_mode(setup_of("coat", GPT2, true), "master")};
+    for (const char* recipe : {"fp32", "te", "coat"})
+        setups.push_back(with_mode(setup_of(recipe, LLAMA, true), "gradients"));
+    setups.push_back(with_mode(setup_of("coat", LLAMA, false), "lean"));
+    for (const Setup& setup : setups)
+        for (int64_t ranks : quick() ? std::vector<int64_t>{3} : std::vector<int64_t>{1, 2, 3, 4}) {
+            CAPTURE(setup.recipe.name);
+            CAPTURE(setup.config.name);
+            CAPTURE(setup.accumulate);
+            CAPTURE(setup.keep_gradients);
+            CAPTURE(ranks);
+            const Run none = train_ranks(setup, ranks, Shard::None, 3);
+            for (Shard shard : {Shard::Optimizer, Shard::All})
+                CHECK((train_ranks(setup, ranks, shard, 3) == none));
+        }
+}
+
+TEST_CASE("ranks: where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
+    const int64_t most = quick() ? 2 : 4;
+    for (const auto& [recipe, arch, each] : {std::tuple{"fp32", LLAMA, int64_t(1)}, {"fp32", GPT2, 2},
+                                             {"bf16", GPT2, 5}, {"coat", LLAMA, 5}})
+        for (int64_t ranks = 2; ranks <= (each == 5 ? 2 : most); ranks++) {
+            CAPTURE(recipe);
+            CAPTURE(ranks);
+            const Setup setup = setup_of(recipe, arch, false, each);
+            REQUIRE(gradient_format(setup) == Format::F32);
+            const Run one = train_ranks(setup_of(recipe, arch, false, each * ranks), 1, Shard::None, 3);
+            for (Shard shard : SHARDS) CHECK((train_ranks(setup, ranks, shard, 3) == one));
+        }
+}
+
+TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one rank's by rounding alone") {
+    for (const char* recipe : {"bf16", "coat"}) {
+        CAPTURE(recipe);
+        const Setup setup = setup_of(recipe, LLAMA, false);
+        REQUIRE(gradient_format(setup) == Format::BF16);
+        const Run four = train_ranks(setup, 4, Shard::All, 1),
+                  one = train_ranks(setup_of(recipe, LLAMA, false, 4), 1, Shard::None, 1);
+        CHECK(four.losses == one.losses);  // sums in double
+        // The gradients of each micro-batch alone: four times as large.
+        std::vector<Snapshot> parts;
+        Text text(1, setup.config.V);
+        for (int i = 0; i < 4; i++) {
+            const std::unique_ptr<Model> model = make_reference(setup);
+            std::vector<int32_t> tokens, targets;
+            text.next(setup.B, setup.T, &tokens, &targets);
+            model->step(tokens.data(), targets.data(), {1, 0.0f});
+            parts.push_back(whole_tensors(*model, gradient_tensors(setup.config)));
+        }
+        int64_t different = 0, wrong = 0;
+        for (const auto& [name, bytes] : four.gradients)
+            for (size_t i = 0; i < bytes.size() / 4; i++) {
+                float sum = 0, magnitudes = 0;
+                for (const Snapshot& part : parts) {
+                    sum += f32(part.at(name), i) / 4;
+                    magnitudes += std::fabs(f32(part.at(name), i)) / 4;
+                }
+                wrong += f32(bytes, i) != reference::round_to(Format::BF16, sum);
+                const float difference = std::fabs(f32(bytes, i) - f32(one.gradients.at(name), i));
+                // Roundings to 8 bits: of four parts and their sum, and of one rank's four partial sums.
+                wrong += !(difference <= 6.1f * 0x1p-8f * magnitudes);
+                different += difference > 0;
+            }
+        CHECK(wrong == 0);
+        CHECK(different > 0);
+    }
+}
+
+TEST_CASE("ranks: a NaN on one rank skips the step on all") {
+    for (Shard shard : SHARDS)
+        for (const char* mode : {"", "gradients"})
+            with_ranks(with_mode(setup_of("coat", LLAMA, false), mode), 3, shard, [&](const Setup& own) {
+                const std::unique_ptr<Model> model = make_reference(own);
+                // The first row of the embedding is NaN. Only the tokens of rank 1 have token 0.
+                const StateTensor embedding = weight_tensors(own.config).at(0);
+                const Slice kept_here = kept(own, embedding);
+                std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
+                model->read("embedding", w.data());
+                for (int64_t i = 0; i < own.config.C && i < kept_here.count; i++) w[size_t(i)] = 0x7FC0;
+                model->write("embedding", w.data());
+                const Snapshot before = snapshot(*model);
+                const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
+                const StepResult skipped =
+                    model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f});
+                const bool same = snapshot(*model) == before;
+                const StepResult done = model->step(fine.data(), fine.data(), {1, 1e-3f});
+                if (!skipped.skipped || !same) throw Error("The step was not skipped.");
+                if (done.skipped || !(snapshot(*model) != before)) throw Error("A good step was skipped.");
+            });
+}
+
+TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
+    const Setup setup = setup_of("te", LLAMA, false);
+    std::vector<Snapshot> states(3);
+    with_ranks(setup, 3, Shard::None, [&](const Setup& own) {
+        const std::unique_ptr<Model> model = make_reference(own);
+        RankTraining(*model).step();
+        states[size_t(own.rank)] = snapshot(*model);
+    });
+    CHECK((states[1] == states[0]));
+    CHECK((states[2] == states[0]));
+    // X and W of the first layer do not depend on scales. One rank sees all micro-batches, too.
+    Setup all = setup;
+    all.accumulate = 3;
+    const Run one = train_ranks(all, 1, Shard::None, 1);
+    for (const StateTensor& t : scaling_tensors(setup.config, setup.recipe))
+        if (t.name.rfind("layers.0.qkv", 0) == 0 && t.name.find(OPERAND_NAMES[2]) == std::string::npos) {
+            CAPTURE(t.name);
+            CHECK((states[0].at(t.name) == one.state.at(t.name)));
+        }
+}
+
+TEST_CASE("ranks: moments with one scale per tensor cannot be shared out") {
+    Setup setup = setup_of("bf16", LLAMA, true);
+    setup.optimizer = find_row(optimizers(), "fp8lm", "");
+    setup.ranks = 2;
+    CHECK_NOTHROW(validate(setup));
+    for (Shard shard : {Shard::Optimizer, Shard::All}) {
+        setup.shard = shard;
+        check_error([&] { validate(setup); }, "--optimizer fp8lm", "--shard");
+    }
+}
