@@ -62,8 +62,8 @@ void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t
         const int64_t padded = round_up(slice.count, MOMENT_GROUP);
         if (padded == 0) return;
         initialize_kernel<<<blocks(padded, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, padded, p.init_std, p.role.weight, live, seed,
-            index);
+            values, weights, remainders, slice.first, slice.count, padded, p.init_std, p.role.weight, live,
+            seed, index);
         CHECK_LAUNCH("initialize");
     };
     launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
@@ -111,9 +111,11 @@ __global__ void __launch_bounds__(NORM_THREADS)
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
     int64_t before = 0;  // chunks of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
-        const int64_t offset = segments[i].offset - first, size = segments[i].size, chunk0 = segments[i].chunk;
+        const int64_t offset = segments[i].offset - first, size = segments[i].size,
+                      chunk0 = segments[i].chunk;
         const int64_t chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
-                      begin = chunks * share.rank / share.ranks, end = chunks * (share.rank + 1) / share.ranks;
+                      begin = chunks * share.rank / share.ranks,
+                      end = chunks * (share.rank + 1) / share.ranks;
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += end - begin;
         for (int64_t c = begin + turn; c < end; c += warps) {
@@ -180,8 +182,8 @@ __global__ void __launch_bounds__(ADD_THREADS)
     sum.store(i, total, true);
 }
 
-__global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks,
-                                      float fmax) {
+__global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
+                                      int64_t ranks, float fmax) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     uint32_t top = 0;
@@ -214,8 +216,8 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
     const unsigned grid = static_cast<unsigned>(
         std::min<int64_t>(blocks(32 * chunks + 32, NORM_THREADS), NORM_BLOCKS_PER_SM * multiprocessors()));
     auto launch = [&](auto g) {
-        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first, first_chunk, share,
-                                                     loss, sums);
+        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first, first_chunk,
+                                                     share, loss, sums);
     };
     if (format == Format::F32) launch(dense<float>(gradients));
     else launch(dense<bf16>(gradients));
@@ -233,8 +235,8 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
     auto launch = [&](auto to, auto mine, auto theirs) {
-        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(to, assign, mine, theirs, n,
-                                                                                    share);
+        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(to, assign, mine, theirs,
+                                                                                    n, share);
     };
     if (format == Format::F32) launch(dense<float>(sum), dense<float>(own), dense<float>(received));
     else launch(dense<bf16>(sum), dense<bf16>(own), dense<bf16>(received));
@@ -273,7 +275,8 @@ Factors factors(const AdamW& a) {
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
-// On entry m and v are decoded but not yet scaled: keep_m and keep_v are beta times the scale of their format.
+// On entry m and v are decoded but not yet scaled: keep_m and keep_v are beta times the scale of their
+// format.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
@@ -295,7 +298,8 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 }
 
 // How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
-// `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32 value.
+// `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32
+// value.
 struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     using Value = bf16;
     static constexpr bool STOCHASTIC = false;
@@ -434,8 +438,8 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
             static_cast<float>(std::log2(max / info(f).min))};
 }
 
-// Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It is
-// rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros has k = 1.
+// Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
+// is rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros has k = 1.
 __device__ float expansion_factor(float log_range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
@@ -447,8 +451,8 @@ struct GroupScale {     // what the elements of a group share
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
 };
 
-// A group is wide if its magnitudes may differ by more than 2^120. They may then leave the normal range of FP32:
-// such a group takes the careful path.
+// A group is wide if its magnitudes may differ by more than 2^120. They may then leave the normal range of
+// FP32: such a group takes the careful path.
 __device__ bool wide(const MomentFormat& f, float k) { return f.log_range > 120.0f * k; }
 
 // Eight values of FMAX (|x| / max)^k, before they are rounded to codes.
@@ -516,7 +520,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     }
     return codes;
 }
-// Writes the values of eight codes to x, but for a factor that it returns. Without expansion `table` has |code|.
+// Writes the values of eight codes to x, but for a factor that it returns. Without expansion `table` has
+// |code|.
 template <bool SECOND>
 __device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                                Values& x) {
@@ -911,7 +916,8 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
 
 // The amax of the weights of a step that is skipped.
 template <class T>
-__device__ uint32_t weights_amax(const AdamArguments& a, const Segment& segment, int64_t first, int64_t last) {
+__device__ uint32_t weights_amax(const AdamArguments& a, const Segment& segment, int64_t first,
+                                 int64_t last) {
     uint32_t top = 0;
     for (int64_t group = first + team(); group < last; group += FP8_GROUPS)
         for (int j = 0; j < CHUNK; j++) {

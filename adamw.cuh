@@ -61,10 +61,10 @@ struct Clipping {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter: added in a fixed order, they give the same
-// norm for any number of ranks. sums (1 + chunks): *loss (0 if it is null), then those of the chunks from
-// number `first_chunk` on. `gradients` begin with the element `first`. If every rank has all gradients, each
-// sums a share of the chunks; the others are 0 here.
+// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter: added in a fixed order, they give the
+// same norm for any number of ranks. sums (1 + chunks): *loss (0 if it is null), then those of the chunks
+// from number `first_chunk` on. `gradients` begin with the element `first`. If every rank has all gradients,
+// each sums a share of the chunks; the others are 0 here.
 struct Share {
     int64_t rank = 0, ranks = 1;
 };
@@ -75,8 +75,8 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
 void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
                    GradientState* state, cudaStream_t s);
 
-// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without the
-// old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.
+// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without
+// the old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    const Share& share, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
@@ -94,10 +94,9 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
-// For the report: computes the new moments of one parameter, and adds the error of storing them to *m_stats and
-// *v_stats. segment: its row of the table, on the device; size: its elements; first: where
-// `gradients` begin in the flat order. Nothing else is changed, but for max[1] of moments with one scale per
-// tensor.
+// For the report: computes the new moments of one parameter, and adds the error of storing them to *m_stats
+// and *v_stats. segment: its row of the table, on the device; size: its elements; first: where `gradients`
+// begin in the flat order. Nothing else is changed, but for max[1] of moments with one scale per tensor.
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s);

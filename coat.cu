@@ -351,9 +351,9 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
 // =====================================================================================================================
 // 3. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// First the maxima of groups, then the maximum of those. A group is the tile of a block here. The second stage
-// is an atomicMax, which gives the same result in any order. Where one of our kernels produces a tensor, it
-// takes the amax in passing. This kernel is for tensors that a GEMM or attention has produced.
+// First the maxima of groups, then the maximum of those. A group is the tile of a block here. The second
+// stage is an atomicMax, which gives the same result in any order. Where one of our kernels produces a
+// tensor, it takes the amax in passing. This kernel is for tensors that a GEMM or attention has produced.
 
 namespace {
 
@@ -843,7 +843,8 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
 
 namespace {
 
-// The input of the activation is quantized in groups. The same pass takes the amax of the activation's output.
+// The input of the activation is quantized in groups. The same pass takes the amax of the activation's
+// output.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, TensorScale* act) {

@@ -430,7 +430,8 @@ struct ShardMode {
 inline const std::vector<ShardMode>& shard_modes() {
     static const std::vector<ShardMode> table = {
         {"none", "every GPU has all weights and moments; gradients are exchanged", Shard::None},
-        {"optimizer", "each GPU has and updates a part of the moments and masters (ZeRO-1)", Shard::Optimizer},
+        {"optimizer", "each GPU has and updates a part of the moments and masters (ZeRO-1)",
+         Shard::Optimizer},
         {"all", "weights are shared out too, and gathered just before they are used (ZeRO-3)", Shard::All},
     };
     return table;
@@ -488,7 +489,7 @@ inline Format gradient_format(const Setup& s) {
 // tensors, so that a run may stop on one and resume on the other.
 
 struct StateTensor {
-    std::string name;   // "layers.0.qkv" (weight), or with a suffix: .remainder .m .v .m.max .m.k .x.scale ...
+    std::string name;  // "layers.0.qkv" (weight), or with a suffix: .remainder .m .v .m.max .m.k .x.scale ...
     const char* dtype;  // safetensors' name
     int bytes;          // of one element
     std::vector<int64_t> shape;
@@ -565,8 +566,8 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     return table;
 }
 
-// The elements of a tensor that this rank keeps; Model::read() and write() pass these. Those of all ranks, one
-// after the other, are the whole tensor, unless every rank keeps all of it.
+// The elements of a tensor that this rank keeps; Model::read() and write() pass these. Those of all ranks,
+// one after the other, are the whole tensor, unless every rank keeps all of it.
 inline Slice kept(const Setup& s, const StateTensor& t) {
     const Param p = parameters(s.config).at(t.param);
     const bool weight = t.name == p.name;

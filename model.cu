@@ -108,8 +108,8 @@ public:
         exchange(topic, number, transfers);
         join();
     }
-    // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`. Adds the
-    // transfers that complete it on every rank.
+    // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`.
+    // Adds the transfers that complete it on every rank.
     void add_gather(const Param& p, int64_t each, const void* mine, void* whole,
                     std::vector<Transfer>& transfers) const {
         for (int64_t r = 0; r < count; r++) {
@@ -147,10 +147,10 @@ public:
     bool some_without_scale = false;
 
     State(const Setup& s, const Arena& arena, Peers& peers, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)), shards(arena.layout.shards),
-          compute{s.recipe.compute}, gradient_quant{gradient_format(s)}, gathered(params.size()), arena_(arena),
-          peers_(peers), cuda_(cuda),
-          weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
+        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)),
+          shards(arena.layout.shards), compute{s.recipe.compute}, gradient_quant{gradient_format(s)},
+          gathered(params.size()), arena_(arena), peers_(peers),
+          cuda_(cuda), weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
@@ -183,7 +183,8 @@ public:
     uint8_t* gradient_sums(size_t i) const {
         const BucketRange& bucket = buckets[params[i].bucket];
         const int64_t in_bucket = shards[i].state_at - shards[bucket.first].state_at;
-        return arena_.at(arena_.layout.sums[params[i].bucket]) + in_bucket * info(gradient_quant.format).bytes;
+        return arena_.at(arena_.layout.sums[params[i].bucket]) +
+               in_bucket * info(gradient_quant.format).bytes;
     }
     // One TensorScale for each parameter; behind them those of the operands of the linear layers, four layers
     // a block.
@@ -257,8 +258,9 @@ public:
             const void* gradients = static_cast<const uint8_t*>(gradient(i).codes) +
                                     slice.first * info(gradient_quant.format).bytes;
             measure_moments(setup.optimizer, segments() + i, slice.count, weights_, gradients,
-                            gradient_quant.format, shards[i].state_at, stats + static_cast<int>(Kind::Moment1),
-                            stats + static_cast<int>(Kind::Moment2), cuda_);
+                            gradient_quant.format, shards[i].state_at,
+                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
+                            cuda_);
         }
     }
     void expansion_factors(QuantReport& report) const {
@@ -298,9 +300,8 @@ private:
 
     int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
     int16_t* remainders() const {
-        return arena_.layout.remainder.bytes
-                   ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset))
-                   : nullptr;
+        const bool beside = setup.master && compute.format != Format::F32;
+        return beside ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset)) : nullptr;
     }
     Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
 
@@ -316,14 +317,14 @@ private:
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
         double* const squares = arena_.work<double>(Work::GradientSquares);
-        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first, first.chunk, chunks,
-                         share, &results->checked_loss, squares + peers_.rank * (1 + chunks), cuda_);
+        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first, first.chunk,
+                         chunks, share, &results->checked_loss, squares + peers_.rank * (1 + chunks), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + chunks) * static_cast<int64_t>(sizeof(double)));
         gradient_norm(squares, chunks, peers_.count, clip, state, cuda_);
         clear(scale(begin), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-        gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_, rounding_key(setup.seed, a.step),
-                   gradients, gradient_quant.format, state, cuda_);
+        gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
+                   rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }
     int64_t most_groups() const {
         int64_t most = 0;
@@ -469,12 +470,12 @@ private:
 // ---------------------------------------------------------------------------------------------------------------------
 // What travels between the GPUs of a run, and when. dev/WALK.md tells the same step by step.
 //
-//   gradients   after a bucket's backward: each rank sends every other rank what that one owns of them, and adds
-//               what it receives in the order of the ranks, in FP32, rounded once. So the sum has the bits of one
-//               GPU that adds up as many micro-batches, if sums are FP32.
+//   gradients   after a bucket's backward: each rank sends every other rank what that one owns of them. What
+//               it receives it adds in the order of the ranks, in FP32, and rounds once. So the sum has the
+//               bits of one GPU that adds up as many micro-batches, if sums are FP32.
 //   weights     --shard optimizer: after the update, each rank sends what it has updated.
-//               --shard all: before a stage (plan.h, weight_stages) computes, its matrices are gathered into one
-//               of two buffers, while the stage before still computes with the other.
+//               --shard all: before a stage (plan.h, weight_stages) computes, its matrices are gathered into
+//               one of two buffers, while the stage before still computes with the other.
 
 class Exchange {
 public:
@@ -542,8 +543,8 @@ public:
         }
         if (setup_.shard == Shard::All) peers_.join();
     }
-    // The computation is about to launch what reads the weights of a stage. Holds it back until they are there,
-    // and begins to gather the stage that comes next (NONE: nothing).
+    // The computation is about to launch what reads the weights of a stage. Holds it back until they are
+    // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
@@ -590,7 +591,8 @@ private:
         std::vector<Transfer> transfers;
         for (size_t i : params) {
             uint8_t* const whole = state_.kept_weights(i);
-            peers_.add_gather(state_.params[i], each, whole + own(i, peers_.rank).first * each, whole, transfers);
+            peers_.add_gather(state_.params[i], each, whole + own(i, peers_.rank).first * each, whole,
+                              transfers);
         }
         peers_.exchange(topic, number, transfers);
     }
@@ -610,8 +612,8 @@ private:
             uint8_t* const mine = to + own(i, peers_.rank).first * each;
             const View slice = state_.weight_slice(i);
             if (codes && slice.rows)
-                quantize(stored(slice), {{mine, state_.weight_scale(i), slice.rows, slice.cols, quant}}, stats,
-                         peers_.stream());
+                quantize(stored(slice), {{mine, state_.weight_scale(i), slice.rows, slice.cols, quant}},
+                         stats, peers_.stream());
             else if (!codes)
                 copy(mine, slice.codes, own(i, peers_.rank).count * each, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
@@ -798,7 +800,8 @@ private:
         linear_forward(b.attention_out, stored(saved_out), branch);            // attention output projection
         residual_forward(branch, norm2, needs_amax(b.gate_up.x));              // residual add
 
-        gate_up_forward(b, norm(norm2));                                       // norm 2; gate and up projection
+        // norm 2; gate and up projection
+        gate_up_forward(b, norm(norm2));
         // SiLU(gate) x up; down projection; residual add
         linear_forward(b.down, activation(config_.arch.gated, gate_up), branch);
         residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
@@ -826,7 +829,8 @@ private:
         const Lazy dgate_up = activation_backward(config_.arch.gated, gate_up, dact);
         // Codes as large as the saved elements take their place.
         const bool in_place = gate_up_gradient_in_place(state_.setup);
-        g8 = output_gradient(b.gate_up, dgate_up, in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
+        g8 = output_gradient(b.gate_up, dgate_up,
+                             in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
                              needs_amax(b.gate_up.g));
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
@@ -871,8 +875,8 @@ private:
         gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
     }
 
-    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS tokens at
-    // a time. While it goes to groups, the amax of the activation's output is taken.
+    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
+    // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x) {
         const View gate_up = of_batch(b.saved_gate_up);
         TensorScale* const act = needs_amax(b.down.x);
@@ -884,7 +888,8 @@ private:
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
         const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
-            const View part = compute_view(arena_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
+            const View part =
+                compute_view(arena_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        b.gate_up.bias.values, cuda_);
             quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
@@ -920,7 +925,8 @@ private:
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const place = arena_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
+        void* const place =
+            arena_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
         void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
         if (saved)
@@ -958,8 +964,9 @@ private:
         const Quant& q = formats_.g;
         if (q.fp8() && w.bias.values) bias_gradient(w, g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 = operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientOperandTransposed) : nullptr,
-                                   w.g, Kind::Gradient);
+        const Operand g8 =
+            operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientOperandTransposed) : nullptr, w.g,
+                    Kind::Gradient);
         if (!q.fp8() && w.bias.values) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
@@ -1040,7 +1047,8 @@ private:
             in_fp32 ? View{arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32}
                     : gradient;
         float* losses = arena_.work<float>(Work::Losses);
-        exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE, stats_of(Kind::Weight));
+        exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
+                      stats_of(Kind::Weight));
         if (backward) exchange_.hold_all();
         if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
@@ -1420,9 +1428,10 @@ int capability() {
 // Device memory that CUDA and cuBLAS take when kernels are first launched.
 constexpr int64_t LOADED_LATER = 256 << 20;
 
-bool fits(const Setup& s, const GpuFacts& facts, int64_t free) {
-    return gpu_layout(s, facts).total + LOADED_LATER <= free;
+int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
+    return gpu_layout(s, facts).total + LOADED_LATER + (s.ranks - 1) * GPU_PEER_CONTEXT;
 }
+bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return needed_memory(s, facts) <= free; }
 
 int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
     int64_t fitting = 0, too_large = s.B;
@@ -1436,7 +1445,7 @@ int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
 void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     if (fits(s, facts, free)) return;
     const int64_t batch = largest_batch(s, facts, free);
-    throw Error("This run needs " + std::to_string((gpu_layout(s, facts).total + LOADED_LATER) >> 20) +
+    throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
                 " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
                 (batch ? "the largest --batch that fits is " + std::to_string(batch)
                        : "not even --batch 1 fits: choose a smaller --model or --seq") +
@@ -1494,8 +1503,9 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     int gpus = 0;
     gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
     if (local >= gpus)
-        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but this machine has only " +
-                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) + ".");
+        throw Error("Rank " + std::to_string(setup.rank) +
+                    " needs a GPU of its own, but this machine has only " + std::to_string(gpus) +
+                    "; use at most --ranks " + std::to_string(gpus) + ".");
     gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
     const Setup here = on_this_gpu(setup);
     require_kernels(here);

@@ -185,8 +185,8 @@ namespace {
 
 int64_t padded(const Slice& slice) { return round_up(slice.count, MOMENT_GROUP); }
 
-// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to its
-// gradient first and the embedding last.
+// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
+// its gradient first and the embedding last.
 struct BucketElements {
     int64_t largest = 0, embedding = 0;
 };
@@ -314,8 +314,8 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const std::string kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
     const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state_elements(s) * 2;
     std::vector<MemoryRow> plan = {
-        {Category::Weights, "weights" + format(compute), weight_elements(s) * info(compute).bytes, "parameter",
-         live},
+        {Category::Weights, "weights" + format(compute), weight_elements(s) * info(compute).bytes,
+         "parameter", live},
         {Category::Weights, "rest of the FP32 master weights", remainder, "parameter", live},
         {Category::Gradients, kept + format(gradient), gradients, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
@@ -410,8 +410,8 @@ bool qkv_gradient_in_place(const Setup& s) {
     return bytes <= s.recipe.nonlinear.bytes(N, s.config.gate_up_cols());
 }
 
-// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Scratch): FP32 sums of dq,
-// statistics by tiles of queries, and counters. Without (attention.cu): a value for each query and head.
+// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Scratch): FP32 sums of
+// dq, statistics by tiles of queries, and counters. Without (attention.cu): a value for each query and head.
 int64_t attention_bytes(const ModelConfig& c, Format compute, int64_t B, int64_t T) {
     const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64;
     const int64_t tiles = B * c.NH * ceil_div(T, tile);
@@ -567,7 +567,8 @@ int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     const std::vector<Param> params = parameters(s.config);
     const std::vector<ShardPlace> shards = shard_places(s);
     for (size_t i = 0; i < params.size(); i++)
-        offset = std::max(offset, layers_alive(s.config, params[i]) * layer_bytes - shards[i].state_at * each);
+        offset =
+            std::max(offset, layers_alive(s.config, params[i]) * layer_bytes - shards[i].state_at * each);
     return round_up(offset, GPU_ALIGNMENT);
 }
 
@@ -711,6 +712,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
     add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
+    if (s.ranks > 1)
+        add("CUDA contexts of the other ranks (about)", (s.ranks - 1) * GPU_PEER_CONTEXT, "token", tokens);
     return plan;
 }
 

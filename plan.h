@@ -122,6 +122,8 @@ inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES
 // What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
 // on driver and GPU.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
+// What CUDA takes on a GPU for each other process that writes into its memory: measured on four H200.
+inline constexpr int64_t GPU_PEER_CONTEXT = int64_t(612) << 20;
 
 struct MomentPlace {
     int64_t codes, max, k;  // offsets
@@ -140,10 +142,11 @@ int64_t state_elements(const Setup& s);
 int64_t shard_chunks(const ModelConfig& c);
 
 // Matrices that are gathered together, one stage after the other, where weights are shared out: embeddings,
-// each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of parameters.
+// each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of
+// parameters.
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
-// Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand. (Delayed
-// scaling has none in the first step.)
+// Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
+// (Delayed scaling has none in the first step.)
 bool gathers_codes(const Setup& s);
 // Bytes that one GPU sends in a step; it receives as many.
 struct Traffic {

@@ -429,8 +429,8 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // ===========================================================================================================
 // 4. Operators
 //
-// The three GEMMs of a linear layer have x (N, in), w (out, in) and the gradient g (N, out) of its output. They
-// differ in strides only:
+// The three GEMMs of a linear layer have x (N, in), w (out, in) and the gradient g (N, out) of its output.
+// They differ in strides only:
 //   fprop y = x w^T      dgrad dx = g w      wgrad dw = g^T x
 
 constexpr int64_t MR = 6, NR = 16, KC = 512;  // matmul's tile, and its block of K

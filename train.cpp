@@ -295,7 +295,8 @@ private:
             print_step(result, adamw.lr, seconds() - before);
             if (skipped_in_a_row_ == MOST_SKIPPED) diverged();
 
-            const bool last = state_.step == steps_, saves = !last && every("save-every") && !skipped_in_a_row_;
+            const bool last = state_.step == steps_,
+                       saves = !last && every("save-every") && !skipped_in_a_row_;
             if (const int signal = signal_of_ranks(); signal && !last) return stop_early(signal);
             if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
@@ -315,9 +316,10 @@ private:
     }
 
     [[noreturn]] static void diverged() {
-        throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                    " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint "
-                    "with --model and another --out.");
+        throw Error(
+            "The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
+            " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint "
+            "with --model and another --out.");
     }
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }

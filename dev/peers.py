@@ -3,19 +3,14 @@
 
     python3 dev/run.py peers                       ./train and this program in turn: dev/results/peers.json
     python3 dev/peers.py llama-2-7b fp8 8          one of its runs: model, recipe (bf16 or fp8), batch
-    torchrun --nproc_per_node 2 dev/peers.py llama-2-7b fsdp 6        several GPUs, with FSDP2
 
 The model is what a user of PyTorch would write: compiled blocks, scaled_dot_product_attention, fused AdamW on
 BF16 weights with BF16 states. Unlike ./train it has no FP32 master weights and does not clip gradients. `fp8`
 computes the linear layers of the blocks with torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and
 fast accumulation in the forward pass, E5M2 gradients and exact accumulation in the backward pass. Tokens are
 random.
-
-`fsdp` shards the same model with FSDP2, with FP32 master weights and BF16 computation. `fsdp-float8` has the
-linear layers of torchao beside it, tensorwise, with weights gathered in FP8 (needs torchao).
 """
 import json
-import os
 import statistics
 import sys
 import time
@@ -36,9 +31,6 @@ def measure(model, recipe, batch):
 
     layers, C, heads, kv_heads, feed_forward = SHAPES[model]
     size = C // heads
-    sharded = recipe.startswith("fsdp")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(rank)
 
     def quantize(x, format):
         largest = torch.finfo(format).max
@@ -71,7 +63,7 @@ def measure(model, recipe, batch):
             super().__init__(inputs, outputs, bias=False)
 
         def forward(self, x):
-            if recipe != "fp8":
+            if recipe == "bf16":
                 return F.linear(x, self.weight)
             return Fp8Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
@@ -107,7 +99,7 @@ def measure(model, recipe, batch):
             return F.cross_entropy(self.head(self.norm(x)).view(-1, VOCABULARY).float(), targets.reshape(-1))
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32 if sharded else torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         embedding, head = nn.Embedding(VOCABULARY, C), Head()
         blocks = nn.ModuleList(Block() for _ in range(layers))
@@ -115,19 +107,8 @@ def measure(model, recipe, batch):
     for w in network.parameters():
         if w.dim() > 1:
             nn.init.normal_(w, std=0.02)
-    if recipe == "fsdp-float8":
-        from torchao.float8 import (Float8LinearConfig, convert_to_float8_training,
-                                    precompute_float8_dynamic_scale_for_fsdp)
-        convert_to_float8_training(blocks, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     for part in [*blocks, head]:  # the layers share one compiled block
         part.compile()
-    if sharded:
-        import torch.distributed as distributed
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        distributed.init_process_group("nccl")
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for part in [embedding, *blocks, head]:
-            fully_shard(part, mp_policy=policy)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(VOCABULARY, (batch, T + 1), device="cuda")
     times = []
@@ -141,27 +122,21 @@ def measure(model, recipe, batch):
             head(x, tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if recipe == "fsdp-float8":
-                precompute_float8_dynamic_scale_for_fsdp(blocks)
             torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - begin))
         q = torch.empty(batch, heads, T, size, device="cuda", requires_grad=True)
         k = q[:, :kv_heads].detach().requires_grad_()
         chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=kv_heads != heads)
     times = times[WARM_UP:]
-    rate = 1e3 * batch * T / statistics.median(times) * int(os.environ.get("WORLD_SIZE", "1"))
     return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times),
-            "tokens_per_second": rate,
+            "tokens_per_second": 1e3 * batch * T / statistics.median(times),
             "note": f"torch {torch.__version__}, {SDPBackend(chosen).name}"}
 
 
 def main():
-    recipes = ("bf16", "fp8", "fsdp", "fsdp-float8")
-    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in recipes:
+    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in ("bf16", "fp8"):
         sys.exit(__doc__.strip())
-    measured = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(measured))
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
 
 
 if __name__ == "__main__":

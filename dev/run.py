@@ -130,9 +130,7 @@ def ranks(n):
              for way, flags in (("coat", ""), ("bf16", BF16))]
     rows += [Job(f"{n} GPUs: 13b {way}, {batch} x 2048", ours("13b", batch, "all", flags))
              for way, batch, flags in (("coat", 1, ""), ("coat", 4, ""), ("bf16", 1, BF16))]
-    return rows + [Job(f"{n} GPUs: PyTorch FSDP2 {way}, {batch} x 2048",
-                       program=f"torchrun --nproc_per_node {n} dev/peers.py llama-2-7b {way} {batch}")
-                   for way, batch in (("fsdp", 6), ("fsdp-float8", 6))]
+    return rows
 
 
 def checkpoints(part, sequences=None):
@@ -174,7 +172,7 @@ GROUPS = {
     "ranks": Group(
         "two or four GPUs (table 7); half a minute each; give --gpus 0+1 and --only '1 GPU,2 GPUs'",
         [*ranks(2), *ranks(4)[2:]],
-        "--seq 2048 --lr 1e-4 --warmup 12 --steps 12 --sample-every 0 --eval-every 0"),
+        "--seq 2048 --lr 1e-4 --warmup 10 --steps 10 --sample-every 0 --eval-every 0"),
     "bench": Group(
         "every operator of a step; three minutes",
         [Job("bench", program="build/bench --json build/bench.json")], build=("build/bench",)),
@@ -350,6 +348,12 @@ def with_largest_batch(flags, gpu, log):
     raise Failed("a batch of 2048 fits, so the largest is not known")
 
 
+def planned_mib(flags):
+    """What the plan says that a run needs on its fullest GPU."""
+    plan = execute(["./train", *flags.split(), "--plan"], None)
+    return float(re.findall(r"^  total +([0-9.]+)$", plan, re.MULTILINE)[-1])
+
+
 def run_training(group, job, gpu):
     log = f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', job.name)}.jsonl"
     flags = with_largest_batch(job.flags, gpu, log)
@@ -366,6 +370,8 @@ def run_training(group, job, gpu):
                                                                       for step in timed), "mib": most[0]
         or None, "train": [None if step["loss"] is None else round(step["loss"], 4) for step in steps],
         "validation": [[line["step"], round(line["loss"], 7)] for line in validations]}
+    if "--ranks" in flags:
+        row["planned_mib"] = planned_mib(f"{GROUPS[group].shared} {flags}")
     if job.evaluate:
         checkpoint = f"--model {job.save}/step-{STEPS:06}"
         row["evaluated_in_bf16"] = train(f"{checkpoint} {job.evaluate}", gpu,

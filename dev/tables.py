@@ -27,6 +27,11 @@ PAPER_TABLE_6 = {  # hidden size, tokens, sequences: forward ms, backward ms, MB
     (4096, 2048, 8): {}}
 PAPER_TABLE_7 = [["paper, H100 80 GB, 1 x 2048: BF16 and TE", "", "out of memory", "none", "", "", ""],
                  ["paper, H100 80 GB, 1 x 2048: COAT", "5,906", "79.3 GB", 1, "5,906", "169", ""]]
+PAPER_RANKS = {  # GPUs and run: sequences a GPU, GB a GPU there; tokens/s a GPU at the largest batch
+    "2 GPUs: 7b coat": "52.8 GB at 2; 11,351", "4 GPUs: 7b coat": "35.6 GB at 2; 11,257",
+    "4 GPUs: 7b coat, 2 x 2048": "35.6 GB at 2; 11,257", "4 GPUs: 7b bf16": "55.1 GB at 2; 7,730",
+    "2 GPUs: 7b bf16": "out of memory at 2; 6,130", "2 GPUs: 13b coat, 4 x 2048": "73.2 GB at 1; 2,137",
+    "4 GPUs: 13b coat, 4 x 2048": "49.1 GB at 1; 5,295", "4 GPUs: 13b coat, 1 x 2048": "49.1 GB at 1; 5,295"}
 PAPER_GAP = {"coat": 0.013, "te": 0.006}  # training loss above BF16, OLMo-1B after 22 billion tokens
 PAPER_RANGES = {
     "m": "R below 1,000 to 10,000; k 1 to 3, mean 2", "v": "R below 10; k 5 to 15, mean 10, a few at 1.5"}
@@ -461,10 +466,24 @@ def models():
     return lines
 
 
+def ranks():
+    result = load("ranks")
+    rows, cells = result["rows"], []
+    one = rows["1 GPU: 7b coat"]["tokens_per_second"]
+    for name, row in sorted(rows.items()):
+        per_gpu = row["tokens_per_second"] / int(name[0])
+        of_one = f"{per_gpu / one:.1%}" if name.split(": ")[1] == "7b coat" else ""
+        cells.append([name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}", of_one,
+                      memory_of(row), cell("{:,.0f} MiB", row.get("planned_mib")), PAPER_RANKS.get(name, "")])
+    return origin("ranks", result) + table(
+        ["run", "flags", "tokens/s", "a GPU", "of one GPU's", "GPU memory in use, most", "by the plan",
+         "paper, H100: GB a GPU; tokens/s a GPU"], cells)
+
+
 TABLES = {
     f.__name__.replace("_", " "): f
     for f in (speed, peers, bench, cpu, default, gpt2, convergence, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models)}
+              moment_errors, activations, amax, memory, gemms, layer, models, ranks)}
 
 
 def renew_page():

@@ -23,7 +23,9 @@ private:
 // A point in a stream that another stream can wait for.
 class Event {
 public:
-    Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "Creating a CUDA event failed"); }
+    Event() {
+        check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "Creating a CUDA event failed");
+    }
     ~Event() { cudaEventDestroy(event_); }
     Event(const Event&) = delete;
     Event& operator=(const Event&) = delete;

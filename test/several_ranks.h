@@ -46,7 +46,12 @@ inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
                 const Launch launch{int(rank), int(ranks), int(rank), "127.0.0.1", port};
                 if (ranks > 1) group = std::make_unique<Ranks>(launch, nullptr, 30);
                 own.group = group.get();
-                body(own);
+                try {
+                    body(own);
+                } catch (const std::exception& error) {  // it ends this process before the test can tell
+                    std::fprintf(stderr, "rank %d: %s\n", int(rank), error.what());
+                    throw;
+                }
             } catch (const std::exception& error) {  // the destructor of Ranks has ended the others
                 errors[size_t(rank)] = error.what();
             }

@@ -86,7 +86,8 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         Buffer<double> sums(1 + chunks), dloss(1);
         dloss.write({loss});
         const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, chunks, {}, dloss.get(), sums.get(), 0);
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, chunks, {}, dloss.get(), sums.get(),
+                              0);
         gpu::gradient_norm(sums.get(), chunks, 1, clip, state.get(), 0);
         CHECK(sums.intact());
         return state.read()[0];

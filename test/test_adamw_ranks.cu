@@ -68,13 +68,15 @@ struct RankState {
             gpu::initialize(w, p, at[i], i, p.size(), 3, 0);
             const int64_t first = at[i].state_at, group = first / MOMENT_GROUP;
             auto moment = [&](int second) -> gpu::MomentView {
-                if (!p.role.fp8_state) return {plain->get() + second * states + first, nullptr, nullptr, Format::F32};
+                if (!p.role.fp8_state)
+                    return {plain->get() + second * states + first, nullptr, nullptr, Format::F32};
                 float* const max = scales->get() + 2 * second * groups + group;
                 return {codes->get() + second * states + first, max, max + groups, Format::E4M3};
             };
             table.push_back({first, at[i].state.count, moment(0), moment(1), p.role.decay, amax.get() + i,
                              at[i].weight_at + at[i].state.first - at[i].weight.first - first,
-                             p.offset + at[i].state.first - first, at[i].chunk + at[i].state.first / SHARD_CHUNK});
+                             p.offset + at[i].state.first - first,
+                             at[i].chunk + at[i].state.first / SHARD_CHUNK});
         }
         segments = std::make_unique<Buffer<gpu::Segment>>(table);
     }
@@ -126,7 +128,8 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
         double norm = 0;
     };
     for (bool master : {true, false}) {
-        const std::vector<uint16_t> gradients[] = {random_gradients(rng, total), random_gradients(rng, total)};
+        const std::vector<uint16_t> gradients[] = {random_gradients(rng, total),
+                                                   random_gradients(rng, total)};
         auto run = [&](int64_t ranks, Shard shard) {
             std::vector<std::unique_ptr<RankState>> states;
             for (int64_t r = 0; r < ranks; r++)
@@ -157,7 +160,8 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                 s->put(*s->codes, false, flat.m), s->put(*s->codes, false, flat.v, s->states);
                 s->put(*s->plain, false, flat.plain);
                 for (const TensorScale& t : s->amax.read()) all.push_back(t);
-                CHECK((s->weight->intact() && s->remainder->intact() && s->codes->intact() && s->scales->intact()));
+                CHECK((s->weight->intact() && s->remainder->intact() && s->codes->intact() &&
+                       s->scales->intact()));
             }
             const Buffer<TensorScale> theirs(all), combined(int64_t(params.size()));
             gpu::combine_amaxes(combined.get(), theirs.get(), int64_t(params.size()), ranks, 448, 0);
@@ -196,7 +200,8 @@ GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks, rounded once"
                     Floats received;
                     for (int64_t r = 0; r < ranks; r++) {
                         parts.push_back(normals(rng, f, N));
-                        if (r != rank) received.insert(received.end(), parts.back().begin(), parts.back().end());
+                        if (r != rank)
+                            received.insert(received.end(), parts.back().begin(), parts.back().end());
                     }
                     const Floats before = normals(rng, f, N);
                     const Tensor sum(before, f), own(parts[size_t(rank)], f), others(received, f);

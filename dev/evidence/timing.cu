@@ -38,8 +38,9 @@ struct Tensor {  // a BF16 tensor gets random values
           operand{{codes.get(), scales.get(), rows, cols, q}} {
         static uint64_t made = 0;
         const Param all{"", LINEAR, rows, cols, 1.0f, 0, 0};
-        if (!q.fp8()) initialize({codes.get(), nullptr, q.format}, all, {{0, rows * cols}, {}, 0, 0, 0}, made++,
-                                 rows * cols, 1, nullptr);
+        if (!q.fp8())
+            initialize({codes.get(), nullptr, q.format}, all, {{0, rows * cols}, {}, 0, 0, 0}, made++,
+                       rows * cols, 1, nullptr);
     }
     const View& view() const { return operand.view; }
 };
