@@ -429,10 +429,10 @@ struct ShardMode {
 };
 inline const std::vector<ShardMode>& shard_modes() {
     static const std::vector<ShardMode> table = {
-        {"none", "every GPU has all weights and moments; gradients are exchanged", Shard::None},
-        {"optimizer", "each GPU has and updates a part of the moments and masters (ZeRO-1)",
+        {"none", "every GPU has all weights and moments, and updates all", Shard::None},
+        {"optimizer", "each GPU has and updates a part of moments and master weights (ZeRO-1)",
          Shard::Optimizer},
-        {"all", "weights are shared out too, and gathered just before they are used (ZeRO-3)", Shard::All},
+        {"all", "weights are sharded too, and gathered just before they are used (ZeRO-3)", Shard::All},
     };
     return table;
 }
@@ -454,9 +454,9 @@ struct Setup {
     Ranks* group = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
-// What a rank sums, updates and sends of a parameter: whole chunks, so that no group of moments is cut and so
-// that sums over chunks are the same for any number of ranks. A parameter that is smaller than a chunk
-// belongs to the last rank.
+// What a rank owns of a parameter: it sums these gradients, and sends the others to their owners. These are
+// whole chunks, so that no group of moments is cut and so that sums over chunks are the same for any number
+// of ranks. A parameter that is smaller than a chunk belongs to the last rank.
 inline constexpr int64_t SHARD_CHUNK = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
@@ -468,8 +468,8 @@ inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
     return {begin, end - begin};
 }
 inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
-// What a rank keeps in memory: of masters and moments, and of weights. Vectors are never shared out: they are
-// small, and most kernels need one.
+// What a rank keeps in memory, and updates: of master weights and moments, and of weights. Vectors are never
+// sharded: they are small, and most kernels need one.
 inline Slice kept_state(const Setup& s, const Param& p) {
     return s.shard == Shard::None ? Slice{0, p.size()} : owned(s, p);
 }

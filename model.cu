@@ -85,10 +85,10 @@ public:
     bool several() const { return count > 1; }
     cudaStream_t stream() const { return stream_; }
     // What is launched on stream() from now on runs after what the computation has launched so far.
-    void follow() { now_.record(compute_), now_.hold(stream_); }
+    void wait_for_compute() { now_.record(compute_), now_.make_wait(stream_); }
     // And the other way round.
-    void join() {
-        if (several()) then_.record(stream_), then_.hold(compute_);
+    void make_compute_wait() {
+        if (several()) then_.record(stream_), then_.make_wait(compute_);
     }
     // What an exchange is about, and its number.
     enum class Topic : int64_t { Gradients, Sums, Weights, Vectors, Gather, Amaxes, Squares };
@@ -104,9 +104,9 @@ public:
         std::vector<Transfer> transfers;
         for (int64_t r = 0; r < count; r++)
             if (r != rank) transfers.push_back({r, all + rank * bytes, bytes, all + r * bytes, bytes});
-        follow();
+        wait_for_compute();
         exchange(topic, number, transfers);
-        join();
+        make_compute_wait();
     }
     // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`.
     // Adds the transfers that complete it on every rank.
@@ -485,9 +485,9 @@ public:
 
     // --- Gradients
     // Holds the computation back until it may write the gradients of a bucket; or, with none given, all.
-    void hold_bucket(int64_t bucket) const { travelled_[place_of(bucket)].hold(compute_); }
-    void hold_all() const {
-        for (const Event& e : travelled_) e.hold(compute_);
+    void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(compute_); }
+    void wait_for_buckets() const {
+        for (const Event& e : sent_) e.make_wait(compute_);
     }
     // The computation has launched all that writes a bucket's gradients of one micro-batch: adds them to the
     // sums. `first` and `last`: micro-batch of the step.
@@ -507,7 +507,7 @@ public:
                 at += mine;
             }
         }
-        peers_.follow();
+        peers_.wait_for_compute();
         peers_.exchange(Peers::Topic::Gradients, bucket, transfers);
         at = 0;
         for (size_t i = b.first; i < b.last; i++) {
@@ -521,7 +521,7 @@ public:
             if (all && last) peers_.add_gather(state_.params[i], each, sum, sums, whole);
         }
         if (!whole.empty()) peers_.exchange(Peers::Topic::Sums, bucket, whole);
-        travelled_[place_of(bucket)].record(peers_.stream());
+        sent_[place_of(bucket)].record(peers_.stream());
     }
 
     // --- Weights
@@ -534,31 +534,31 @@ public:
         std::vector<size_t> vectors;
         for (size_t i = 0; i < state_.params.size(); i++)
             if (state_.params[i].rows == 1) vectors.push_back(i);
-        peers_.follow();
+        peers_.wait_for_compute();
         complete(Peers::Topic::Vectors, 0, vectors);
         for (size_t stage = 0; stage < stages_.size() && setup_.shard == Shard::Optimizer; stage++) {
             const bool again = setup_.config.tied && static_cast<int64_t>(stage) == head();
             if (!again) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
             ready_[stage].record(peers_.stream());
         }
-        if (setup_.shard == Shard::All) peers_.join();
+        if (setup_.shard == Shard::All) peers_.make_compute_wait();
     }
     // The computation is about to launch what reads the weights of a stage. Holds it back until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
-        ready_[stage].hold(compute_);
+        ready_[stage].make_wait(compute_);
         if (setup_.shard != Shard::All) return;
         if (in_buffer_[current_] != stage) {
             current_ = !current_;
             if (in_buffer_[current_] != stage) gather(stage, current_, stats);
         }
-        gathered_[current_].hold(compute_);
+        gathered_[current_].make_wait(compute_);
         if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
     }
     void use_all() {
-        for (const Event& e : ready_) e.hold(compute_);
+        for (const Event& e : ready_) e.make_wait(compute_);
     }
     int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
 
@@ -570,7 +570,7 @@ private:
     const cudaStream_t compute_;
     const std::vector<std::vector<size_t>> stages_;
     std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
-    Event travelled_[3];           // by place of gradients: it may be written again
+    Event sent_[3];           // by place of gradients: it may be written again
     Event gathered_[2];            // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
     bool current_ = false;         // the buffer that was used last
@@ -603,7 +603,7 @@ private:
         const int64_t size = arena_.place(Work::GatheredWeights).bytes / 2;
         uint8_t* to = arena_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
         std::vector<Transfer> transfers;
-        peers_.follow();
+        peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
             const Param& p = state_.params[i];
             const bool codes = codes_ && p.role.linear && !state_.some_without_scale;
@@ -1049,7 +1049,7 @@ private:
         float* losses = arena_.work<float>(Work::Losses);
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
-        if (backward) exchange_.hold_all();
+        if (backward) exchange_.wait_for_buckets();
         if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
@@ -1100,7 +1100,7 @@ private:
     // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
     // their gradients are cleared. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
-        exchange_.hold_bucket(number);
+        exchange_.wait_for_bucket(number);
         const BucketRange& bucket = state_.buckets[number];
         for (size_t i = bucket.first; first_ && i < bucket.last; i++) {
             const Param& p = state_.params[i];
@@ -1198,7 +1198,7 @@ public:
         network_.bucket_done = [&](int64_t bucket) {
             if (peers_.several()) exchange_.add_bucket(bucket, a == 0, a + 1 == setup_.accumulate);
             if (setup_.keep_gradients) return;
-            peers_.join();
+            peers_.make_compute_wait();
             check_loss();
             state_.update_bucket(bucket, adamw, results());
             copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
@@ -1208,7 +1208,7 @@ public:
             run(a, setup_.accumulate * peers_.count);
             if (setup_.keep_gradients) check_loss();
         }
-        peers_.join();
+        peers_.make_compute_wait();
         if (setup_.keep_gradients) state_.update(adamw, results());
         network_.weights_changed();
         exchange_.weights_changed(true);
@@ -1257,7 +1257,7 @@ public:
             state_.measure(state_.buckets[bucket], results()->stats);
         };
         run(0, 1);
-        peers_.join();
+        peers_.make_compute_wait();
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
         stream_.wait();
@@ -1269,11 +1269,11 @@ public:
 
     // Gradients can be read from the end of a step to the next forward pass.
     void read(const std::string& name, void* out) override {
-        peers_.join();
+        peers_.make_compute_wait();
         state_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
-        peers_.join();
+        peers_.make_compute_wait();
         state_.write(name, in);
         network_.weights_changed();
         exchange_.weights_changed(false);

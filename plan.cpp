@@ -280,7 +280,8 @@ Traffic traffic(const Setup& s) {
     for (const Param& p : parameters(s.config)) all += p.size();
     const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
     for (size_t i = 0; i < stages.size(); i++) {
-        const bool linear = i > 0 && i + 1 < stages.size();  // these are gathered for backward once more
+        // Linear layers are gathered for backward once more; the last one is still there.
+        const bool linear = i > 0 && i + 2 < stages.size();
         gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
     }
     auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
@@ -1009,7 +1010,9 @@ void print_memory_plan(const Setup& s) {
     auto line = [](const std::string& name, int64_t bytes) {
         std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
     };
-    std::printf("\n  On one GPU                                    MiB\n");
+    const std::string gpus =
+        s.ranks > 1 ? "On each of " + std::to_string(s.ranks) + " GPUs, at most" : "On one GPU";
+    std::printf("\n  %-45s MiB\n", gpus.c_str());
     line("total without workspace", total_bytes(plan));
     for (const MemoryRow& row : gpu)
         if (row.category == Category::Workspace) line(row.name, row.bytes);

@@ -2,7 +2,7 @@
 // (ranks.cpp).
 //
 // A run on several GPUs has one process for each, a rank. Rank 0 has a TCP connection with every other rank.
-// What is exchanged here is small, or stands for what GPUs exchange by themselves (gpu/nccl.cuh): on the CPU
+// What is exchanged here is small, or stands for what GPUs exchange by themselves (gpu/comm.cuh): on the CPU
 // everything goes this way, so that all rules of several ranks are tested without a GPU.
 #pragma once
 #include <cstdint>

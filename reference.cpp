@@ -1068,8 +1068,9 @@ private:
 // ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
-// With several ranks, each computes the gradients of its own micro-batches. It sums and updates what it owns
-// of each parameter (coat.h, owned()). This is the reference of the arithmetic, not of the memory: whatever
+// With several ranks, each computes the gradients of its own micro-batches. It sums the gradients of what it
+// owns of each parameter (coat.h, owned()). It updates what it owns, or everything with --shard none. This is
+// the reference of the arithmetic, not of the memory: whatever
 // is shared out, the network has all weights on every rank.
 
 class Reference : public Model {

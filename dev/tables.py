@@ -27,11 +27,10 @@ PAPER_TABLE_6 = {  # hidden size, tokens, sequences: forward ms, backward ms, MB
     (4096, 2048, 8): {}}
 PAPER_TABLE_7 = [["paper, H100 80 GB, 1 x 2048: BF16 and TE", "", "out of memory", "none", "", "", ""],
                  ["paper, H100 80 GB, 1 x 2048: COAT", "5,906", "79.3 GB", 1, "5,906", "169", ""]]
-PAPER_RANKS = {  # GPUs and run: sequences a GPU, GB a GPU there; tokens/s a GPU at the largest batch
-    "2 GPUs: 7b coat": "52.8 GB at 2; 11,351", "4 GPUs: 7b coat": "35.6 GB at 2; 11,257",
-    "4 GPUs: 7b coat, 2 x 2048": "35.6 GB at 2; 11,257", "4 GPUs: 7b bf16": "55.1 GB at 2; 7,730",
-    "2 GPUs: 7b bf16": "out of memory at 2; 6,130", "2 GPUs: 13b coat, 4 x 2048": "73.2 GB at 1; 2,137",
-    "4 GPUs: 13b coat, 4 x 2048": "49.1 GB at 1; 5,295", "4 GPUs: 13b coat, 1 x 2048": "49.1 GB at 1; 5,295"}
+PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences); tokens/s a GPU at the largest batch (sequences)
+    "2 7b bf16": ("out of memory (2)", "6,130 (1)"), "2 7b coat": ("52.8 (2)", "11,351 (4)"),
+    "4 7b bf16": ("55.1 (2)", "7,730 (2)"), "4 7b coat": ("35.6 (2)", "11,257 (4)"),
+    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)")}
 PAPER_GAP = {"coat": 0.013, "te": 0.006}  # training loss above BF16, OLMo-1B after 22 billion tokens
 PAPER_RANGES = {
     "m": "R below 1,000 to 10,000; k 1 to 3, mean 2", "v": "R below 10; k 5 to 15, mean 10, a few at 1.5"}
@@ -473,11 +472,14 @@ def ranks():
     for name, row in sorted(rows.items()):
         per_gpu = row["tokens_per_second"] / int(name[0])
         of_one = f"{per_gpu / one:.1%}" if name.split(": ")[1] == "7b coat" else ""
-        cells.append([name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}", of_one,
-                      memory_of(row), cell("{:,.0f} MiB", row.get("planned_mib")), PAPER_RANKS.get(name, "")])
+        key = " ".join([name[0], *name.split(": ")[1].replace(",", "").split()[:2]])
+        cells.append([name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}",
+                      of_one, memory_of(row), cell("{:,.0f} MiB", row.get("planned_mib")),
+                      *PAPER_RANKS.get(key, ("", ""))])
     return origin("ranks", result) + table(
-        ["run", "flags", "tokens/s", "a GPU", "of one GPU's", "GPU memory in use, most", "by the plan",
-         "paper, H100: GB a GPU; tokens/s a GPU"], cells)
+        ["run", "flags", "tokens/s", "tokens/s per GPU", "scaling efficiency", "largest GPU memory",
+         "by the plan", "paper: GB per GPU (sequences)",
+         "paper: tokens/s per GPU at its largest batch (sequences)"], cells)
 
 
 TABLES = {

@@ -24,14 +24,16 @@ struct Transfer {
 class Comm {
 public:
     virtual ~Comm() = default;
-    // All transfers of one call belong together; what is launched on s afterwards finds them done. Every rank
-    // makes the same calls in the same order. The same key stands for the same transfers every time.
+    // All transfers of one call belong together; what is launched on s afterwards finds them done. The host
+    // does not wait, except when a key is used for the first time. The same key stands for the same transfers
+    // every time. A collective: every rank makes the same calls in the same order. If a rank ends, ranks.h
+    // ends the others.
     virtual void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) = 0;
 };
 
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
-// multiprocessor from the computation. Otherwise, or if the environment variable COAT_NCCL names a library,
-// NCCL does. Every receive is in the one allocation that begins at `memory`.
+// multiprocessor from the computation. Otherwise, or if the environment variable COAT_NCCL names a library
+// (libnccl.so.2, or a path), NCCL does. Every receive is in the one allocation that begins at `memory`.
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory);
 std::unique_ptr<Comm> make_copies(Ranks& group, void* memory);  // copies.cu; null if that is not possible
 std::unique_ptr<Comm> make_nccl(Ranks& group);                  // nccl.cu; Error if it is missing

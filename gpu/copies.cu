@@ -36,23 +36,23 @@ struct StreamFlags {
 };
 
 // What a rank tells the others, so that they can map its memory.
-struct Card {
+struct Address {
     char machine[40];
     int process, device;
     void *memory, *flags;
     cudaIpcMemHandle_t memory_handle, flags_handle;
 };
 
-Card card_of(void* memory, void* flags) {
-    Card card{};
-    std::ifstream("/proc/sys/kernel/random/boot_id").read(card.machine, sizeof card.machine - 1);
-    card.process = static_cast<int>(getpid());
-    check(cudaGetDevice(&card.device), "Asking for the GPU failed");
-    card.memory = memory, card.flags = flags;
-    if (cudaIpcGetMemHandle(&card.memory_handle, memory) != cudaSuccess ||
-        cudaIpcGetMemHandle(&card.flags_handle, flags) != cudaSuccess)
-        card.machine[0] = 0, cudaGetLastError();
-    return card;
+Address address_of(void* memory, void* flags) {
+    Address address{};
+    std::ifstream("/proc/sys/kernel/random/boot_id").read(address.machine, sizeof address.machine - 1);
+    address.process = static_cast<int>(getpid());
+    check(cudaGetDevice(&address.device), "Asking for the GPU failed");
+    address.memory = memory, address.flags = flags;
+    if (cudaIpcGetMemHandle(&address.memory_handle, memory) != cudaSuccess ||
+        cudaIpcGetMemHandle(&address.flags_handle, flags) != cudaSuccess)
+        address.machine[0] = 0, cudaGetLastError();
+    return address;
 }
 
 class Copies : public Comm {
@@ -71,12 +71,12 @@ public:
 
     bool map_others(void* memory) {
         memory_ = static_cast<uint8_t*>(memory);
-        const Card mine = card_of(memory, flags_);
-        const std::vector<Card> cards = group_.all_gather(mine);
+        const Address mine = address_of(memory, flags_);
+        const std::vector<Address> addresses = group_.all_gather(mine);
         bool mapped = stream_.write && stream_.wait && mine.machine[0];
         for (int r = 0; r < ranks_ && mapped; r++)
             mapped = r == group_.rank() ||
-                     (!std::strcmp(cards[r].machine, mine.machine) && map(cards[r], mine, peers_[r]));
+                     (!std::strcmp(addresses[r].machine, mine.machine) && map(addresses[r], mine, peers_[r]));
         cudaGetLastError();
         for (int theirs : group_.all_gather(int(mapped))) mapped = mapped && theirs;
         return mapped;
@@ -115,17 +115,19 @@ private:
     const StreamFlags stream_{};
     std::map<int64_t, std::vector<uint8_t*>> places_;
 
-    bool map(const Card& card, const Card& mine, Peer& peer) {
-        if (card.process == mine.process) {
-            const cudaError_t error = cudaDeviceEnablePeerAccess(card.device, 0);
-            peer.memory = static_cast<uint8_t*>(card.memory), peer.flags = static_cast<uint32_t*>(card.flags);
+    bool map(const Address& address, const Address& mine, Peer& peer) {
+        if (address.process == mine.process) {
+            const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);
+            peer.memory = static_cast<uint8_t*>(address.memory),
+            peer.flags = static_cast<uint32_t*>(address.flags);
             return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
         }
         void *memory = nullptr, *flags = nullptr;
-        if (cudaIpcOpenMemHandle(&memory, card.memory_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
+        if (cudaIpcOpenMemHandle(&memory, address.memory_handle, cudaIpcMemLazyEnablePeerAccess) !=
+            cudaSuccess)
             return false;
         peer.memory = static_cast<uint8_t*>(memory);
-        if (cudaIpcOpenMemHandle(&flags, card.flags_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
+        if (cudaIpcOpenMemHandle(&flags, address.flags_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
             return cudaIpcCloseMemHandle(memory), false;
         peer.flags = static_cast<uint32_t*>(flags);
         return peer.mapped = true;

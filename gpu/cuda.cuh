@@ -31,7 +31,7 @@ public:
     Event& operator=(const Event&) = delete;
     void record(cudaStream_t s) { check(cudaEventRecord(event_, s), "Recording a CUDA event failed"); }
     // What is launched on s from now on waits for the point; not at all if none has been recorded.
-    void hold(cudaStream_t s) const {
+    void make_wait(cudaStream_t s) const {
         check(cudaStreamWaitEvent(s, event_, 0), "Waiting for a CUDA event failed");
     }
 

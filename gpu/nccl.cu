@@ -30,9 +30,10 @@ struct Library {
         const char* const chosen = std::getenv("COAT_NCCL");
         void* const library = dlopen(chosen ? chosen : "libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
         if (!library)
-            throw Error("GPUs that cannot reach each other's memory need NCCL, whose libnccl.so.2 was not "
-                        "found: install the package libnccl2, or name the file in the environment variable "
-                        "COAT_NCCL.");
+            throw Error(
+                std::string("NCCL (") + (chosen ? escaped(chosen) : "libnccl.so.2") +
+                ") was not found, and GPUs that do not reach each other's memory need it: install the "
+                "package libnccl2, or name the file in the environment variable COAT_NCCL.");
         auto find = [&](auto& function, const char* name) {
             void* const address = dlsym(library, name);
             if (!address) throw Error(std::string("The NCCL that was found has no ") + name + "; update it.");
