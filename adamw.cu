@@ -211,7 +211,7 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
                       int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s) {
-    // Other ranks, or the padding of a share, leave chunks to us that we do not write.
+    // Chunks that other ranks sum stay 0 here.
     check(cudaMemsetAsync(sums, 0, (1 + chunks) * sizeof(double), s), "Clearing memory failed");
     const unsigned grid = static_cast<unsigned>(
         std::min<int64_t>(blocks(32 * chunks + 32, NORM_THREADS), NORM_BLOCKS_PER_SM * multiprocessors()));

@@ -6,7 +6,6 @@
 #pragma once
 #include "gpu/tensor.cuh"
 #include "plan.h"
-#include "plan.h"
 
 namespace coat::gpu {
 
@@ -61,13 +60,16 @@ struct Clipping {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter: added in a fixed order, they give the
-// same norm for any number of ranks. sums (1 + chunks): *loss (0 if it is null), then those of the chunks
-// from number `first_chunk` on. `gradients` begin with the element `first`. If every rank has all gradients,
-// each sums a share of the chunks; the others are 0 here.
+// A rank's share of work that any rank could do: consecutive chunks of every segment.
 struct Share {
     int64_t rank = 0, ranks = 1;
 };
+// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter. Added in a fixed order, they give the
+// same norm for any number of ranks.
+//   gradients       begin with the element `first` of the rank's order
+//   sums            (1 + chunks): *loss (0 if it is null), then those of the chunks from `first_chunk` on; 0
+//                   where the chunk is another rank's
+//   share           of the chunks, where every rank has all gradients; else the default
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
                       int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s);

@@ -960,7 +960,7 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
     const float wanted = ldexpf(__uint_as_float(most), margin);
     if (wanted > 0 && wanted < INFINITY) tensor.delayed = scale_of(fmax, wanted);
     if (!(tensor.delayed > 0)) atomicAdd(empty, 1u);
-    else tensor.scale = tensor.delayed;  // for codes that are made on other GPUs
+    else tensor.scale = tensor.delayed;  // a rank without a part of this weight receives only codes
 }
 
 }  // namespace

@@ -467,6 +467,7 @@ inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
                   end = std::min(size, chunks * (rank + 1) / ranks * SHARD_CHUNK);
     return {begin, end - begin};
 }
+inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
 inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
 // What a rank keeps in memory, and updates: of master weights and moments, and of weights. Vectors are never
 // sharded: they are small, and most kernels need one.
@@ -639,6 +640,11 @@ struct QuantStats {
     int64_t saturated = 0;  // |x| clearly above the largest value of the format times the scale
     int64_t flushed = 0;    // x was not zero and became zero
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-quantization-noise ratio
+    QuantStats& operator+=(const QuantStats& o) {
+        signal += o.signal, noise += o.noise;
+        elements += o.elements, saturated += o.saturated, flushed += o.flushed;
+        return *this;
+    }
 };
 
 enum class Kind : uint8_t {
@@ -688,8 +694,8 @@ inline double norm_correction_at(const AdamW& a, int64_t bucket) {
 }
 
 // Tokens and targets are in [0, V); every function throws Error if they are not, or if a tensor name is
-// unknown. Every rank calls step(), evaluate(), next_logits() and quantization() at the same time, each with
-// its own tokens; results of step() are those of all ranks.
+// unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and write() at the same time;
+// step() and evaluate() with its own tokens. The result of step() is that of all ranks.
 class Model {
 public:
     virtual ~Model() = default;
@@ -712,6 +718,7 @@ public:
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: the CPU
 std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; Error if no GPU can run it
-std::string why_no_gpu();  // model.cu; empty if a GPU can be used, else the reason and what to do
+// model.cu; empty if this GPU can be used, else the reason and what to do. A process must not touch another.
+std::string why_no_gpu(int gpu = 0);
 
 }  // namespace coat

@@ -90,14 +90,15 @@ public:
     void make_compute_wait() {
         if (several()) then_.record(stream_), then_.make_wait(compute_);
     }
-    // What an exchange is about, and its number.
+    // The key of an exchange: its topic, and a number within the topic. The same key stands for the same
+    // addresses every time.
     enum class Topic : int64_t { Gradients, Sums, Weights, Vectors, Gather, Amaxes, Squares };
     void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
         comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
     }
 
-    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. In line with the
-    // computation.
+    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation
+    // waits for it.
     void all_gather(Topic topic, int64_t number, void* blocks, int64_t bytes) {
         if (!several()) return;
         uint8_t* const all = static_cast<uint8_t*>(blocks);
@@ -118,9 +119,7 @@ public:
             transfers.push_back({r, mine, padded(p, rank) * each, theirs, padded(p, r) * each});
         }
     }
-    int64_t padded(const Param& p, int64_t r) const {  // elements that rank r owns
-        return round_up(slice_of(p.size(), r, count).count, MOMENT_GROUP);
-    }
+    int64_t padded(const Param& p, int64_t r) const { return coat::padded(slice_of(p.size(), r, count)); }
 
 private:
     const cudaStream_t compute_;
@@ -164,7 +163,7 @@ public:
         throw Error("The model has no parameter " + name + ".");
     }
     View weight(size_t i) const {
-        if (shards[i].weight.count < params[i].size()) return gathered[i];
+        if (setup.shard == Shard::All && peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
     // The weights of a parameter that this rank keeps, in rows of a group of moments.
@@ -484,7 +483,8 @@ public:
           stages_(weight_stages(s.config)), ready_(stages_.size()), codes_(gathers_codes(s)) {}
 
     // --- Gradients
-    // Holds the computation back until it may write the gradients of a bucket; or, with none given, all.
+    // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
+    // place may be written again.
     void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(compute_); }
     void wait_for_buckets() const {
         for (const Event& e : sent_) e.make_wait(compute_);
@@ -525,25 +525,25 @@ public:
     }
 
     // --- Weights
-    // After an update, or after weights have been written: what this rank has changed goes to the others.
-    void weights_changed(bool updated) {
-        in_buffer_[0] = in_buffer_[1] = NONE;
+    // After an update, or after weights have been written. send: what this rank owns goes to the others.
+    void weights_changed(bool send) {
+        forget_gathered();
         if (!peers_.several()) return;
         state_.combine_amaxes();
-        if (setup_.shard == Shard::None || !updated) return;
+        if (setup_.shard == Shard::None || !send) return;
         std::vector<size_t> vectors;
         for (size_t i = 0; i < state_.params.size(); i++)
             if (state_.params[i].rows == 1) vectors.push_back(i);
         peers_.wait_for_compute();
         complete(Peers::Topic::Vectors, 0, vectors);
         for (size_t stage = 0; stage < stages_.size() && setup_.shard == Shard::Optimizer; stage++) {
-            const bool again = setup_.config.tied && static_cast<int64_t>(stage) == head();
-            if (!again) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
+            const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head();
+            if (!sent_already) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
             ready_[stage].record(peers_.stream());
         }
         if (setup_.shard == Shard::All) peers_.make_compute_wait();
     }
-    // The computation is about to launch what reads the weights of a stage. Holds it back until they are
+    // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
@@ -561,6 +561,7 @@ public:
         for (const Event& e : ready_) e.make_wait(compute_);
     }
     int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
+    void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
 private:
     const Setup& setup_;
@@ -602,11 +603,12 @@ private:
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
         const int64_t size = arena_.place(Work::GatheredWeights).bytes / 2;
         uint8_t* to = arena_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
+        const bool as_codes = codes_ && !state_.some_without_scale;
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
             const Param& p = state_.params[i];
-            const bool codes = codes_ && p.role.linear && !state_.some_without_scale;
+            const bool codes = as_codes && p.role.linear;
             const Quant quant = codes ? setup_.recipe.w : state_.compute;
             const int64_t each = info(quant.format).bytes;
             uint8_t* const mine = to + own(i, peers_.rank).first * each;
@@ -620,7 +622,7 @@ private:
             state_.gathered[i] = {to, codes ? state_.weight_scale(i) : nullptr, p.rows, p.cols, quant};
             to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
         }
-        peers_.exchange(Peers::Topic::Gather, 2 * stage + buffer, transfers);
+        peers_.exchange(Peers::Topic::Gather, 4 * stage + 2 * as_codes + buffer, transfers);
         gathered_[buffer].record(peers_.stream());
         in_buffer_[buffer] = stage;
     }
@@ -753,6 +755,7 @@ public:
         if (!state_.delayed()) return;
         state_.clear_amaxes();
         cache_is_valid_ = false;
+        exchange_.forget_gathered();
     }
     void end_delayed_step(Results* results) {
         if (state_.delayed()) state_.end_delayed_step(results);
@@ -1276,7 +1279,9 @@ public:
         peers_.make_compute_wait();
         state_.write(name, in);
         network_.weights_changed();
-        exchange_.weights_changed(false);
+        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
+        exchange_.weights_changed(setup_.recipe.compute == Format::F32 &&
+                                  name.find(".remainder") != name.npos);
     }
     const Setup& setup() const override { return setup_; }
 
@@ -1312,6 +1317,7 @@ private:
     int32_t* device_targets() const { return arena_.work<int32_t>(Work::Targets); }
 
     void start() {
+        peers_.make_compute_wait();
         clear(results(), sizeof(Results), stream_);
         state_.initialize();
         network_.weights_changed();
@@ -1330,10 +1336,7 @@ private:
         if (!peers_.several() || setup_.shard != Shard::All || !gathers_codes(setup_)) return;
         const std::vector<QuantStats> all = setup_.group->all_gather(mine);
         mine = {};
-        for (const QuantStats& s : all) {
-            mine.signal += s.signal, mine.noise += s.noise;
-            mine.elements += s.elements, mine.saturated += s.saturated, mine.flushed += s.flushed;
-        }
+        for (const QuantStats& s : all) mine += s;
     }
 
     // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
@@ -1429,7 +1432,7 @@ int capability() {
 constexpr int64_t LOADED_LATER = 256 << 20;
 
 int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
-    return gpu_layout(s, facts).total + LOADED_LATER + (s.ranks - 1) * GPU_PEER_CONTEXT;
+    return gpu_layout(s, facts).total + LOADED_LATER + peer_contexts(s);
 }
 bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return needed_memory(s, facts) <= free; }
 
@@ -1482,7 +1485,7 @@ void require_kernels(const Setup& s) {
 }  // namespace
 }  // namespace coat
 
-std::string coat::why_no_gpu() {
+std::string coat::why_no_gpu(int gpu) {
     GpuFound found{};
     cudaDriverGetVersion(&found.driver);
     cudaRuntimeGetVersion(&found.runtime);
@@ -1492,21 +1495,25 @@ std::string coat::why_no_gpu() {
     if (error == cudaErrorNoDevice) found.gpus = 0;
     else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
     const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
+    if (usable) cudaSetDevice(std::min(gpu, found.gpus - 1));  // another would get a context, too
     if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
     return why_unsupported(found);
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
-    const std::string missing = why_no_gpu();
-    if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     const int local = setup.group ? setup.group->local() : 0;
+    const std::string missing = why_no_gpu(local);
+    if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     int gpus = 0;
     gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
     if (local >= gpus)
-        throw Error("Rank " + std::to_string(setup.rank) +
-                    " needs a GPU of its own, but this machine has only " + std::to_string(gpus) +
-                    "; use at most --ranks " + std::to_string(gpus) + ".");
+        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but it sees only " +
+                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +
+                    ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
     gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
+    for (int theirs : setup.group ? setup.group->all_gather(capability()) : std::vector<int>())
+        if (theirs != capability())
+            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     const Setup here = on_this_gpu(setup);
     require_kernels(here);
     return std::make_unique<Gpu>(here, facts_for(here));

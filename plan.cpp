@@ -183,8 +183,6 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
 
 namespace {
 
-int64_t padded(const Slice& slice) { return round_up(slice.count, MOMENT_GROUP); }
-
 // Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
 // its gradient first and the embedding last.
 struct BucketElements {
@@ -280,7 +278,9 @@ Traffic traffic(const Setup& s) {
     for (const Param& p : parameters(s.config)) all += p.size();
     const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
     for (size_t i = 0; i < stages.size(); i++) {
-        // Linear layers are gathered for backward once more; the last one is still there.
+        // Linear layers are gathered for backward once more; the last one is still there. (In later
+        // micro-batches so is the first.) Norms, biases, amaxes and sums of squares are small and not
+        // counted.
         const bool linear = i > 0 && i + 2 < stages.size();
         gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
     }
@@ -705,8 +705,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     if (s.ranks > 1) {
         const BucketElements e = bucket_elements(s);
         const int64_t elements = 2 * e.largest + e.embedding;
-        add("gradients of two buckets, on their way", elements * info(gradient_format(s)).bytes, "parameter",
-            parameters);
+        add("gradients of two buckets, not yet summed", elements * info(gradient_format(s)).bytes,
+            "parameter", parameters);
     }
     add("operands, gradients of one layer, logits", others, "token", tokens);
     add("GEMM scratch, scales, tokens", always, "token", tokens);
@@ -714,7 +714,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
     if (s.ranks > 1)
-        add("CUDA contexts of the other ranks (about)", (s.ranks - 1) * GPU_PEER_CONTEXT, "token", tokens);
+        add("CUDA contexts of the other ranks (about)", peer_contexts(s), "token", tokens);
     return plan;
 }
 
@@ -751,7 +751,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     const Place gradients{*std::min_element(layout.sums.begin(), layout.sums.end()),
                           gradient_elements(s) * info(gradient_format(s)).bytes};
     const BucketElements e = bucket_elements(s);
-    const Place travelling{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
+    const Place unsummed{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
                            s.ranks > 1 ? (2 * e.largest + e.embedding) * info(gradient_format(s)).bytes : 0};
     const std::vector<BufferRow> all = {
         {"weights", "weights", layout.weights, ALWAYS},
@@ -764,7 +764,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         {"saved", "over the saved gate and up: gradient of q, k, v", qkv, ATTENTION_BACKWARD | QKV_BACKWARD},
         {"gradients", layout.shared ? "gradients, over activations that are no longer needed" : "gradients",
          gradients, backward | HEAD},
-        {"gradients", "gradients of two buckets, before they are summed over the ranks", travelling,
+        {"gradients", "gradients of two buckets, before they are summed over the ranks", unsummed,
          backward | HEAD},
         {"final_norm_input", "input of the final norm", layout.final_norm_input, FORWARD_DOWN | HEAD},
         {"final_norm_input", "gradient of the residual stream", layout.final_norm_input,

@@ -33,7 +33,7 @@
 
 #ifndef COAT_CUDA  // built without nvcc: there is no model.cu
 namespace coat {
-std::string why_no_gpu() {
+std::string why_no_gpu(int) {
     return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
 }
 std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu() + "."); }
@@ -159,10 +159,7 @@ void merge_moments(QuantReport& report, const Setup& setup) {
     if (!setup.group || setup.shard == Shard::None) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
-        for (const QuantStats& s : setup.group->all_gather(report.kinds[static_cast<int>(kind)])) {
-            sum.signal += s.signal, sum.noise += s.noise;
-            sum.elements += s.elements, sum.saturated += s.saturated, sum.flushed += s.flushed;
-        }
+        for (const QuantStats& s : setup.group->all_gather(report.kinds[static_cast<int>(kind)])) sum += s;
         report.kinds[static_cast<int>(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
@@ -531,10 +528,10 @@ struct Device {
 const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
 
 // Resolves auto; *note says why that is the CPU.
-const Device& choose_device(const std::string& wanted, std::string* note) {
+const Device& choose_device(const std::string& wanted, int gpu, std::string* note) {
     const Device& device = find_row(DEVICES, wanted, "--device");
     if (device.make) return device;
-    const std::string missing = why_no_gpu();
+    const std::string missing = why_no_gpu(gpu);
     if (!missing.empty()) *note = " (" + missing + ")";
     return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
 }
@@ -919,9 +916,9 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
-    const Device& device = choose_device(wanted, &note);
-    if (!plan_only && device.gpu() && !why_no_gpu().empty())
-        throw Error("--device gpu cannot be used: " + why_no_gpu() + ".");
+    const Device& device = choose_device(wanted, launch.local, &note);
+    if (!plan_only && device.gpu() && !why_no_gpu(launch.local).empty())
+        throw Error("--device gpu cannot be used: " + why_no_gpu(launch.local) + ".");
     flags.take_defaults(device.gpu());
 
     Setup setup{};
@@ -942,7 +939,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     setup.accumulate = flags.count("accumulate");
     setup.seed = static_cast<uint64_t>(flags.count("seed"));
     setup.ranks = launch.ranks;
-    setup.rank = plan_only ? launch.ranks - 1 : launch.rank;  // the plan is of the rank that keeps most
+    setup.rank = launch.rank;
     setup.group = group.get();
     validate(setup);
     if (corpus) require_same_data(origin, *corpus), require_same_data(group.get(), *corpus);
@@ -950,7 +947,9 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
 
     print_settings(flags, setup, device, note, corpus.get());
     print_precision_plan(setup);
-    print_memory_plan(setup);
+    Setup most = setup;  // the last rank keeps most
+    most.rank = setup.ranks - 1;
+    print_memory_plan(most);
     if (plan_only && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
     if (plan_only) return 0;
     print_start(origin, *corpus, setup);

@@ -439,7 +439,7 @@ void save_model_folder(const std::string& folder, Model& model) {
 std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     const int64_t bytes = kept(setup, t).count * t.bytes;
-    std::vector<uint32_t> whole(static_cast<size_t>(ceil_div(t.total_bytes(), 4)));
+    std::vector<uint32_t> whole(setup.rank ? 0 : static_cast<size_t>(ceil_div(t.total_bytes(), 4)));
     if (setup.rank == 0) model.read(t.name, whole.data());
     Setup first = setup;
     first.rank = 0;

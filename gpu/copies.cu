@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <random>
 
 #include "comm.cuh"
 
@@ -38,7 +39,8 @@ struct StreamFlags {
 // What a rank tells the others, so that they can map its memory.
 struct Address {
     char machine[40];
-    int process, device;
+    uint64_t process;  // a random number: processes of two containers can have the same pid
+    int device;
     void *memory, *flags;
     cudaIpcMemHandle_t memory_handle, flags_handle;
 };
@@ -46,7 +48,8 @@ struct Address {
 Address address_of(void* memory, void* flags) {
     Address address{};
     std::ifstream("/proc/sys/kernel/random/boot_id").read(address.machine, sizeof address.machine - 1);
-    address.process = static_cast<int>(getpid());
+    static const uint64_t process = uint64_t(std::random_device{}()) << 32 | uint32_t(getpid());
+    address.process = process;
     check(cudaGetDevice(&address.device), "Asking for the GPU failed");
     address.memory = memory, address.flags = flags;
     if (cudaIpcGetMemHandle(&address.memory_handle, memory) != cudaSuccess ||
@@ -63,6 +66,7 @@ public:
         check(cudaDeviceSynchronize(), "Clearing memory failed");
     }
     ~Copies() override {
+        cudaDeviceSynchronize();  // copies may be in flight
         for (const Peer& p : peers_)
             if (p.mapped) cudaIpcCloseMemHandle(p.memory), cudaIpcCloseMemHandle(p.flags);
         cudaFree(flags_);
@@ -113,7 +117,11 @@ private:
     uint32_t* flags_ = nullptr;
     uint32_t number_ = 0;  // of the exchange; flags only grow
     const StreamFlags stream_{};
-    std::map<int64_t, std::vector<uint8_t*>> places_;
+    struct Places {
+        std::vector<int64_t> receives;  // offsets here
+        std::vector<uint8_t*> sends;    // addresses in the others' memory
+    };
+    std::map<int64_t, Places> places_;  // by key
 
     bool map(const Address& address, const Address& mine, Peer& peer) {
         if (address.process == mine.process) {
@@ -138,22 +146,28 @@ private:
     }
     // Where each transfer's bytes go in the other's memory. It tells us the first time that a key is used.
     const std::vector<uint8_t*>& places_of(int64_t key, const std::vector<Transfer>& transfers) {
-        if (const auto found = places_.find(key); found != places_.end()) return found->second;
+        std::vector<int64_t> receives;
+        for (const Transfer& t : transfers) receives.push_back(static_cast<uint8_t*>(t.receive) - memory_);
+        if (const auto found = places_.find(key); found != places_.end()) {
+            require(found->second.receives == receives, "a key of exchange() stands for other transfers");
+            return found->second.sends;
+        }
         std::vector<Bytes> offsets(static_cast<size_t>(ranks_));
-        for (const Transfer& t : transfers) {
-            const int64_t offset = static_cast<uint8_t*>(t.receive) - memory_;
-            const auto* bytes = reinterpret_cast<const uint8_t*>(&offset);
-            offsets[t.rank].insert(offsets[t.rank].end(), bytes, bytes + sizeof offset);
+        for (size_t t = 0; t < transfers.size(); t++) {
+            const auto* bytes = reinterpret_cast<const uint8_t*>(&receives[t]);
+            Bytes& to = offsets[transfers[t].rank];
+            to.insert(to.end(), bytes, bytes + sizeof receives[t]);
         }
         const std::vector<Bytes> theirs = group_.exchange(offsets);
         std::vector<size_t> next(theirs.size());
-        std::vector<uint8_t*>& places = places_[key];
+        Places& places = places_[key];
+        places.receives = receives;
         for (const Transfer& t : transfers) {
             int64_t offset = 0;
             std::memcpy(&offset, theirs.at(t.rank).data() + sizeof offset * next[t.rank]++, sizeof offset);
-            places.push_back(peers_[t.rank].memory + offset);
+            places.sends.push_back(peers_[t.rank].memory + offset);
         }
-        return places;
+        return places.sends;
     }
 };
 

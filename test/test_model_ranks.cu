@@ -101,6 +101,28 @@ GPUS_TEST_CASE("ranks: a NaN on one GPU skips the step on all") {
         });
 }
 
+GPUS_TEST_CASE("ranks: weights that are loaded are whole on every GPU") {
+    for (const char* recipe : {"fp32", "coat"}) {
+        const Setup setup = setup_of(recipe, LLAMA, false);
+        std::vector<int32_t> tokens, targets;
+        Text(3, setup.config.V).next(setup.B, setup.T, &tokens, &targets);
+        Training trained = training_on(make_gpu, setup);
+        trained.step();
+        const Snapshot state = snapshot(*trained.model);
+        const double expected = trained.model->evaluate(tokens.data(), targets.data());
+        for (Shard shard : SHARDS) {
+            std::vector<double> losses(2);
+            with_ranks(setup, 2, shard, [&](const Setup& own) {
+                const std::unique_ptr<Model> model = make_gpu(own);
+                for (const StateTensor& t : state_tensors(own))
+                    model->write(t.name, state.at(t.name).data() + kept(own, t).first * t.bytes);
+                losses[size_t(own.rank)] = model->evaluate(tokens.data(), targets.data());
+            });
+            CHECK(losses == std::vector<double>(2, expected));
+        }
+    }
+}
+
 GPUS_TEST_CASE("ranks: GPUs evaluate, generate and report as one does") {
     const Setup setup = setup_of("coat", LLAMA, false);
     std::vector<int32_t> tokens, targets;
