@@ -233,10 +233,10 @@ class Training {
 public:
     // last_good: the newest checkpoint of this run in --out, or empty
     Training(const Flags& flags, const Corpus& corpus, Model& model, const LoopState& state,
-             const std::string& last_good)
+             const std::string& last_good, const Companions& companions)
         : flags_(flags), corpus_(corpus),
           schedule_(find_row(schedules(), flags.text("schedule"), "--schedule")), model_(model),
-          setup_(model.setup()), state_(state), last_good_(last_good),
+          setup_(model.setup()), state_(state), last_good_(last_good), companions_(companions),
           train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
           validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step),
           steps_(flags.count("steps")), micro_batches_(setup_.accumulate * setup_.ranks),
@@ -435,7 +435,7 @@ private:
         if (flags_.text("out").empty()) return;
         // Weights of a skipped step must not replace a good checkpoint.
         const bool suspect = skipped_in_a_row_ && !last_good_.empty();
-        if (!suspect) last_good_ = save_checkpoint(flags_.text("out"), model_, state_);
+        if (!suspect) last_good_ = save_checkpoint(flags_.text("out"), model_, state_, companions_);
         std::printf(suspect ? "not saved: step %lld was skipped; the last good checkpoint stays | %s\n"
                             : "saved | step %lld | %s\n",
                     static_cast<long long>(state_.step), printable(last_good_).c_str());
@@ -506,6 +506,7 @@ private:
     const Setup& setup_;
     LoopState state_;
     std::string last_good_;
+    const Companions& companions_;
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     Loader train_, validation_;
     Batch batch_;
@@ -888,11 +889,14 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     const std::string& weights = resumes ? origin.checkpoint : flags.text("model");
     const bool from_folder = resumes || !is_named_model(weights);
     if (from_folder) check_weights(weights, setup.config);
+    Companions companions;
+    if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
     if (!device.gpu()) require_memory(setup, flags.count("ranks"));
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
     else if (from_folder) load_weights(weights, *model);
-    Training training(flags, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "");
+    Training training(flags, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "",
+                      companions);
     if (origin.lock) require_space(flags, setup, origin.state.step, origin.in_out);
     if (flags.count("steps")) finish_step_at_interrupt();  // an evaluation has no step to finish
     return training.run();

@@ -143,14 +143,15 @@ Fields read_trainer(const std::string& checkpoint) {
     return f;
 }
 
-void write_tensors(const std::string& folder, Model& model) {
-    save_model_folder(folder, model);
+void write_tensors(const std::string& folder, Model& model, const Companions& companions) {
+    save_model_folder(folder, model, companions);
     save_optimizer(path_in(folder, OPTIMIZER_FILE), model);
 }
 
-void write_checkpoint(const std::string& folder, Model& model, const LoopState& state) {
+void write_checkpoint(const std::string& folder, Model& model, const LoopState& state,
+                      const Companions& companions) {
     fs::create_directory(folder);
-    write_tensors(folder, model);
+    write_tensors(folder, model, companions);
     save_loop_state(folder, state, model.setup());
     sync_folder(folder);
 }
@@ -347,19 +348,20 @@ auto with_advice(const std::string& folder, Function&& f) {
 
 }  // namespace
 
-std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state, int keep) {
+std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
+                            const Companions& companions, int keep) {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
-    if (setup.rank) return write_tensors("", model), wait_for_ranks(setup), folder;
+    if (setup.rank) return write_tensors("", model, {}), wait_for_ranks(setup), folder;
     return with_advice(out, [&] {
         std::error_code failed;
         create_folders(out, failed);
         if (failed) throw fs::filesystem_error("", out, failed);
         remove_leftovers(out);
         try {
-            write_checkpoint(temporary, model, state);
+            write_checkpoint(temporary, model, state, companions);
             move_into_place(temporary, folder, state.run);
         } catch (...) {
             std::error_code ignored;  // the first error is the one to report

@@ -32,7 +32,8 @@ struct LoopState {
 // (which count this one) and the one with the lowest validation loss; those of other runs stay. Error if the
 // disk is full: then the older checkpoints stay and no partial one is left. Every rank calls it and sends
 // what it keeps; rank 0 alone writes, so that files do not tell how many ranks there were.
-std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state, int keep = 1);
+std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
+                            const Companions& companions = {}, int keep = 1);
 
 // The folder itself if it is a checkpoint; otherwise the checkpoint in it that was written last. Skips those
 // that cannot be read, and passes one sentence about each to `warn`. Error if there is none.

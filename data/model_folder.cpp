@@ -1,15 +1,14 @@
 // data/model_folder.cpp - reads and writes Hugging Face's model folders (model_folder.h).
 //
 // In order: which rows of which parameter each Hugging Face tensor is (two tables), which field of
-// config.json is which size, and the conversion of weights between a file's dtype and our BF16 weight with
-// its remainder.
+// config.json is which size, the companions, and the conversion of weights between a file's dtype and our
+// BF16 weight with its remainder.
 #include "model_folder.h"
 
 #include <charconv>
 #include <set>
 
 #include "../ranks.h"
-#include "json.h"
 #include "safetensors.h"
 
 namespace coat {
@@ -236,6 +235,39 @@ ordered_json config_json(const ModelConfig& c) {
     return j;
 }
 
+// config.json of a model that came with another config.json, or with none (null). The result has our fields,
+// then those of the original that have another name.
+ordered_json merged_config(const ModelConfig& c, const json& original) {
+    ordered_json merged = config_json(c);
+    if (original.is_null()) return merged;
+    for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"})  // this program knows none
+        if (original.contains(token)) merged[token] = original[token];
+        else merged.erase(token);  // missing and null differ in transformers
+    // Other names in transformers for torch_dtype and for the sizes of GPT-2. They could contradict ours.
+    const std::set<std::string> aliases = {"dtype", "hidden_size", "num_hidden_layers",
+                                           "num_attention_heads", "max_position_embeddings"};
+    for (const auto& [field, value] : original.items())
+        if (!merged.contains(field) && !aliases.count(field)) merged[field] = value;
+    return merged;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Companions: files that this program passes on from folder to folder and does not open.
+
+constexpr int64_t COMPANIONS_MIB = 256;  // several times the size of the largest tokenizers
+const std::vector<std::string> COMPANION_FILES = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json",     "merges.txt",            "tokenizer.model",         "chat_template.jinja",
+    "chat_template.json", "generation_config.json"};
+
+void write_companions(const std::string& folder, const Companions& companions) {
+    for (const auto& [name, bytes] : companions.files) {
+        OutputFile file(path_in(folder, name));
+        file.write(bytes.data(), static_cast<int64_t>(bytes.size()));
+        file.finish();
+    }
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
 // (reference.h, split_master). No arithmetic changes it.
@@ -409,14 +441,36 @@ void load_weights(const std::string& folder, Model& model) {
     }
 }
 
-void save_model_folder(const std::string& folder, Model& model) {
+Companions read_companions(const std::string& folder) {
+    Companions companions;
+    companions.config = read_json(path_in(folder, CONFIG_FILE));
+    int64_t left = COMPANIONS_MIB << 20;
+    for (const std::string& name : COMPANION_FILES) {
+        const std::string path = path_in(folder, name);
+        std::error_code unknown;  // a link that leads nowhere exists, and opening it is an Error
+        if (!fs::exists(fs::symlink_status(path, unknown))) continue;
+        const InputFile file(path);
+        if (file.bytes() > left)
+            throw Error(folder + " has more than " + std::to_string(COMPANIONS_MIB) +
+                        " MiB in its tokenizer files, the last of them " + name +
+                        "; remove what is not the tokenizer's, or give another folder.");
+        std::string& bytes = companions.files[name];
+        bytes.resize(static_cast<size_t>(file.bytes()));
+        file.read(0, bytes.data(), file.bytes());
+        left -= file.bytes();
+    }
+    return companions;
+}
+
+void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {
     const ModelConfig& c = model.setup().config;
     const std::vector<StateTensor> weights = weight_tensors(c);
     if (model.setup().rank) {  // sends what it keeps
         for (const StateTensor& t : weights) whole_tensor(model, t);
         return;
     }
-    write_json(path_in(folder, CONFIG_FILE), config_json(c));
+    write_json(path_in(folder, CONFIG_FILE), merged_config(c, companions.config));
+    write_companions(folder, companions);
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});

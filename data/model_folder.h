@@ -3,10 +3,12 @@
 // A model folder has config.json (the shape) and model.safetensors (the weights), or several weight files
 // that model.safetensors.index.json lists. transformers and this program read each other's folders.
 #pragma once
+#include <map>
 #include <string>
 #include <vector>
 
 #include "../coat.h"
+#include "json.h"
 
 namespace coat {
 
@@ -26,9 +28,20 @@ void check_weights(const std::string& folder, const ModelConfig& config);
 // missing or unknown. Every rank reads the files, and writes what it keeps to its model.
 void load_weights(const std::string& folder, Model& model);
 
-// Writes config.json and model.safetensors (BF16) into an existing folder. Every rank calls it; rank 0
-// writes.
-void save_model_folder(const std::string& folder, Model& model);
+// What a model folder has beside the shape and the weights. A run reads it once, at its start, because the
+// folder may have changed when a checkpoint is saved. A named model has none of it.
+struct Companions {
+    std::map<std::string, std::string> files;  // of the tokenizer and of text generation: name -> bytes
+    nlohmann::json config;                     // the folder's config.json; null if there is no folder
+};
+
+// Error if one of these files cannot be read, or if they have more than 256 MiB together.
+Companions read_companions(const std::string& folder);
+
+// Writes config.json, model.safetensors (BF16) and the companions into an existing folder. Of the companions'
+// config.json, it keeps the special tokens and the fields that this program does not write. Every rank calls
+// it; rank 0 writes.
+void save_model_folder(const std::string& folder, Model& model, const Companions& companions = {});
 
 // The bytes of a tensor of which each rank has what it keeps: on rank 0 all of them, elsewhere none. Every
 // rank calls it at the same time.
