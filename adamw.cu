@@ -14,7 +14,7 @@
 namespace coat::gpu {
 namespace {
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 1. Weights: BF16 and a 16-bit remainder make the FP32 master, bits = (weight << 16) + remainder
 
 __device__ void split(float master, uint16_t& weight, int16_t& remainder) {
@@ -81,7 +81,7 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
     CHECK_LAUNCH("join_master");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 2. The gradient norm, clipping, and steps that are skipped
 
 namespace {
@@ -249,7 +249,7 @@ void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, i
     CHECK_LAUNCH("combine_amaxes");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 3. AdamW of one element, in FP32
 
 namespace {
@@ -399,7 +399,7 @@ __device__ void gradient_values(const Gradient& gradients, const RawGradients& r
     }
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 4. Dynamic range expansion (paper section 4.2, equation 4)
 //
 // The magnitudes of a group of 128 moments span R_X = max / smallest non-zero. A power stretches them to the
@@ -588,7 +588,7 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     gv = {odd ? mine.max : theirs.max, odd ? mine.k : theirs.k, odd ? mine.inverse : theirs.inverse};
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 5. AdamW in any format
 //
 // One kernel for moments in FP32, BF16, FP16 and FP8, in groups or with one scale per tensor. It goes through
@@ -802,7 +802,7 @@ void launch_adamw(const AdamArguments& a, int64_t blocks_each, cudaStream_t s) {
     CHECK_LAUNCH("adamw");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 6. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
 // The same arithmetic as above. What makes it fast: the loads of the next group are in flight while this one

@@ -36,7 +36,7 @@
 namespace coat::gpu {
 namespace {
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 1. Quantize in groups of 1 x 16 (paper section 5, granularity)
 //
 // scale = amax / 448 of the group, code = E4M3(x / scale).
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     x.store(i, v, live);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 2. Tiles and producers
 //
 // A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of
@@ -348,7 +348,7 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
     return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 3. Group scaling (paper section 5): the amax of a tensor in two stages
 //
 // First the maxima of groups, then the maximum of those. A group is the tile of a block here. The second
@@ -380,7 +380,7 @@ void amax(const Lazy& x, TensorScale* out, cudaStream_t s) {
     });
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 4. Per-tensor FP8: codes = encode(x / s) with s = amax / FMAX, row-major and transposed
 
 namespace {
@@ -534,7 +534,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     flush(tiles, rows, cols, transposed);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3)
 //
 // Row-major and transposed codes each have scales of their own. Again there are two passes: first the amaxes
@@ -708,7 +708,7 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
     CHECK_LAUNCH("quantize_blocks");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 6. The quantization report: what quantizing does to a tensor. Kernels of their own, so that training pays
 // nothing for it.
 
@@ -838,7 +838,7 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
     CHECK_LAUNCH("quantize_and_dequantize");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 7. Fused kernels of the precision flow
 
 namespace {
@@ -928,7 +928,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // 8. Delayed scaling
 
 namespace {

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Heads d, BackwardArgs
     const int pitch = d.HS + 1;
     float *own1 = shared, *own2 = own1 + BLOCK_ROWS * pitch;                        // k and v, or q and dout
     float *other1 = own2 + BLOCK_ROWS * pitch, *other2 = other1 + COLUMNS * pitch;  // the other pair
-    const int b = blockIdx.z, kv = KEYS ? blockIdx.y : blockIdx.y / d.group(), first = blockIdx.x * BLOCK_ROWS;
+    const int b = blockIdx.z, kv = KEYS ? blockIdx.y : blockIdx.y / d.group(),
+              first = blockIdx.x * BLOCK_ROWS;
     const int warp_row = threadIdx.x / WARP * ROWS, lane = threadIdx.x % WARP, row = first + warp_row;
     const Head<const Real> k = d.k(a.qkv, b, kv), v = d.v(a.qkv, b, kv);
 

@@ -35,8 +35,9 @@ namespace {
 
 using namespace flash;
 
-// wgmma and setmaxnreg exist on sm_90a only; for other targets the kernels are compiled as traps. attention.cu
-// launches them on Hopper GPUs only. There a program built for sm_90 without the "a" stops with an error.
+// wgmma and setmaxnreg exist on sm_90a only; for other targets the kernels are compiled as traps.
+// attention.cu launches them on Hopper GPUs only. There a program built for sm_90 without the "a" stops with
+// an error.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool HOPPER = true;
 #else
@@ -84,7 +85,9 @@ __device__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::c
 __device__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // Named barriers: __syncthreads() for a part of a block. arrive_named() counts without waiting.
 __device__ void sync_named(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
-__device__ void arrive_named(int id, int n) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+__device__ void arrive_named(int id, int n) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
+}
 template <int N>
 __device__ void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
@@ -143,8 +146,8 @@ __device__ void wgmma_wait(Registers&... used) {
     (pin(used), ...);
 }
 
-// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. b is a descriptor; a is a descriptor
-// or in registers. TA, TB: the operand is contiguous along the dimension that is not reduced.
+// wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. b is a descriptor; a is a
+// descriptor or in registers. TA, TB: the operand is contiguous along the dimension that is not reduced.
 #define LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
                ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define LIST64 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
@@ -295,7 +298,8 @@ template <int HS_, int CONSUMERS_>
 struct Forward {  // sizes, and where things are in shared memory
     static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128, STAGES = 2;
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-    static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160, PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
+    static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160,
+                         PRODUCER_REGISTERS = CONSUMERS == 2 ? 24 : 32;
     static constexpr int Q_BYTES = QUERIES * HS * 2, KV_BYTES = KEYS * HS * 2;
     static constexpr int K = Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
     static constexpr int BARRIERS = O + Q_BYTES, ITEM = BARRIERS + (2 + 4 * STAGES) * 8;
@@ -500,7 +504,8 @@ struct Backward {  // sizes, and where things are in shared memory
     static constexpr int DQ_COLS = QUERIES == 64 ? HS / 2 : HS;
     static constexpr int KV_BYTES = KEYS * HS * 2, Q_BYTES = QUERIES * HS * 2, DS_BYTES = KEYS * QUERIES * 2;
     static constexpr int DQ_BYTES = QUERIES * HS * 4, STATS_BYTES = 2 * QUERIES * 4;
-    static constexpr int V = KV_BYTES, Q = V + KV_BYTES, DO = Q + STAGES * Q_BYTES, DS = DO + STAGES * Q_BYTES;
+    static constexpr int V = KV_BYTES, Q = V + KV_BYTES, DO = Q + STAGES * Q_BYTES,
+                         DS = DO + STAGES * Q_BYTES;
     static constexpr int DQ = DS + 2 * DS_BYTES, STATS = DQ + DQ_BYTES;
     static constexpr int BARRIERS = STATS + STAGES * STATS_BYTES;
     static constexpr int SHARED = BARRIERS + (3 + 4 * STAGES) * 8 + 1024;  // 1024: for alignment

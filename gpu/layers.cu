@@ -5,7 +5,7 @@
 namespace coat::gpu {
 namespace {
 
-// =====================================================================================================================
+// ===========================================================================================================
 // Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
 // several.
 
@@ -69,7 +69,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
     return {mean, inverse_root(square[0], C, eps)};
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // The second stage of a sum over rows: partial sums of blocks, in order
 
 constexpr int REDUCE_ROWS = 16;
@@ -98,7 +98,7 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
     CHECK_LAUNCH("reduce_partials");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // Residual and norm, forward
 
 namespace {
@@ -221,7 +221,7 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
     });
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) /
 //   rms, xhat = x / rms dweight += dy xhat, dbias += dy
@@ -487,7 +487,7 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * theta^(-2i / HS)
 
 namespace {
@@ -592,7 +592,7 @@ void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStrea
     launch_rope(r, dqkv, -1, amax, s);
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // Cross-entropy
 
 namespace {
@@ -722,7 +722,7 @@ void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaS
     CHECK_LAUNCH("loss_sum");
 }
 
-// =====================================================================================================================
+// ===========================================================================================================
 // Embedding, backward
 
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {

@@ -88,8 +88,9 @@ using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
 using Values = float[CHUNK];
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above infinity.
+// -----------------------------------------------------------------------------------------------------------
+// The largest magnitude. The bits of |x|, read as an integer, have the same order as |x|, with NaN above
+// infinity.
 
 inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 inline __device__ float larger(float top, float x) {  // max(top, |x|); NaN if either is NaN
@@ -135,7 +136,7 @@ __device__ double block_sum(double x) {
     return parts[0];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // FP8 codes and scales (the paper's preliminaries): s = amax / FMAX, code = encode(x / s), x' = s * code
 
 inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
@@ -181,7 +182,7 @@ inline __device__ float round_up_to_bf16(float x) {
 }
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals
 // count as 0.
 
@@ -216,7 +217,7 @@ inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
 }
 inline __device__ float sigmoid(float x) { return sigmoid_of_exp2(__fmul_rn(-LOG2_E, x)); }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Storage
 
 inline __device__ uint32_t pack(float lo, float hi) {  // two BF16 in a word
@@ -390,7 +391,7 @@ inline Gradient gradient_of(const View& v) {
     return {v.codes, v.quant.format == Format::F32};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // The quantization report (coat.h, QuantStats)
 
 // What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the
@@ -419,7 +420,7 @@ struct Counts {
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 // Norms: what their forward and backward kernels and their recomputation share
 
 // y = (x - mean) / std * weight + bias. Operations are spelled out so that every kernel computes the same
