@@ -59,10 +59,10 @@ void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t
                 uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;
     auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
-        const int64_t padded = round_up(slice.count, MOMENT_GROUP);
-        if (padded == 0) return;
-        initialize_kernel<<<blocks(padded, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, padded, p.init_std, p.role.weight, live,
+        const int64_t n = padded(slice);
+        if (n == 0) return;
+        initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
+            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, live,
             seed, index);
         CHECK_LAUNCH("initialize");
     };

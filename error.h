@@ -4,6 +4,7 @@
 // printed through printable() or escaped(); the message of an Error is always escaped.
 #pragma once
 #include <cstdint>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 
@@ -65,6 +66,13 @@ inline std::string escaped(const std::string& text, size_t most = 200) {
     for (int i = 0; i < 3 && inside(head); i++) head--;
     for (int i = 0; i < 3 && tail < text.size() && inside(tail); i++) tail++;
     return printable(text.substr(0, head)) + "..." + printable(text.substr(tail));
+}
+
+// What has been printed so far comes first. The alarm thread of ranks.cpp calls this, too: it must not wait for
+// a thread that is blocked in a write to stdout.
+inline void print_error(const std::string& sentence) {
+    if (ftrylockfile(stdout) == 0) std::fflush(stdout), funlockfile(stdout);
+    std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
 }
 
 // An error that the user can correct: one sentence that names the file or flag and says what to do. train.cpp

@@ -308,8 +308,7 @@ private:
     void update(size_t begin, size_t end, const AdamW& a, const Clipping& clip, Results* results) {
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
-        const Range range{first.state_at,
-                          last.state_at + round_up(last.state.count, MOMENT_GROUP) - first.state_at};
+        const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
         const int64_t chunks = last.chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.chunk;
         // Where all ranks have all gradients, they share the work.
         const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};

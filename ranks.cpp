@@ -123,12 +123,6 @@ enum Answer : uint32_t { WELCOME = 0x4B4F5243, REJECTED = 0x4F4E5243 };
 // STOP: end now, without a message. GOODBYE: this rank is done; its connection may end.
 enum Alarm : char { GOODBYE = 'G', STOP = 'S', SENTENCE = 'E' };
 
-// Called by the alarm thread, too: it must not wait for a thread that is blocked in a write to stdout.
-void print_error(const std::string& sentence) {
-    if (ftrylockfile(stdout) == 0) std::fflush(stdout), funlockfile(stdout);
-    std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
-}
-
 std::string ended_unexpectedly(int rank) {
     return "Rank " + to_string(rank) + " has ended unexpectedly (killed, or out of memory?); start again " +
            "with --resume from the last checkpoint.";

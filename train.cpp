@@ -709,11 +709,6 @@ void require_space(const Flags& flags, const Setup& setup, int64_t step, bool re
                     " MiB each; free some space, choose another folder, or give a larger --save-every.");
 }
 
-void print_error(const std::string& sentence) {
-    std::fflush(stdout);
-    std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
-}
-
 // A new run must not use the folder of another run's checkpoints.
 void require_no_other_run(const std::string& out, const std::string& resumed) {
     if (is_in(resumed, out)) return;
