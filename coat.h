@@ -161,6 +161,8 @@ inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
 inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
 inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
+inline constexpr Quant Q_E4M3_POWERS{Format::E4M3, PER_TENSOR, Format::F32, true},
+    Q_E5M2_POWERS{Format::E5M2, PER_TENSOR, Format::F32, true};  // scales are powers of two
 inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32, Format::F32, true};  // microscaling (OCP MX)
 
 inline const std::vector<Recipe>& recipes() {
@@ -186,6 +188,9 @@ inline const std::vector<Recipe>& recipes() {
          "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
         {"mxfp8", Format::BF16, Q_1x32, Q_1x32, Q_1x32, Q_BF16, Q_BF16, JIT, {false, false, false},
          "1x32 groups with power-of-two scales (OCP MX), rounded up (NVIDIA); BF16 GEMMs of decoded values"},
+        // Variants of coat, to see what each is worth.
+        {"coat-powers", Format::BF16, Q_E4M3_POWERS, Q_E4M3_POWERS, Q_E5M2_POWERS, Q_GROUP, Q_BF16, JIT,
+         {true, false, false}, "coat with per-tensor scales that are powers of two", "coat"},
     };
     return table;
 }

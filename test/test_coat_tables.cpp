@@ -37,6 +37,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"mxfp8",
          "bf16 | e4m3 1x32, e4m3 1x32, e4m3 1x32 | bf16 | bf16 | just in time | exact exact exact | fp32 | "
          "power of two"},
+        {"coat-powers",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | power of two"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {

@@ -86,9 +86,7 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
     using Band = std::pair<double, double>;  // largest difference of a single step, and of the mean
     const Band fp8{0.06, 0.02};
     const std::map<std::string, Band> bands = {
-        {"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8},    {"te", fp8},
-        {"colossal", fp8},      {"tensorwise", fp8},    {"rowwise", fp8}, {"deepseek", fp8},
-        {"mxfp8", fp8}};
+        {"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}};
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
@@ -100,7 +98,7 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
         const char* recipe = setup.recipe.name;
         Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
         const Doubles a = losses(gpu, 50), b = losses(cpu, 50);
-        const auto [single, average] = bands.at(recipe);
+        const auto [single, average] = bands.count(recipe) ? bands.at(recipe) : fp8;
         double worst = 0;
         for (size_t i = 0; i < a.size(); i++) worst = std::max(worst, std::fabs(a[i] - b[i]));
         std::string mode = setup.recipe.attention.fp8() ? " attention in groups" : "";
