@@ -608,12 +608,19 @@ inline Slice kept(const Setup& s, const StateTensor& t) {
 struct LinearFormats {
     Quant x, w, g;
     bool fallback;
+
+    bool per_tensor() const { return x.fp8() && x.granularity == PER_TENSOR; }
 };
 inline LinearFormats linear_formats(const Setup& s) {
     const Recipe& r = s.recipe;
     if (s.B * s.T % 16 == 0 || !r.x.fp8()) return {r.x, r.w, r.g, false};
     return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
 }
+// The same for one GEMM of one linear layer. Layers are numbered in the order of the forward pass, and number
+// n has bucket n + 1. Of a GEMM's three formats two are used.
+inline constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
+enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
+inline LinearFormats linear_formats(const Setup& s, int64_t, Gemm) { return linear_formats(s); }
 
 enum class Saved : uint8_t {
     Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput
@@ -642,12 +649,14 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear},
     };
     if (s.recompute) return table;
-    const Quant x = linear_formats(s).x;
-    const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
-    table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
-    table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
     const char* act = c.arch.gated ? "SiLU(gate) x up" : "GELU output";
-    table.push_back({Saved::ActivationOutput, act, c.F, x, transposed});
+    auto output = [&](Saved which, const char* name, int64_t cols, int64_t linear) {
+        const Quant x = linear_formats(s, linear, Gemm::Wgrad).x;
+        table.push_back({which, name, cols, x, x.fp8() && !(x.granularity == PER_TENSOR)});
+    };
+    output(Saved::Norm1Output, "norm 1 output", c.C, 0);
+    output(Saved::Norm2Output, "norm 2 output", c.C, 2);
+    output(Saved::ActivationOutput, act, c.F, 3);
     return table;
 }
 

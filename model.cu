@@ -131,8 +131,6 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
 
-constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
-
 class State {
 public:
     const Setup& setup;
@@ -646,6 +644,13 @@ struct Linear {
     TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     View saved_x{};          // with --recompute off: the input as an operand; else empty
+    LinearFormats formats[3];  // of the operands of each Gemm
+
+    const LinearFormats& of(Gemm gemm) const { return formats[static_cast<int>(gemm)]; }
+};
+// The gradient of a linear layer's output, as the two GEMMs that read it want it.
+struct OutputGradient {
+    Operand dgrad, wgrad;
 };
 struct Layer {
     NormLayer norm1, norm2;
@@ -671,8 +676,8 @@ public:
 
     Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Exchange& exchange,
             Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(s.recipe), formats_(linear_formats(s)), arena_(arena), state_(state),
-          exchange_(exchange), gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
+        : config_(s.config), recipe_(s.recipe), arena_(arena), state_(state), exchange_(exchange),
+          gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
           embedding_(state.index("embedding")), head_(state.index(config_.tied ? "embedding" : "head")),
           positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
         uint8_t* cache = caches_weights_ ? arena.work<uint8_t>(Work::CachedWeights) : nullptr;
@@ -695,7 +700,7 @@ public:
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         gpu::embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, residual_after(norm1),
-                               norm1, needs_amax(layers_[0].qkv.x), cuda_);
+                               norm1, needs_amax(layers_[0].qkv, &Linear::x), cuda_);
         finish_residual(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -707,8 +712,19 @@ public:
         exchange_.use_all();
         for (const Layer& b : layers_)
             for (const Linear* w : {&b.qkv, &b.attention_out, &b.gate_up, &b.down}) {
+                if (!w->cached_weight) continue;
                 take_weight_amax(*w);
-                quantize(stored(state_.weight(w->param)), cached_operand(*w), stats_of(Kind::Weight), cuda_);
+                const Lazy whole = stored(state_.weight(w->param));
+                Operand row_major = cached_operand(*w, Gemm::Fprop),
+                        transposed = cached_operand(*w, Gemm::Dgrad);
+                if (row_major.view.quant == transposed.view.quant) {  // in one pass
+                    quantize(whole, row_major, stats_of(Kind::Weight), cuda_);
+                    continue;
+                }
+                row_major.transposed = row_major.transposed_scales = nullptr;
+                transposed.view.codes = nullptr;
+                for (const Operand& w8 : {row_major, transposed})
+                    quantize(whole, w8, stats_of(Kind::Weight), cuda_);
             }
         cache_is_valid_ = true;
     }
@@ -765,7 +781,6 @@ public:
 private:
     const ModelConfig& config_;
     const Recipe& recipe_;
-    const LinearFormats formats_;  // of the operands of every linear layer
     const Arena& arena_;
     State& state_;
     Exchange& exchange_;
@@ -798,15 +813,15 @@ private:
         save_attention(qkv, b.saved_qkv);
         attention_forward(attention(), qkv.codes, out.codes, static_cast<float*>(b.saved_lse.codes), cuda_);
         save_attention(out, b.saved_attention);
-        take_amax(stored(saved_out), needs_amax(b.attention_out.x));
+        take_amax(stored(saved_out), needs_amax(b.attention_out, &Linear::x));
         linear_forward(b.attention_out, stored(saved_out), branch);            // attention output projection
-        residual_forward(branch, norm2, needs_amax(b.gate_up.x));              // residual add
+        residual_forward(branch, norm2, needs_amax(b.gate_up, &Linear::x));    // residual add
 
         // norm 2; gate and up projection
         gate_up_forward(b, norm(norm2));
         // SiLU(gate) x up; down projection; residual add
         linear_forward(b.down, activation(config_.arch.gated, gate_up), branch);
-        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
+        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv, &Linear::x));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -822,7 +837,7 @@ private:
         begin_bucket(b.bucket + 3);  // down projection
         // The gradient of the activation's output.
         const View dact = compute_view(Work::ActivationGradient, config_.F);
-        Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::GradientOperand), nullptr);
+        OutputGradient g8 = output_gradient(b.down, stored(g), arena_.work(Work::GradientOperand), nullptr);
         wgrad(b.down, g8, activation(config_.arch.gated, gate_up));
         dgrad(b.down, g8, dact);
         end_bucket(b.bucket + 3);
@@ -830,12 +845,12 @@ private:
         begin_bucket(b.bucket + 2);  // activation; gate and up projection; norm 2
         const Lazy dgate_up = activation_backward(config_.arch.gated, gate_up, dact);
         // Codes as large as the saved elements take their place.
-        const bool in_place = gate_up_gradient_in_place(state_.setup);
+        const bool in_place = gate_up_gradient_in_place(state_.setup, l);
         g8 = output_gradient(b.gate_up, dgate_up,
                              in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
-                             needs_amax(b.gate_up.g));
+                             needs_amax(b.gate_up, &Linear::g));
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
+        residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out, &Linear::g));
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.bucket + 2);
 
@@ -856,44 +871,46 @@ private:
         attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes),
                            dout.codes, dqkv.codes, arena_.work(Work::AttentionScratch), cuda_);
         const bool rotated = config_.arch.rope;
-        if (rotated) rope_backward(rope(), dqkv, needs_amax(b.qkv.g), cuda_);
+        if (rotated) rope_backward(rope(), dqkv, needs_amax(b.qkv, &Linear::g), cuda_);
         g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::GradientOperand),
-                             rotated ? nullptr : needs_amax(b.qkv.g));
+                             rotated ? nullptr : needs_amax(b.qkv, &Linear::g));
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
+        residual_backward(norm1, b.norm1, dx,
+                          l > 0 ? needs_amax(layers_[l - 1].down, &Linear::g) : nullptr);
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.bucket);
     }
 
     // --- The three GEMMs of a linear layer
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
+        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(w, y), false,
                    w.bias.values, cuda_);
     }
-    void dgrad(const Linear& w, const Operand& g8, const View& dx) {
-        gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
+    void dgrad(const Linear& w, const OutputGradient& g8, const View& dx) {
+        gemms_.run(Gemm::Dgrad, g8.dgrad, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
-    void wgrad(const Linear& w, const Operand& g8, const Lazy& x) {
-        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
+    void wgrad(const Linear& w, const OutputGradient& g8, const Lazy& x) {
+        gemms_.run(Gemm::Wgrad, g8.wgrad, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
     }
 
     // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
     // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x) {
         const View gate_up = of_batch(b.saved_gate_up);
-        TensorScale* const act = needs_amax(b.down.x);
+        TensorScale* const act = needs_amax(b.down, &Linear::x);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
             return take_amax(activation(config_.arch.gated, gate_up), act);
         }
         const Operand x8 = input(b.gate_up, x, Gemm::Fprop), w8 = weight(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
-        const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
+        const int64_t step = x8.view.quant.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
             const View part =
                 compute_view(arena_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
-            gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
-                       b.gate_up.bias.values, cuda_);
+            const View out = gemm_rows(b.gate_up, part);
+            gemms_.run(Gemm::Fprop, {rows(x8.view, first, out.rows)}, w8, out, false, b.gate_up.bias.values,
+                       cuda_);
             quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
                              stats_of(Kind::ActivationInput), cuda_);
         }
@@ -921,17 +938,20 @@ private:
     }
     // FP8 GEMMs want a multiple of 16 rows, which a prompt may not have: they read and write a few rows more,
     // whose values are undefined and never used.
-    View gemm_rows(View v) const { return v.rows = formats_.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
+    View gemm_rows(const Linear& w, View v) const {
+        return v.rows = w.of(Gemm::Fprop).x.fp8() ? round_up(v.rows, 16) : v.rows, v;
+    }
 
     // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
-        const Quant& q = formats_.x;
+        const Quant &q = w.of(use).x, &of_wgrad = w.of(Gemm::Wgrad).x;
         void* const place =
             arena_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
         void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
-        if (saved)
+        if (saved && !(q == of_wgrad)) operand(x, of_wgrad, nullptr, saved, w.x, Kind::LinearInput);
+        else if (saved)
             return operand(x, q, q.fp8() ? place : saved, q.fp8() ? saved : nullptr, w.x, Kind::LinearInput);
         const bool transposed = q.fp8() && use == Gemm::Wgrad;
         return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, w.x,
@@ -939,7 +959,7 @@ private:
     }
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight(const Linear& w, Gemm use) {
-        if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
+        if (w.cached_weight) return cached_operand(w, use);
         const int64_t before = w.stage > 1 ? w.stage - 1 : Exchange::NONE;
         exchange_.use(w.stage, use == Gemm::Dgrad ? before : w.stage + 1, stats_of(Kind::Weight));
         void* const place = arena_.work(Work::WeightOperand);
@@ -950,27 +970,30 @@ private:
             return describe(whole.rows, whole.cols, whole.quant, nullptr, place, w.w);
         }
         take_weight_amax(w);
-        return operand(stored(whole), formats_.w, use == Gemm::Dgrad ? nullptr : place,
+        return operand(stored(whole), w.of(use).w, use == Gemm::Dgrad ? nullptr : place,
                        use == Gemm::Dgrad ? place : nullptr, w.w, Kind::Weight);
     }
-    Operand cached_operand(const Linear& w) const {
+    Operand cached_operand(const Linear& w, Gemm use) const {
         const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
-        return describe(rows, cols, formats_.w, w.cached_weight,
-                        w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w);
+        return describe(rows, cols, w.of(use).w, w.cached_weight,
+                        w.cached_weight + w.of(Gemm::Fprop).w.operand_bytes(rows, cols), w.w);
     }
     // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
     // of any other.
-    Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
-        const Quant& q = formats_.g;
+    OutputGradient output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
+        const Quant &q = w.of(Gemm::Dgrad).g, &of_wgrad = w.of(Gemm::Wgrad).g;
+        void* const transposed = arena_.work(Work::GradientOperandTransposed);
         if (q.fp8() && w.bias.values) bias_gradient(w, g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 =
-            operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientOperandTransposed) : nullptr, w.g,
-                    Kind::Gradient);
+        if (!(q == of_wgrad)) {  // the row-major codes come last: they may be written over what g is made of
+            const Operand second = operand(g, of_wgrad, nullptr, transposed, w.g, Kind::Gradient);
+            return {operand(g, q, codes, nullptr, w.g, Kind::Gradient), second};
+        }
+        const Operand g8 = operand(g, q, codes, q.fp8() ? transposed : nullptr, w.g, Kind::Gradient);
         if (!q.fp8() && w.bias.values) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
-        return g8;
+        return {g8, g8};
     }
     void bias_gradient(const Linear& w, const Lazy& g, Format rounding, TensorScale* amax) {
         column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), amax, cuda_);
@@ -979,16 +1002,18 @@ private:
     // --- Amaxes: who takes them
     // Per-tensor scaling just in time needs the amax before the codes: the kernel that produces the tensor
     // takes it. Delayed scaling needs that only while a history is empty. Null: nobody has to take this amax.
-    TensorScale* needs_amax(TensorScale* scale) const {
+    TensorScale* needs_amax(const Linear& w, TensorScale* Linear::*scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
-        return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
+        const bool some = std::any_of(w.formats, w.formats + 3,
+                                      [](const LinearFormats& f) { return f.per_tensor(); });
+        return some && just_in_time ? w.*scale : nullptr;
     }
     void take_amax(const Lazy& x, TensorScale* scale) const {
         if (scale) amax(x, scale, cuda_);
     }
     // The optimizer leaves the amax of a weight, but not where scaling is delayed.
     void take_weight_amax(const Linear& w) const {
-        take_amax(stored(state_.weight(w.param)), state_.delayed() ? needs_amax(w.w) : nullptr);
+        take_amax(stored(state_.weight(w.param)), state_.delayed() ? needs_amax(w, &Linear::w) : nullptr);
     }
 
     // --- Residual stream and attention
@@ -1070,7 +1095,7 @@ private:
         const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
         begin_bucket(bucket);
         norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(),
-                      needs_amax(layers_.back().down.g), final_norm_.weight.gradient,
+                      needs_amax(layers_.back().down, &Linear::g), final_norm_.weight.gradient,
                       final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
         end_bucket(bucket);
     }
@@ -1126,6 +1151,8 @@ private:
     Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
                        const View& saved_x) const {
         const size_t i = state_.index(name);
+        auto formats = [&](Gemm gemm) { return linear_formats(state_.setup, LINEARS * l + which, gemm); };
+        const Quant forward = formats(Gemm::Fprop).w, backward = formats(Gemm::Dgrad).w;
         auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
         const Linear w{i,
                        state_.params[i].bucket,  // each linear layer has a bucket and a stage of its own
@@ -1134,10 +1161,11 @@ private:
                        scale(LinearOperand::X),
                        state_.weight_scale(i),
                        scale(LinearOperand::G),
-                       cache,
-                       saved_x};
+                       forward.fp8() ? cache : nullptr,
+                       saved_x,
+                       {formats(Gemm::Fprop), formats(Gemm::Dgrad), formats(Gemm::Wgrad)}};
         const int64_t out = state_.params[i].rows, in = state_.params[i].cols;
-        if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
+        if (w.cached_weight) cache += forward.operand_bytes(out, in) + backward.operand_bytes(in, out);
         return w;
     }
     Layer make_layer(int64_t l, uint8_t*& cache) const {

@@ -260,9 +260,14 @@ std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c) {
     return stages;
 }
 
-bool gathers_codes(const Setup& s) {
-    const Quant w = linear_formats(s).w;
-    return w.fp8() && w.granularity == PER_TENSOR;
+bool gathers_codes(const Setup& s) {  // all weights of linear layers, or none
+    bool codes = true;
+    for (int64_t linear = 0; linear < LINEARS * s.config.L; linear++)
+        for (Gemm gemm : {Gemm::Fprop, Gemm::Dgrad}) {
+            const Quant w = linear_formats(s, linear, gemm).w;
+            codes = codes && w.fp8() && w.granularity == PER_TENSOR;
+        }
+    return codes;
 }
 
 namespace {
@@ -434,10 +439,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t N = gpu_tokens(s), V = c.padded_V(), C = c.C, F = c.F;
     const int64_t Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols();
     const int64_t compute = info(r.compute).bytes, params = static_cast<int64_t>(parameters(c).size());
-    const LinearFormats q = linear_formats(s);
-    const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR;
+    const bool fp8 = linear_formats(s).x.fp8(), per_tensor = r.x.granularity == PER_TENSOR;
     const bool groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
-    const bool gate_up_in_place = gate_up_gradient_in_place(s), cached = facts.cache_fp8_weights;
+    const bool cached = facts.cache_fp8_weights;
     const std::string transposed = fp8 ? ", transposed" : "";
 
     auto either_way = [](const Quant& format, int64_t rows, int64_t cols) {  // row-major or transposed
@@ -445,10 +449,25 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     };
     int64_t weight = 0, all_weights = 0;  // FP8 operands; a weight in the compute dtype is used in place
     for (const Param& p : parameters(c)) {
-        if (!p.role.linear || !q.w.fp8()) continue;
-        weight = std::max(weight, either_way(q.w, p.rows, p.cols));
-        all_weights += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
+        const Quant forward = linear_formats(s, p.bucket - 1, Gemm::Fprop).w,
+                    backward = linear_formats(s, p.bucket - 1, Gemm::Dgrad).w;
+        if (!p.role.linear || !forward.fp8()) continue;
+        for (const Quant& q : {forward, backward}) weight = std::max(weight, either_way(q, p.rows, p.cols));
+        all_weights += forward.operand_bytes(p.rows, p.cols) + backward.operand_bytes(p.cols, p.rows);
     }
+    // The most bytes that operand o (N, cols) has in any GEMM, and the same of FP8 operands alone.
+    auto bytes_of = [&](LinearOperand o, int64_t cols, bool only_fp8) {
+        int64_t bytes = 0;
+        for (int64_t linear = 0; linear < LINEARS * c.L; linear++)
+            for (Gemm gemm : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad}) {
+                const LinearFormats f = linear_formats(s, linear, gemm);
+                const Quant& q = o == LinearOperand::X ? f.x : f.g;
+                if (q.fp8() || !only_fp8) bytes = std::max(bytes, either_way(q, N, cols));
+            }
+        return bytes;
+    };
+    bool gate_up_in_place = true;
+    for (int64_t l = 0; l < c.L; l++) gate_up_in_place = gate_up_in_place && gate_up_gradient_in_place(s, l);
     // Attention's output is an operand in place if both are in the compute dtype.
     const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
     const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
@@ -487,11 +506,11 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(RankScales), several ? s.ranks * (params + 12 * c.L) * 16 : 0, {{ALWAYS, "amaxes of all ranks"}}},
 
         {W(Residual), groups ? N * C * compute : 0, {{FORWARD, "residual stream in the compute dtype"}}},
-        {W(InputOperand), either_way(q.x, N, operand_cols),
+        {W(InputOperand), bytes_of(LinearOperand::X, operand_cols, false),
          {{FORWARD_ATTENTION | FORWARD_GATE_UP, "operand x: output of norm 1 or 2"},
           {FORWARD_OUT, "operand x: attention's output"},
           {QKV_WGRAD | OUT_WGRAD | GATE_UP_WGRAD, "the same operands again" + transposed + " for wgrad"}}},
-        {W(ActivationOperand), either_way(q.x, N, F),
+        {W(ActivationOperand), bytes_of(LinearOperand::X, F, false),
          {{FORWARD_DOWN, "operand x: the activation's output"},
           {DOWN_WGRAD, "the same operand again" + transposed + " for wgrad"}}},
         {W(WeightOperand), cached ? 0 : weight,
@@ -513,12 +532,11 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Logits), std::min(N, HEAD_TOKENS) * V * compute, {{HEAD, "its logits, then their gradients"}}},
         {W(HeadGradient), head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0,
          {{HEAD, "gradient of the head's weight, summed in FP32"}}},
-        {W(GradientOperand), gradient ? either_way(q.g, N, gradient_cols) : 0,
+        {W(GradientOperand), gradient ? bytes_of(LinearOperand::G, gradient_cols, false) : 0,
          {{residual_gradients, "operand g: gradient of the residual stream"},
           {gate_up_gradient, "operand g: gradient of gate and up"},
           {qkv_gradient, "operand g: gradient of q, k, v"}}},
-        {W(GradientOperandTransposed),
-         fp8 ? either_way(q.g, N, std::max({C, U, QKV})) : 0,
+        {W(GradientOperandTransposed), bytes_of(LinearOperand::G, std::max({C, U, QKV}), true),
          {{DOWN_WGRAD | GATE_UP_BACKWARD | OUT_WGRAD | QKV_BACKWARD, "operand g, transposed for wgrad"}}},
         {W(ActivationGradient), N * F * compute,
          {{DOWN_DGRAD | ACTIVATION_BACKWARD, "gradient of the activation's output"}}},
@@ -632,9 +650,9 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
 
 }  // namespace
 
-bool gate_up_gradient_in_place(const Setup& s) {
-    const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
-    return same_size && s.recipe.x.granularity == PER_TENSOR;
+bool gate_up_gradient_in_place(const Setup& s, int64_t block) {
+    const Quant g = linear_formats(s, LINEARS * block + 2, Gemm::Dgrad).g;
+    return info(g.format).bytes == info(s.recipe.nonlinear.format).bytes && g.granularity == PER_TENSOR;
 }
 
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
@@ -752,7 +770,7 @@ const std::vector<std::string>& phase_names() {
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     const GpuLayout layout = gpu_layout(s, facts);
     const uint32_t backward = ALWAYS & ~FORWARD & ~HEAD;
-    const Place gate_up = gate_up_gradient_in_place(s) ? layout.saved : Place{};
+    const Place gate_up = gate_up_gradient_in_place(s, s.config.L / 2) ? layout.saved : Place{};
     const Place qkv = qkv_gradient_in_place(s) ? layout.saved : Place{};
     const Place gradients{*std::min_element(layout.sums.begin(), layout.sums.end()),
                           gradient_elements(s) * info(gradient_format(s)).bytes};
@@ -803,25 +821,29 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
          s.recipe.nonlinear.fp8() ? "quantize_gate_up" : pass, stream, "norm_backward of the next norm"},
     };
     // Per-tensor scaling just in time needs the amax first. All other scaling takes it while it quantizes.
-    auto amax = [&](const std::string& just_in_time) {
+    auto amax = [&](const Quant& of, const std::string& just_in_time) {
         if (s.recipe.scaling == Scaling::Delayed) return std::string("quantize, for the next step");
-        return q.x.granularity == PER_TENSOR ? just_in_time : "quantize";
+        return of.granularity == PER_TENSOR ? just_in_time : "quantize";
     };
     const std::string both = "quantize, both orientations in one pass";
     const std::string weight = facts.cache_fp8_weights ? "quantize, once per step" : "quantize";
     std::vector<OperandRow> table;
+    int64_t number = s.config.L / 2 * LINEARS;  // of a block in the middle
     for (const auto& l : linears) {
+        const LinearFormats fprop = linear_formats(s, number, Gemm::Fprop),
+                            dgrad = linear_formats(s, number, Gemm::Dgrad),
+                            wgrad = linear_formats(s, number++, Gemm::Wgrad);
         const bool saved = !s.recompute && l.layer != "attention output";
         auto add = [&](const char* gemm, const std::string& operand, const Quant& q_of,
                        const std::string& amax_by, const std::string& codes) {
-            table.push_back({l.layer, gemm, operand, q_of.text(), amax(amax_by), codes});
+            table.push_back({l.layer, gemm, operand, q_of.text(), amax(q_of, amax_by), codes});
         };
-        add("fprop", "x    " + l.x, q.x, l.x_amax, saved ? both : "quantize");
-        add("fprop", "w    weight", q.w, "adamw", weight);
-        add("dgrad", "g    " + l.g, q.g, l.g_amax, both);
-        add("dgrad", "w^T  weight", q.w, "adamw", weight);
-        add("wgrad", "g^T  " + l.g, q.g, l.g_amax, "quantize, with g");
-        add("wgrad", "x^T  " + l.x, q.x, l.x_amax, saved ? "quantize, with x" : "quantize, again");
+        add("fprop", "x    " + l.x, fprop.x, l.x_amax, saved ? both : "quantize");
+        add("fprop", "w    weight", fprop.w, "adamw", weight);
+        add("dgrad", "g    " + l.g, dgrad.g, l.g_amax, both);
+        add("dgrad", "w^T  weight", dgrad.w, "adamw", weight);
+        add("wgrad", "g^T  " + l.g, wgrad.g, l.g_amax, "quantize, with g");
+        add("wgrad", "x^T  " + l.x, wgrad.x, l.x_amax, saved ? "quantize, with x" : "quantize, again");
     }
     return table;
 }

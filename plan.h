@@ -222,7 +222,7 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // The FP8 gradient of gate and up replaces the saved gate and up, if its codes are as large and have one
 // scale.
-bool gate_up_gradient_in_place(const Setup& s);
+bool gate_up_gradient_in_place(const Setup& s, int64_t block);
 // Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
 // quantized in groups.
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;

@@ -763,7 +763,10 @@ public:
 
     explicit Network(const Setup& s)
         : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()),
-          delayed(params.size()), formats_(linear_formats(s)), gradient_(gradient_format(s)) {
+          delayed(params.size()), gradient_(gradient_format(s)) {
+        for (const Param& p : params)
+            for (Gemm gemm : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
+                formats_.push_back(linear_formats(s, p.bucket - 1, gemm));
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
         for (const StateTensor& t : scaling_tensors(config, recipe))
@@ -833,7 +836,7 @@ private:
         Tensor lse;
     };
 
-    const LinearFormats formats_;
+    std::vector<LinearFormats> formats_;  // by parameter and GEMM
     const Format gradient_;
     std::map<std::string, size_t> index_;
     std::vector<SavedLayer> saved_;
@@ -884,12 +887,16 @@ private:
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+    const LinearFormats& formats(size_t i, Gemm gemm) const { return formats_[3 * i + size_t(gemm)]; }
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
+            constexpr Gemm GEMMS[][2] = {  // that reduces over columns, or rows
+                {Gemm::Fprop, Gemm::Wgrad}, {Gemm::Fprop, Gemm::Dgrad}, {Gemm::Dgrad, Gemm::Wgrad}};
             const int o = int(which);
-            const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
+            const LinearFormats& f = formats(i, GEMMS[o][over == ReduceOver::Rows]);
+            const Quant& q = o == 0 ? f.x : o == 1 ? f.w : f.g;
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = 0;  // 0: just in time
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
@@ -924,13 +931,14 @@ private:
         Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())
+        const Quant& of_dgrad = formats(i, Gemm::Dgrad).g;
+        if (!of_dgrad.granularity.symmetric() || !(of_dgrad == formats(i, Gemm::Wgrad).g))
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(i, dw);
         if (config.arch.bias) {  // sums the gradient that the GEMMs read, before its quantization to FP8
             Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g8;
+            const Tensor& g = of_dgrad.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
             add_gradient(index(name + ".bias"), dbias);
         }

@@ -22,7 +22,7 @@ namespace coat::gpu {
 
 bool kernels_fit();  // whether this program was compiled for the GPU in use
 
-enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
+using coat::Gemm;
 
 class Gemms {
 public:

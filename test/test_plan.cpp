@@ -385,12 +385,15 @@ TEST_CASE(
                     CAPTURE(row.amax);
                     const char of = row.operand[0];
                     operands[row.gemm + of]++;
-                    CHECK(row.format == (of == 'x' ? recipe.x : of == 'w' ? recipe.w : recipe.g).text());
+                    const int64_t layer = (&row - table.data()) / 6, gemm = (&row - table.data()) % 6 / 2;
+                    const LinearFormats f =
+                        linear_formats(s, LINEARS * (s.config.L / 2) + layer, static_cast<Gemm>(gemm));
+                    CHECK(row.format == (of == 'x' ? f.x : of == 'w' ? f.w : f.g).text());
                     CHECK(headers.find(" " + function(row.amax) + "(") != std::string::npos);
                     CHECK(headers.find(" " + function(row.codes) + "(") != std::string::npos);
                     const bool quantize = function(row.amax) == "quantize";  // needs no amax before
-                    CHECK(quantize ==
-                          (recipe.scaling == Scaling::Delayed || !(recipe.x.granularity == PER_TENSOR)));
+                    CHECK(quantize == (recipe.scaling == Scaling::Delayed ||
+                                       row.format.find("tensor") == std::string::npos));
                     if (!quantize) CHECK((function(row.amax) == "adamw") == (of == 'w'));
                 }
                 for (const char* operand : {"fpropx", "fpropw", "dgradg", "dgradw", "wgradg", "wgradx"})
