@@ -152,6 +152,7 @@ struct Recipe {
     bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
+    int bf16_edges = 0;  // linear layers of so many first and last blocks are in the compute dtype
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
@@ -191,6 +192,8 @@ inline const std::vector<Recipe>& recipes() {
         // Variants of coat, to see what each is worth.
         {"coat-powers", Format::BF16, Q_E4M3_POWERS, Q_E4M3_POWERS, Q_E5M2_POWERS, Q_GROUP, Q_BF16, JIT,
          {true, false, false}, "coat with per-tensor scales that are powers of two", "coat"},
+        {"coat-edges", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat with the linear layers of the first and last block in BF16", "coat", 1},
     };
     return table;
 }
@@ -620,7 +623,12 @@ inline LinearFormats linear_formats(const Setup& s) {
 // n has bucket n + 1. Of a GEMM's three formats two are used.
 inline constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
-inline LinearFormats linear_formats(const Setup& s, int64_t, Gemm) { return linear_formats(s); }
+inline LinearFormats linear_formats(const Setup& s, int64_t linear, Gemm) {
+    LinearFormats f = linear_formats(s);
+    const int64_t block = linear / LINEARS, from_edge = std::min(block, s.config.L - 1 - block);
+    if (from_edge < s.recipe.bf16_edges) f.x = f.w = f.g = Quant{s.recipe.compute};
+    return f;
+}
 
 enum class Saved : uint8_t {
     Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput

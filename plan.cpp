@@ -98,6 +98,10 @@ void validate(const Recipe& r) {
     validate_gemm(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
     validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
     validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
+    if (r.scaling == Scaling::Delayed && r.bf16_edges)
+        throw Error("Recipe " + std::string(r.name) +
+                    " combines delayed scaling with exceptions for some linear layers; use just-in-time "
+                    "scaling.");
     if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
         throw Error("Recipe " + std::string(r.name) +
                     " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
@@ -986,6 +990,9 @@ void print_precision_plan(const Setup& s) {
     auto adds = [&](int gemm) { return std::string(r.fast_accumulation[gemm] ? "fast" : "exact"); };
     if (q.x.fp8() && r.x.power_of_two)
         print_note("Scales of operands of linear layers are rounded up to powers of two.");
+    if (q.x.fp8() && r.bf16_edges)
+        print_note("Linear layers of the first and last " + std::to_string(r.bf16_edges) +
+                   " blocks are in " + info(r.compute).name + ".");
     if (q.x.decoded())
         print_note("A GPU decodes these operands to BF16, which is exact, and runs BF16 GEMMs.");
     else if (q.x.fp8())

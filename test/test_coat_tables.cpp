@@ -14,7 +14,8 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
+        text += std::string("| ") + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
+        return text + (r.bf16_edges ? " | " + std::to_string(r.bf16_edges) + " bf16 blocks at the ends" : "");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -40,6 +41,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat-powers",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat | power of two"},
+        {"coat-edges",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | 1 bf16 blocks at the ends"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {

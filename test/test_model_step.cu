@@ -137,6 +137,20 @@ GPU_TEST_CASE(
     }
 }
 
+GPU_TEST_CASE("step: variants of coat in a model of four blocks, with cached weights too") {
+    for (const char* recipe : {"coat-edges"})
+        for (const Architecture& arch : {LLAMA, GPT2})
+            for (int64_t accumulate : {1, 2}) {
+                Setup s = setup_of(recipe, arch);
+                s.config.L = 4, s.accumulate = accumulate;
+                check_step(s);
+                Training first = training_on(make_gpu, s);
+                Training second = training_on(make_gpu, with_mode(s, "recompute"));
+                CHECK(losses(first, 4) == losses(second, 4));
+                CHECK((snapshot(*first.model) == snapshot(*second.model)));
+            }
+}
+
 GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF16 GEMMs") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         check_step(with_mode(setup_of("coat", arch), "attention"));

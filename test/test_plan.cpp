@@ -178,6 +178,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
         r.g.power_of_two = false;
     });
     change("te", "delayed scaling does not round scales", [](Recipe& r) { r.x.power_of_two = true; });
+    change("te", "exceptions for some linear layers", [](Recipe& r) { r.bf16_edges = 1; });
     change("te", "use 1 step or more", [](Recipe& r) { r.history = 0; });
     for (const auto& [recipe, reason] : rejected) {
         const std::string sentence = why(recipe);

@@ -302,3 +302,24 @@ TEST_CASE("gradients: recipes with FP8 in linear layers differ from fp32 by the 
             }
     }
 }
+
+TEST_CASE("gradients: a column for some linear layers equals a recipe where all layers have those formats") {
+    FRESH_RANDOM(rng);
+    for (const Architecture& arch : {LLAMA, GPT2}) {
+        ModelConfig c = tiny_config(arch, true);
+        c.L = 3;
+        const std::vector<std::vector<float>> start = starting_weights(c, rng);
+        const std::vector<int32_t> tokens = random_tokens(c, rng, 64), targets = random_tokens(c, rng, 64);
+        auto run = [&](auto change) {
+            Setup s = tiny_setup(c, "coat", "fp32", 2, 32);
+            change(s.recipe);
+            return gradients_of(s, start, tokens, targets).gradients;
+        };
+        const auto coat = run([](Recipe&) {}), one = run([](Recipe& r) { r.bf16_edges = 1; }),
+                   all = run([](Recipe& r) { r.bf16_edges = 2; }),
+                   bf16 = run([](Recipe& r) { r.x = r.w = r.g = Q_BF16; });
+        CHECK(all == bf16);
+        CHECK(one != bf16);
+        CHECK(one != coat);
+    }
+}
