@@ -153,6 +153,7 @@ struct Recipe {
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     int bf16_edges = 0;  // linear layers of so many first and last blocks are in the compute dtype
+    bool down_rows = false;  // fprop of the down projection has per-row scales
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
@@ -194,6 +195,8 @@ inline const std::vector<Recipe>& recipes() {
          {true, false, false}, "coat with per-tensor scales that are powers of two", "coat"},
         {"coat-edges", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "coat with the linear layers of the first and last block in BF16", "coat", 1},
+        {"coat-down", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat with per-row scales in fprop of the down projection", "coat", 0, true},
     };
     return table;
 }
@@ -623,8 +626,11 @@ inline LinearFormats linear_formats(const Setup& s) {
 // n has bucket n + 1. Of a GEMM's three formats two are used.
 inline constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
-inline LinearFormats linear_formats(const Setup& s, int64_t linear, Gemm) {
+inline LinearFormats linear_formats(const Setup& s, int64_t linear, Gemm gemm) {
     LinearFormats f = linear_formats(s);
+    if (!f.x.fp8()) return f;
+    const bool down = linear % LINEARS == 3;
+    if (s.recipe.down_rows && down && gemm == Gemm::Fprop) f.x = f.w = Q_ROW;
     const int64_t block = linear / LINEARS, from_edge = std::min(block, s.config.L - 1 - block);
     if (from_edge < s.recipe.bf16_edges) f.x = f.w = f.g = Quant{s.recipe.compute};
     return f;

@@ -98,7 +98,7 @@ void validate(const Recipe& r) {
     validate_gemm(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
     validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
     validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
-    if (r.scaling == Scaling::Delayed && r.bf16_edges)
+    if (r.scaling == Scaling::Delayed && (r.bf16_edges || r.down_rows))
         throw Error("Recipe " + std::string(r.name) +
                     " combines delayed scaling with exceptions for some linear layers; use just-in-time "
                     "scaling.");
@@ -141,7 +141,7 @@ void validate(const Setup& s) {
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const LinearFormats q = linear_formats(s);
+    const LinearFormats q = linear_formats(s), down = linear_formats(s, c.L / 2 * LINEARS + 3, Gemm::Fprop);
     const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-";
     const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
     // What residual adds write.
@@ -164,8 +164,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         {layers, "residual add", compute, none, sum, none},
         {layers, "norm 2", nonlinear, compute, x, saved},
         {layers, linear(up + " projection"), x, q.w.text(), compute, none},
-        {layers, c.arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, x, saved},
-        {layers, linear("down projection"), x, q.w.text(), compute, none},
+        {layers, c.arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, down.x.text(), saved},
+        {layers, linear("down projection"), down.x.text(), down.w.text(), compute, none},
         {layers, "residual add", compute, none, sum, none},
         {"", "final norm", compute, compute, compute, compute + " input"},
         {"", "head", compute, compute, compute, none},
@@ -889,7 +889,8 @@ std::string why_unsupported(const OptimizerFormat& o) {
 std::string why_unsupported(const Recipe& r, int capability) {
     const std::string recipe = "--recipe " + std::string(r.name), compute = info(r.compute).name;
     const bool bf16 = r.compute == Format::BF16;
-    for (const Quant& q : {r.x, r.w, r.g}) {
+    const Quant exception = r.x.fp8() && r.down_rows ? Q_ROW : r.x;
+    for (const Quant& q : {r.x, r.w, r.g, exception}) {
         if (q.fp8() && !bf16)
             return recipe + " has " + q.text() + " operands with compute dtype " + compute +
                    ", which only the CPU supports; use compute dtype bf16, or --device cpu.";

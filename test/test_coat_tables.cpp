@@ -15,7 +15,8 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         text += std::string("| ") + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
-        return text + (r.bf16_edges ? " | " + std::to_string(r.bf16_edges) + " bf16 blocks at the ends" : "");
+        text += r.bf16_edges ? " | " + std::to_string(r.bf16_edges) + " bf16 blocks at the ends" : "";
+        return text + (r.down_rows ? " | rows in down" : "");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -44,6 +45,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat-edges",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat | 1 bf16 blocks at the ends"},
+        {"coat-down",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | rows in down"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
@@ -57,6 +61,26 @@ TEST_CASE("recipes: each row of the table is the published method") {
         CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);
         CHECK(r.margin == 0);
+    }
+}
+
+TEST_CASE("linear_formats: a recipe's columns change the formats of the layers and GEMMs that they name") {
+    Setup s{find_row(models(), "gpt2", ""), find_row(recipes(), "coat", ""),
+            find_row(optimizers(), "coat", ""), 1, 16};
+    for (const Recipe& r : recipes()) {
+        s.recipe = r;
+        for (int64_t linear = 0; linear < LINEARS * s.config.L; linear++)
+            for (Gemm gemm : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad}) {
+                const std::string name = r.name;
+                const int64_t block = linear / 4;
+                Quant x = r.x, w = r.w, g = r.g;
+                if (name == "coat-edges" && (block == 0 || block == 11)) x = w = g = Q_BF16;
+                if (name == "coat-down" && linear % 4 == 3 && gemm == Gemm::Fprop) x = w = Q_ROW;
+                const LinearFormats f = linear_formats(s, linear, gemm);
+                CAPTURE(name);
+                CAPTURE(linear);
+                CHECK((f.x == x && f.w == w && f.g == g));
+            }
     }
 }
 

@@ -321,5 +321,6 @@ TEST_CASE("gradients: a column for some linear layers equals a recipe where all 
         CHECK(all == bf16);
         CHECK(one != bf16);
         CHECK(one != coat);
+        CHECK(run([](Recipe& r) { r.down_rows = true; }) != coat);
     }
 }
