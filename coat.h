@@ -154,6 +154,7 @@ struct Recipe {
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     int bf16_edges = 0;  // linear layers of so many first and last blocks are in the compute dtype
     bool down_rows = false;  // fprop of the down projection has per-row scales
+    bool wgrad_rows = false;  // wgrad has E4M3 gradients and inputs with per-row scales
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
@@ -197,6 +198,8 @@ inline const std::vector<Recipe>& recipes() {
          "coat with the linear layers of the first and last block in BF16", "coat", 1},
         {"coat-down", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "coat with per-row scales in fprop of the down projection", "coat", 0, true},
+        {"coat-wgrad", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat with E4M3 gradients and per-row scales in wgrad", "coat", 0, false, true},
     };
     return table;
 }
@@ -631,6 +634,7 @@ inline LinearFormats linear_formats(const Setup& s, int64_t linear, Gemm gemm) {
     if (!f.x.fp8()) return f;
     const bool down = linear % LINEARS == 3;
     if (s.recipe.down_rows && down && gemm == Gemm::Fprop) f.x = f.w = Q_ROW;
+    if (s.recipe.wgrad_rows && gemm == Gemm::Wgrad) f.x = f.g = Q_ROW;
     const int64_t block = linear / LINEARS, from_edge = std::min(block, s.config.L - 1 - block);
     if (from_edge < s.recipe.bf16_edges) f.x = f.w = f.g = Quant{s.recipe.compute};
     return f;

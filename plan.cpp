@@ -98,7 +98,7 @@ void validate(const Recipe& r) {
     validate_gemm(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
     validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
     validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
-    if (r.scaling == Scaling::Delayed && (r.bf16_edges || r.down_rows))
+    if (r.scaling == Scaling::Delayed && (r.bf16_edges || r.down_rows || r.wgrad_rows))
         throw Error("Recipe " + std::string(r.name) +
                     " combines delayed scaling with exceptions for some linear layers; use just-in-time "
                     "scaling.");
@@ -141,7 +141,9 @@ void validate(const Setup& s) {
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    const LinearFormats q = linear_formats(s), down = linear_formats(s, c.L / 2 * LINEARS + 3, Gemm::Fprop);
+    const int64_t last = c.L / 2 * LINEARS + 3;  // linear layer of a block in the middle
+    const LinearFormats q = linear_formats(s), down = linear_formats(s, last, Gemm::Fprop),
+                        wgrad = linear_formats(s, last, Gemm::Wgrad);
     const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-";
     const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
     // What residual adds write.
@@ -172,7 +174,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         {"", "cross-entropy", compute, none, fp32, none},
         // Every linear layer has the same pair of GEMMs in backward.
         {"backward", linear("linear layers, dgrad"), q.g.text(), q.w.text(), compute, none},
-        {"backward", linear("linear layers, wgrad"), q.g.text() + " x " + x, none, dw, none},
+        {"backward", linear("linear layers, wgrad"), wgrad.g.text() + " x " + wgrad.x.text(), none, dw, none},
         {"backward", "norms, activations", nonlinear + ", " + compute, compute, compute, none},
         {"backward", "attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute, none},
         {"backward", "head", compute, compute, compute, none},
@@ -889,7 +891,7 @@ std::string why_unsupported(const OptimizerFormat& o) {
 std::string why_unsupported(const Recipe& r, int capability) {
     const std::string recipe = "--recipe " + std::string(r.name), compute = info(r.compute).name;
     const bool bf16 = r.compute == Format::BF16;
-    const Quant exception = r.x.fp8() && r.down_rows ? Q_ROW : r.x;
+    const Quant exception = r.x.fp8() && (r.down_rows || r.wgrad_rows) ? Q_ROW : r.x;
     for (const Quant& q : {r.x, r.w, r.g, exception}) {
         if (q.fp8() && !bf16)
             return recipe + " has " + q.text() + " operands with compute dtype " + compute +

@@ -16,7 +16,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         text += std::string("| ") + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
         text += r.bf16_edges ? " | " + std::to_string(r.bf16_edges) + " bf16 blocks at the ends" : "";
-        return text + (r.down_rows ? " | rows in down" : "");
+        return text + (r.down_rows ? " | rows in down" : "") + (r.wgrad_rows ? " | rows in wgrad" : "");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -48,6 +48,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat-down",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat | rows in down"},
+        {"coat-wgrad",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | rows in wgrad"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
@@ -76,6 +79,7 @@ TEST_CASE("linear_formats: a recipe's columns change the formats of the layers a
                 Quant x = r.x, w = r.w, g = r.g;
                 if (name == "coat-edges" && (block == 0 || block == 11)) x = w = g = Q_BF16;
                 if (name == "coat-down" && linear % 4 == 3 && gemm == Gemm::Fprop) x = w = Q_ROW;
+                if (name == "coat-wgrad" && gemm == Gemm::Wgrad) x = g = Q_ROW;
                 const LinearFormats f = linear_formats(s, linear, gemm);
                 CAPTURE(name);
                 CAPTURE(linear);

@@ -88,7 +88,7 @@ TEST_CASE("why_unsupported: scaling that a GPU's GEMMs do not support is rejecte
         CHECK(why_unsupported(r).empty());
         for (int capability : {89, 100, 120})
             CHECK(why_unsupported(r, capability).empty() ==
-                  (name != "rowwise" && name != "deepseek" && name != "coat-down"));
+                  (name != "rowwise" && name != "deepseek" && name != "coat-down" && name != "coat-wgrad"));
         CHECK(why_unsupported(recipe_on_gpu(r, false), 80).empty());
     }
     Recipe blocks_4x4 = find_row(recipes(), "coat", "");
@@ -181,6 +181,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
     change("te", "delayed scaling does not round scales", [](Recipe& r) { r.x.power_of_two = true; });
     change("te", "exceptions for some linear layers", [](Recipe& r) { r.bf16_edges = 1; });
     change("te", "exceptions for some linear layers", [](Recipe& r) { r.down_rows = true; });
+    change("te", "exceptions for some linear layers", [](Recipe& r) { r.wgrad_rows = true; });
     change("te", "use 1 step or more", [](Recipe& r) { r.history = 0; });
     for (const auto& [recipe, reason] : rejected) {
         const std::string sentence = why(recipe);

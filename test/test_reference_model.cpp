@@ -322,5 +322,18 @@ TEST_CASE("gradients: a column for some linear layers equals a recipe where all 
         CHECK(one != bf16);
         CHECK(one != coat);
         CHECK(run([](Recipe& r) { r.down_rows = true; }) != coat);
+        // Formats of wgrad change the gradients of linear layers' weights and nothing else.
+        const auto rows = run([](Recipe& r) { r.wgrad_rows = true; }),
+                   exact = run([](Recipe& r) { r = find_row(recipes(), "fp32", ""); });
+        const std::vector<Param> params = parameters(c);
+        double error_of_rows = 0, error_of_coat = 0;
+        for (size_t p = 0; p < params.size(); p++) {
+            CAPTURE(params[p].name);
+            CHECK((rows[p] == coat[p]) == !params[p].role.linear);
+            if (!params[p].role.linear) continue;
+            error_of_rows += relative_error(rows[p], exact[p]);
+            error_of_coat += relative_error(coat[p], exact[p]);
+        }
+        CHECK(error_of_rows < error_of_coat);
     }
 }
