@@ -155,6 +155,7 @@ struct Recipe {
     int bf16_edges = 0;  // linear layers of so many first and last blocks are in the compute dtype
     bool down_rows = false;  // fprop of the down projection has per-row scales
     bool wgrad_rows = false;  // wgrad has E4M3 gradients and inputs with per-row scales
+    int bf16_last = 0;  // so many last blocks save inputs of norms and activations in the compute dtype
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
@@ -200,6 +201,8 @@ inline const std::vector<Recipe>& recipes() {
          "coat with per-row scales in fprop of the down projection", "coat", 0, true},
         {"coat-wgrad", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "coat with E4M3 gradients and per-row scales in wgrad", "coat", 0, false, true},
+        {"coat-last", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat with BF16 inputs of norms and activations in the last two blocks", "coat", 0, false, false, 2},
     };
     return table;
 }
@@ -655,21 +658,25 @@ struct SavedTensor {
     }
 };
 
-inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
+inline Quant nonlinear_of(const ModelConfig& c, const Recipe& r, int64_t block) {
+    return block < c.L - r.bf16_last ? r.nonlinear : Quant{r.compute};
+}
+inline std::vector<SavedTensor> saved_per_layer(const Setup& s, int64_t block = 0) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
+    const Quant nonlinear = nonlinear_of(c, r, block);
     std::vector<SavedTensor> table = {
-        {Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear},
+        {Saved::Norm1Input, "norm 1 input", c.C, nonlinear},
         {Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention},
         {Saved::Attention, "attention output", c.q_cols(), r.attention},
         {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32},
-        {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
-        {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear},
+        {Saved::Norm2Input, "norm 2 input", c.C, nonlinear},
+        {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), nonlinear},
     };
     if (s.recompute) return table;
     const char* act = c.arch.gated ? "SiLU(gate) x up" : "GELU output";
     auto output = [&](Saved which, const char* name, int64_t cols, int64_t linear) {
-        const Quant x = linear_formats(s, linear, Gemm::Wgrad).x;
+        const Quant x = linear_formats(s, LINEARS * block + linear, Gemm::Wgrad).x;
         table.push_back({which, name, cols, x, x.fp8() && !(x.granularity == PER_TENSOR)});
     };
     output(Saved::Norm1Output, "norm 1 output", c.C, 0);

@@ -1170,13 +1170,13 @@ private:
     }
     Layer make_layer(int64_t l, uint8_t*& cache) const {
         const std::string name = "layers." + std::to_string(l) + ".";
-        const std::vector<SavedTensor> table = saved_per_layer(state_.setup);
+        const std::vector<SavedTensor> table = saved_per_layer(state_.setup, l);
         auto saved = [&](Saved which) -> View {
             for (size_t i = 0; i < table.size(); i++) {
                 if (table[i].which != which) continue;
                 const int64_t N = arena_.layout.tokens, cols = table[i].cols;
-                const int64_t offset = l * arena_.layout.layer_bytes + arena_.layout.saved_codes[i].offset;
-                uint8_t* codes = arena_.at(arena_.layout.saved.offset + offset);
+                uint8_t* codes =
+                    arena_.at(arena_.layout.saved.offset + arena_.layout.saved_codes[l][i].offset);
                 return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};
             }
             return {};

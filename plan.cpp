@@ -342,9 +342,14 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {Category::Activations, "final norm input" + format(compute), N * c.C * info(compute).bytes, "token",
          N},
     };
-    for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")",
-                        t.bytes(N) * c.L, "token and layer", N * c.L});
+    const std::vector<SavedTensor> tensors = saved_per_layer(s);
+    for (size_t i = 0; i < tensors.size(); i++) {
+        int64_t bytes = 0;
+        for (int64_t l = 0; l < c.L; l++) bytes += saved_per_layer(s, l)[i].bytes(N);
+        plan.push_back({Category::Activations,
+                        std::string(tensors[i].name) + " (" + tensors[i].quant.text() + ")", bytes,
+                        "token and layer", N * c.L});
+    }
     if (scaling) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
     return plan;
 }
@@ -368,8 +373,9 @@ double optimizer_bytes_per_parameter(const Setup& s) {
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s)) bytes += t.bytes(s.B * s.T);
-    return static_cast<double>(bytes) / static_cast<double>(s.B * s.T);
+    for (int64_t l = 0; l < s.config.L; l++)
+        for (const SavedTensor& t : saved_per_layer(s, l)) bytes += t.bytes(s.B * s.T);
+    return static_cast<double>(bytes) / static_cast<double>(s.B * s.T * s.config.L);
 }
 
 Setup bf16_baseline(Setup s) {
@@ -592,14 +598,14 @@ int64_t layers_alive(const ModelConfig& c, const Param& p) {
 }
 
 // The lowest offset from the first saved activation at which all gradients may begin.
-int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
-    if (s.accumulate > 1) return s.config.L * layer_bytes;
+int64_t gradients_offset(const Setup& s, const std::vector<int64_t>& layers) {
+    if (s.accumulate > 1) return layers.back();
     int64_t offset = 0, each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<ShardPlace> shards = shard_places(s);
     for (size_t i = 0; i < params.size(); i++)
         offset =
-            std::max(offset, layers_alive(s.config, params[i]) * layer_bytes - shards[i].state_at * each);
+            std::max(offset, layers[layers_alive(s.config, params[i])] - shards[i].state_at * each);
     return round_up(offset, GPU_ALIGNMENT);
 }
 
@@ -658,7 +664,8 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
 
 bool gate_up_gradient_in_place(const Setup& s, int64_t block) {
     const Quant g = linear_formats(s, LINEARS * block + 2, Gemm::Dgrad).g;
-    return info(g.format).bytes == info(s.recipe.nonlinear.format).bytes && g.granularity == PER_TENSOR;
+    const Quant saved = nonlinear_of(s.config, s.recipe, block);
+    return info(g.format).bytes == info(saved.format).bytes && g.granularity == PER_TENSOR;
 }
 
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
@@ -687,16 +694,20 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const bool delayed = s.recipe.scaling == Scaling::Delayed;
     layout.delayed = memory.take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
     const int64_t N = layout.tokens = gpu_tokens(s);
-    for (const SavedTensor& t : saved_per_layer(s)) {
-        layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
-        layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
+    Allocation saved_tensors;
+    layout.layers = {0};
+    for (int64_t l = 0; l < s.config.L; l++) {
+        layout.saved_codes.emplace_back();
+        for (const SavedTensor& t : saved_per_layer(s, l))
+            layout.saved_codes.back().push_back(saved_tensors.take(t.bytes(N)));
+        layout.layers.push_back(saved_tensors.end());
     }
-    const int64_t saved = s.config.L * layout.layer_bytes, each = info(gradient_format(s)).bytes;
+    const int64_t saved = saved_tensors.end(), each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
     const bool several = s.ranks > 1;
     if (s.keep_gradients) {
-        const int64_t first = gradients_offset(s, layout.layer_bytes);
+        const int64_t first = gradients_offset(s, layout.layers);
         const Place both = memory.take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
         layout.shared = saved + elements * each - both.bytes;
@@ -996,6 +1007,9 @@ void print_precision_plan(const Setup& s) {
     if (q.x.fp8() && r.bf16_edges)
         print_note("Linear layers of the first and last " + std::to_string(r.bf16_edges) +
                    " blocks are in " + info(r.compute).name + ".");
+    if (r.bf16_last)
+        print_note("The last " + std::to_string(r.bf16_last) +
+                   " blocks save inputs of norms and activations in " + info(r.compute).name + ".");
     if (q.x.decoded())
         print_note("A GPU decodes these operands to BF16, which is exact, and runs BF16 GEMMs.");
     else if (q.x.fp8())

@@ -175,8 +175,9 @@ struct GpuLayout {
     std::vector<int64_t> sums;
     std::vector<MomentPlace> m, v;   // by parameter
     std::vector<ShardPlace> shards;  // by parameter
-    std::vector<Place> saved_codes;  // as in saved_per_layer(), from the layer's first byte; scales follow
-    int64_t layer_bytes;             // of saved, for one layer
+    // By layer, as in saved_per_layer(), from the first byte of saved; scales follow.
+    std::vector<std::vector<Place>> saved_codes;
+    std::vector<int64_t> layers;     // where each layer begins in saved; one more for the end
     int64_t shared;                  // bytes of gradients that lie where saved activations were
     int64_t total;
 };

@@ -1001,10 +1001,11 @@ private:
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
+        const Quant nonlinear = nonlinear_of(config, recipe, l);
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in
         // BF16.
-        s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
+        s.norm1_input = save(residual, config.C, nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
         Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", load(s.norm1_input)));
@@ -1021,11 +1022,11 @@ private:
         // Attention out -> residual sum -> norm 2 input
         const Tensor attention_out = linear_forward(layer + "attention_out", load(s.attention));
         const Tensor middle = sum(rounded(residual), attention_out);
-        s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
+        s.norm2_input = save(middle, config.C, nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
         const Tensor gate_up = linear_forward(layer + "gate_up", norm(layer + "norm2", load(s.norm2_input)));
-        s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
+        s.gate_up = save(gate_up, config.gate_up_cols(), nonlinear, Kind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
         return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));

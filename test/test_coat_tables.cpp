@@ -16,6 +16,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
         text += std::string("| ") + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
         text += r.bf16_edges ? " | " + std::to_string(r.bf16_edges) + " bf16 blocks at the ends" : "";
+        text += r.bf16_last ? " | " + std::to_string(r.bf16_last) + " last blocks save bf16" : "";
         return text + (r.down_rows ? " | rows in down" : "") + (r.wgrad_rows ? " | rows in wgrad" : "");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
@@ -51,6 +52,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat-wgrad",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat | rows in wgrad"},
+        {"coat-last",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | 2 last blocks save bf16"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {

@@ -127,7 +127,7 @@ TEST_CASE(
                     // When p's gradient is written, the activations of this many layers are still needed.
                     const int64_t needed = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;
                     const int64_t layers = accumulate > 1 ? config.L : needed;
-                    CHECK(first >= layout.saved.offset + layers * layout.layer_bytes);
+                    CHECK(first >= layout.saved.offset + layout.layers[layers]);
                 }
             }
 }

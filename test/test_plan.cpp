@@ -59,7 +59,8 @@ TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to group
                 CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
                 const int64_t final_input = 3 * 48 * s.config.C * info(recipe.compute).bytes;
                 CHECK(total_bytes(plan, Category::Activations) ==
-                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
+                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48 * double(s.config.L)) +
+                          final_input);
             }
 }
 

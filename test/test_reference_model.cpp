@@ -321,6 +321,11 @@ TEST_CASE("gradients: a column for some linear layers equals a recipe where all 
         CHECK(all == bf16);
         CHECK(one != bf16);
         CHECK(one != coat);
+        const auto some_groups = run([](Recipe& r) { r.bf16_last = 2; }),
+                   no_groups = run([](Recipe& r) { r.bf16_last = 3; });
+        CHECK(no_groups == run([](Recipe& r) { r.nonlinear = Q_BF16; }));
+        CHECK(some_groups != no_groups);
+        CHECK(some_groups != coat);
         CHECK(run([](Recipe& r) { r.down_rows = true; }) != coat);
         // Formats of wgrad change the gradients of linear layers' weights and nothing else.
         const auto rows = run([](Recipe& r) { r.wgrad_rows = true; }),
