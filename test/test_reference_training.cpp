@@ -55,7 +55,7 @@ TEST_CASE("training: 300 steps in fp32, bf16 and coat learn the text and end wit
     }
 }
 
-TEST_CASE("training: recipes with FP8 only in linear layers learn as bf16 does") {
+TEST_CASE("training: the other FP8 recipes and the variants of coat learn as bf16 does") {
     // A shorter run than above. The means of the last 20 steps may differ by 0.02 nats.
     for (const Architecture& arch : {LLAMA, GPT2}) {
         const size_t steps = static_cast<size_t>(count(80, 8));
