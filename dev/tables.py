@@ -28,9 +28,13 @@ PAPER_TABLE_6 = {  # hidden size, tokens, sequences: forward ms, backward ms, MB
 PAPER_TABLE_7 = [["paper, H100 80 GB, 1 x 2048: BF16 and TE", "", "out of memory", "none", "", "", ""],
                  ["paper, H100 80 GB, 1 x 2048: COAT", "5,906", "79.3 GB", 1, "5,906", "169", ""]]
 PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences); tokens/s a GPU at the largest batch (sequences)
-    "2 7b bf16": ("out of memory (2)", "6,130 (1)"), "2 7b coat": ("52.8 (2)", "11,351 (4)"),
-    "4 7b bf16": ("55.1 (2)", "7,730 (2)"), "4 7b coat": ("35.6 (2)", "11,257 (4)"),
-    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)")}
+    "1 7b coat": ("79.3 (1)", "5,906 (1)"), "1 7b bf16": ("out of memory (1)", ""),
+    "2 7b coat": ("52.8 (2)", "11,351 (4)"), "2 7b bf16": ("out of memory (2)", "6,130 (1)"),
+    "4 7b coat": ("35.6 (2)", "11,257 (4)"), "4 7b bf16": ("55.1 (2)", "7,730 (2)"),
+    "8 7b coat": ("27.0 (2)", "11,241 (8)"), "8 7b bf16": ("41.2 (2)", "8,238 (4)"),
+    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)"),
+    "4 13b bf16": ("76.1 (1)", "2,345 (1)"), "8 13b coat": ("32.5 (1)", "5,650 (4)"),
+    "8 13b bf16": ("49.4 (1)", "3,907 (2)"), "8 30b coat": ("70.5 (1)", "1,363 (1)")}
 PAPER_GAP = {"coat": 0.013, "te": 0.006}  # training loss above BF16, OLMo-1B after 22 billion tokens
 PAPER_RANGES = {
     "m": "R below 1,000 to 10,000; k 1 to 3, mean 2", "v": "R below 10; k 5 to 15, mean 10, a few at 1.5"}
@@ -252,6 +256,74 @@ def convergence():
                           *(f"steps {end - steps // 10} to {end}" for end in ends)], cells)
 
 
+def mean_and_error(differences):
+    """The mean over the seeds, and its standard error."""
+    if len(differences) < 2:
+        return f"{statistics.mean(differences):+.4f}"
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.4f} ({error:.4f})"
+
+
+def end_of_training(row, part):
+    """The mean training loss of the last part of a run: a tenth of it if part is 10."""
+    return statistics.mean(row["train"][-(len(row["train"]) // part):])
+
+
+def paired(pairs, part):
+    """A table of differences from BF16, each between two runs that differ only in the recipe. `pairs` has
+    (recipe, seed, row, row of bf16); training losses are those of the last part."""
+    kinds = {"training loss": lambda row: end_of_training(row, part), "validation loss": losses,
+             "validation, evaluated in BF16": lambda row: row.get("evaluated_in_bf16")}
+    found = {}
+    for recipe, seed, row, base in pairs:
+        for kind, loss in kinds.items():
+            if loss(row) is not None:
+                theirs = losses(base) if "BF16" in kind else loss(base)
+                found.setdefault((kind, recipe), {})[seed] = loss(row) - theirs
+    seeds = sorted({seed for of in found.values() for seed in of})
+    rows = []
+    for (kind, recipe), of in sorted(found.items(), key=lambda item: list(kinds).index(item[0][0])):
+        rows.append([f"{kind}: {recipe}", *(cell("{:+.4f}", of.get(seed)) for seed in seeds),
+                     mean_and_error(list(of.values()))])
+    return table(["minus `bf16` of the same seed", *(f"seed {seed}" for seed in seeds),
+                  "mean (standard error)"], rows)
+
+
+def seeds():
+    result, pairs = load("seeds"), []
+    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3))):
+        rows = load(group)["rows"]
+        for recipe in ("coat", "te"):
+            for n in numbers:
+                row, base = (rows.get(r + (f" seed {n}" if n > 1 else "")) for r in (recipe, "bf16"))
+                pairs += [(recipe, n, row, base)] if row and base else []
+    text = result["text"]
+    lines = origin("seeds", result) + paragraph(
+        f"The text of these seeds is {text['text']}: {text['files']:,} files, {text['bytes'] / 1e6:,.0f} MB, "
+        f"{text['train_tokens'] / 1e6:.1f} million training tokens.")
+    cells = [[name, f"{end_of_training(row, 10):.4f}", f"{losses(row):.4f}",
+              cell("{:.4f}", row.get("evaluated_in_bf16")),
+              cell("{:+.4f}", row.get("evaluated_in_bf16") and losses(row) - row["evaluated_in_bf16"])]
+             for name, row in sorted(result["rows"].items(), key=lambda item: in_order(item[0]))]
+    lines += table(["run", "training loss, last tenth", "validation loss", "the same, evaluated in BF16",
+                    "cost of evaluating in FP8"], cells)
+    return lines + (paired(pairs, 10) if len(pairs) > 2 else [])
+
+
+def passes():
+    result = load("passes")
+    runs = {tuple(name.split(" seed ")): row for name, row in result["rows"].items()}
+    pairs = [(recipe, seed, row, runs["bf16", seed]) for (recipe, seed), row in runs.items()
+             if recipe != "bf16"]
+    rows = [[recipe, *(f"{value(runs[recipe, seed]):.4f}" for value in
+                       (lambda row: end_of_training(row, 20), losses)
+                       for seed in sorted({seed for _, seed in runs}))]
+            for recipe in dict.fromkeys(recipe for recipe, _ in runs)]
+    return origin("passes", result) + table(
+        ["", *(f"{kind}, seed {seed}" for kind in ("training", "validation") for seed in (1, 2, 3))],
+        rows) + paired(pairs, 20)
+
+
 def ablations():
     result, losses_of, flags = load("ablations"), {}, {}
     for name, row in result["rows"].items():
@@ -260,10 +332,8 @@ def ablations():
     seeds = sorted({seed for of in losses_of.values() for seed in of})
 
     def apart(name, base):
-        """Mean difference over the seeds, and its standard error."""
         differences = [loss - losses_of[base][seed] for seed, loss in losses_of[name].items()]
-        error = statistics.stdev(differences) / len(differences) ** 0.5
-        return "" if name == base else f"{statistics.mean(differences):+.4f} ({error:.4f})"
+        return "" if name == base else mean_and_error(differences)
 
     rows = [[
         name, f"`{flags[name]}`", *(f"{of[seed]:.4f}" for seed in seeds),
@@ -465,27 +535,46 @@ def models():
     return lines
 
 
-def ranks():
-    result = load("ranks")
+def ranks(group="ranks"):
+    result = load(group)
     rows, cells = result["rows"], []
-    one = rows["1 GPU: 7b coat"]["tokens_per_second"]
-    for name, row in sorted(rows.items()):
-        per_gpu = row["tokens_per_second"] / int(name[0])
-        of_one = f"{per_gpu / one:.1%}" if name.split(": ")[1] == "7b coat" else ""
-        key = " ".join([name[0], *name.split(": ")[1].replace(",", "").split()[:2]])
-        cells.append([name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}",
-                      of_one, memory_of(row), cell("{:,.0f} MiB", row.get("planned_mib")),
-                      *PAPER_RANKS.get(key, ("", ""))])
-    return origin("ranks", result) + table(
-        ["run", "flags", "tokens/s", "tokens/s per GPU", "scaling efficiency", "largest GPU memory",
-         "by the plan", "paper: GB per GPU (sequences)",
-         "paper: tokens/s per GPU at its largest batch (sequences)"], cells)
+
+    def order(name):  # GPUs, model (7b before 13b), way, sequences
+        gpus, model, way = re.match(r"(\d) GPUs?: (\d+)b ([^,]+)", name).groups()
+        return int(gpus), int(model), way, batch_of(rows[name]) if "flags" in rows[name] else 0
+    for name in sorted(rows, key=order):
+        row, (gpus, model, way, sequences) = rows[name], order(name)
+        per_gpu = row["tokens_per_second"] / gpus
+        one = rows.get(name.replace(f"{gpus} GPUs", "1 GPU"))
+        of_one = f"{per_gpu / one['tokens_per_second']:.1%}" if one and gpus > 1 else ""
+        ours = "flags" in row
+        paper = PAPER_RANKS.get(f"{gpus} {model}b {way}", ("", "")) if ours else ("", "")
+        name = name.replace("largest x", f"{sequences} (largest) x")
+        name = name.replace("fsdp-float8", "PyTorch FSDP2 float8").replace("fsdp", "PyTorch FSDP2")
+        cells.append([name, f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}", of_one,
+                      f"{row['mib'] * 2**20 / 1e9:.1f}",
+                      cell("{:.1f}", row.get("planned_mib") and row["planned_mib"] * 2**20 / 1e9), *paper])
+    return origin(group, result) + table(
+        ["GPUs: model, recipe, sequences per GPU", "tokens/s", "per GPU", "of one GPU's", "GB per GPU",
+         "GB by the plan", "paper: GB (sequences)", "paper: tokens/s per GPU (sequences)"], cells)
+
+
+def h100():
+    return ranks("h100")
+
+
+def architectures():
+    result = load("architectures")
+    return origin("architectures", result) + table(
+        ["model and recipe, 4 x 2048", "tokens/s", "ms a step", "GPU memory in use"],
+        [[name, f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.0f}", memory_of(row)]
+         for name, row in result["rows"].items()])
 
 
 TABLES = {
     f.__name__.replace("_", " "): f
-    for f in (speed, peers, bench, cpu, default, gpt2, convergence, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models, ranks)}
+    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, passes, ablations, finetune, ranges,
+              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
 def renew_page():
