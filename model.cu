@@ -1431,7 +1431,7 @@ int capability() {
 constexpr int64_t LOADED_LATER = 256 << 20;
 
 int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
-    return gpu_layout(s, facts).total + LOADED_LATER + peer_contexts(s);
+    return gpu_layout(s, facts).total + LOADED_LATER;
 }
 bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return needed_memory(s, facts) <= free; }
 

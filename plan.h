@@ -122,12 +122,6 @@ inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES
 // What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
 // on driver and GPU.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
-// What CUDA takes on the fullest GPU for each other process of the machine: measured on four H200. A machine
-// has up to eight GPUs.
-inline constexpr int64_t GPU_PEER_CONTEXT = int64_t(612) << 20;
-inline int64_t peer_contexts(const Setup& s) {
-    return (std::min<int64_t>(s.ranks, 8) - 1) * GPU_PEER_CONTEXT;
-}
 
 struct MomentPlace {
     int64_t codes, max, k;  // offsets

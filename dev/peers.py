@@ -3,20 +3,26 @@
 
     python3 dev/run.py peers                       ./train and this program in turn: dev/results/peers.json
     python3 dev/peers.py llama-2-7b fp8 8          one of its runs: model, recipe (bf16 or fp8), batch
+    torchrun --nproc_per_node 2 dev/peers.py llama-2-7b fsdp 6      several GPUs, with FSDP2
 
 The model is what a user of PyTorch would write: compiled blocks, scaled_dot_product_attention, fused AdamW on
 BF16 weights with BF16 states. Unlike ./train it has no FP32 master weights and does not clip gradients. `fp8`
 computes the linear layers of the blocks with torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and
 fast accumulation in the forward pass, E5M2 gradients and exact accumulation in the backward pass. Tokens are
 random.
+
+`fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed in
+FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.
 """
 import json
+import os
 import statistics
 import sys
 import time
 
 SHAPES = {  # layers, hidden size, heads, key-value heads, feed-forward size
     "llama-2-7b": (32, 4096, 32, 32, 11008),
+    "llama-2-13b": (40, 5120, 40, 40, 13824),
     "tinyllama-1.1b": (22, 2048, 32, 4, 5632),
 }
 VOCABULARY, T = 32000, 2048
@@ -31,6 +37,9 @@ def measure(model, recipe, batch):
 
     layers, C, heads, kv_heads, feed_forward = SHAPES[model]
     size = C // heads
+    sharded = recipe.startswith("fsdp")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
     def quantize(x, format):
         largest = torch.finfo(format).max
@@ -63,7 +72,7 @@ def measure(model, recipe, batch):
             super().__init__(inputs, outputs, bias=False)
 
         def forward(self, x):
-            if recipe == "bf16":
+            if recipe != "fp8":
                 return F.linear(x, self.weight)
             return Fp8Linear.apply(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
@@ -90,25 +99,46 @@ def measure(model, recipe, batch):
             gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
             return x + self.down(F.silu(gate) * up)
 
-    class Head(nn.Module):
+    class Llama(nn.Module):
         def __init__(self):
             super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, C)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
             self.norm, self.head = nn.RMSNorm(C), nn.Linear(C, VOCABULARY, bias=False)
 
-        def forward(self, x, targets):
+        def loss(self, x, targets):
             return F.cross_entropy(self.head(self.norm(x)).view(-1, VOCABULARY).float(), targets.reshape(-1))
 
+        def forward(self, tokens, targets):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.loss(x, targets)
+
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        embedding, head = nn.Embedding(VOCABULARY, C), Head()
-        blocks = nn.ModuleList(Block() for _ in range(layers))
-    network = nn.ModuleList([embedding, blocks, head])
-    for w in network.parameters():
-        if w.dim() > 1:
-            nn.init.normal_(w, std=0.02)
-    for part in [*blocks, head]:  # the layers share one compiled block
-        part.compile()
+    torch.set_default_dtype(torch.float32 if sharded else torch.bfloat16)
+    with torch.device("meta" if sharded else "cuda"):
+        network = Llama()
+    if recipe == "fsdp-float8":
+        from torchao.float8 import (Float8LinearConfig, convert_to_float8_training,
+                                    precompute_float8_dynamic_scale_for_fsdp)
+        convert_to_float8_training(network.blocks,
+                                   config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    for block in network.blocks:  # the layers share one compiled block
+        block.compile()
+    if sharded:
+        from torch.distributed import destroy_process_group, init_process_group
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        init_process_group("nccl")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in [*network.blocks, network]:
+            fully_shard(part, mp_policy=policy)
+        network.to_empty(device="cuda")
+    else:
+        network.loss = torch.compile(network.loss)
+    with torch.no_grad():
+        for w in network.parameters():
+            nn.init.normal_(w, std=0.02) if w.dim() > 1 else w.fill_(1)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(VOCABULARY, (batch, T + 1), device="cuda")
     times = []
@@ -116,27 +146,31 @@ def measure(model, recipe, batch):
         for _ in range(WARM_UP + STEPS):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            x = embedding(tokens[:, :-1])
-            for block in blocks:
-                x = block(x)
-            head(x, tokens[:, 1:]).backward()
+            network(tokens[:, :-1], tokens[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if recipe == "fsdp-float8":
+                precompute_float8_dynamic_scale_for_fsdp(network)
             torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - begin))
-        q = torch.empty(batch, heads, T, size, device="cuda", requires_grad=True)
+        q = torch.empty(batch, heads, T, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k = q[:, :kv_heads].detach().requires_grad_()
         chosen = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=kv_heads != heads)
     times = times[WARM_UP:]
+    if sharded:
+        destroy_process_group()
     return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times),
-            "tokens_per_second": 1e3 * batch * T / statistics.median(times),
+            "tokens_per_second": 1e3 * ranks * batch * T / statistics.median(times),
             "note": f"torch {torch.__version__}, {SDPBackend(chosen).name}"}
 
 
 def main():
-    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in ("bf16", "fp8"):
+    recipes = ("bf16", "fp8", "fsdp", "fsdp-float8")
+    if len(sys.argv) != 4 or sys.argv[1] not in SHAPES or sys.argv[2] not in recipes:
         sys.exit(__doc__.strip())
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    measured = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python3 dev/run.py cpu                        one group of runs; the groups are listed below
     python3 dev/run.py speed --only 7b            only the runs whose names contain "7b"
     python3 dev/run.py convergence --gpus 0,1     two GPUs, each with one run at a time
-    python3 dev/run.py ranks --gpus 0+1           two GPUs for one run
+    python3 dev/run.py h100 --gpus 0+1,2+3 --only '2 GPUs'     two runs at a time, each on two GPUs
     python3 dev/run.py page                       only renews the tables and figures of dev/RESULTS.md
 
 A run that has a result is skipped; --again repeats it. The commit in a result is git's, or the environment
@@ -59,10 +59,12 @@ class Group(typing.NamedTuple):
     text: str = ""         # part of dev/corpus.py's text that the runs read
 
 
-LEAN = "--attention groups --master none --gradients none"
+NO_MASTER = "--master none --gradients none"
+LEAN = f"--attention groups {NO_MASTER}"
 BF16, KEPT = "--recipe bf16 --optimizer bf16", "--recompute off"
 SEVEN = "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"
 TINYLLAMA = "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"
+TABLE_7 = "--seq 2048 --lr 1e-4 --warmup 10 --steps 10 --sample-every 0 --eval-every 0"
 GPT2 = "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"
 TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
 HEADERS = f"--data {corpus.FOLDER}/headers/train.bin,{corpus.FOLDER}/headers/val.bin"
@@ -115,22 +117,24 @@ def models(model, batch):
         for way, flags in ways.items()]
 
 
-def ranks(n):
-    """Runs on n GPUs and, on the same machine, what they are compared with."""
-    def ours(model, batch, shard, flags):
-        return f"--model llama-2-{model} --batch {batch} --ranks {n} --shard {shard} {flags}".strip()
-    rows = [Job(f"1 GPU: 7b {way}", f"--model llama-2-7b --batch 8 {flags}".strip())
-            for way, flags in (("coat", ""), ("bf16", BF16))]
-    rows += [Job(f"{n} GPUs: 7b {way}", ours("7b", 8, shard, flags))
-             for way, shard, flags in (("coat", "all", ""), ("coat, shard optimizer", "optimizer", ""),
-                                       ("coat, shard none", "none", ""),
-                                       ("coat, attention groups", "all", "--attention groups"),
-                                       ("bf16", "all", BF16))]
-    rows += [Job(f"{n} GPUs: 7b {way}, 2 x 2048", ours("7b", 2, "all", flags))
-             for way, flags in (("coat", ""), ("bf16", BF16))]
-    rows += [Job(f"{n} GPUs: 13b {way}, {batch} x 2048", ours("13b", batch, "all", flags))
-             for way, batch, flags in (("coat", 1, ""), ("coat", 4, ""), ("bf16", 1, BF16))]
-    return rows
+WAYS = {"coat": "", "bf16": BF16, "colossal": "--recipe colossal --optimizer bf16"}
+
+
+def ranks(n, *runs):
+    """Runs on n GPUs, each as "model way sequences flags"; a way of PyTorch is fsdp or fsdp-float8."""
+    jobs = []
+    for model, way, batch, *flags in (run.split() for run in runs):
+        name = f"{n} GPU{'s' if n > 1 else ''}: {model} {way}, {batch} x 2048"
+        name += f", {' '.join(flags).replace('--', '')}" if flags else ""
+        if way in WAYS:
+            shard = f"--ranks {n}" + ("" if "--shard" in flags else " --shard all") if n > 1 else ""
+            words = [f"--model llama-{'' if model == '30b' else '2-'}{model} --batch {batch}", shard,
+                     WAYS[way], *flags]
+            jobs.append(Job(name, " ".join(word for word in words if word)))
+        else:
+            torchrun = f"python3 -m torch.distributed.run --standalone --nproc_per_node {n}"
+            jobs.append(Job(name, program=f"{torchrun} dev/peers.py llama-2-{model} {way} {batch}"))
+    return jobs
 
 
 def checkpoints(part, sequences=None):
@@ -170,9 +174,23 @@ GROUPS = {
         "./train and PyTorch in turn on the same GPU; six minutes",
         [*peers("llama-2-7b", 8), *peers("tinyllama-1.1b", 16)], "--sample-every 0 --eval-every 0"),
     "ranks": Group(
-        "two or four GPUs (table 7); half a minute each; give --gpus 0+1 and --only '1 GPU,2 GPUs'",
-        [*ranks(2), *ranks(4)[2:]],
-        "--seq 2048 --lr 1e-4 --warmup 10 --steps 10 --sample-every 0 --eval-every 0"),
+        "one, two and four GPUs of 141 GB (table 7); half a minute each; see \"Several GPUs\" in RESULTS.md",
+        [*ranks(1, "7b coat 8", "7b bf16 8"),
+         *ranks(2, "7b coat 8", "7b bf16 8", "7b coat 8 --attention groups", "13b coat 4", "7b fsdp 6",
+                "7b fsdp-float8 6"),
+         *ranks(4, "7b coat 8", "7b bf16 8", "7b coat 2", "13b coat 1", "13b coat 4")], TABLE_7),
+    "h100": Group(
+        "one to eight GPUs of 80 GB (table 7); half a minute each; see \"Several GPUs\" in RESULTS.md",
+        [*ranks(1, "7b coat 8", "7b coat 1", f"7b coat 1 {LEAN}", f"7b coat largest {LEAN}",
+                f"13b coat 1 {LEAN}", f"13b coat largest {LEAN}", f"7b bf16 1 {NO_MASTER}",
+                f"7b bf16 largest {NO_MASTER}"),
+         *ranks(2, "7b fsdp 1", "7b coat 8", "7b bf16 2", "13b coat 4", "7b fsdp-float8 1", "7b coat 2",
+                "7b coat largest", "13b coat 1", "7b bf16 largest"),
+         *ranks(4, "7b fsdp 3", "7b coat 8", "7b bf16 8", "13b coat 1", "13b bf16 1", "7b coat 2",
+                "7b coat largest", "13b coat largest", "7b fsdp-float8 3", "7b fsdp 3 again"),
+         *ranks(8, "7b fsdp 5", "7b coat 8", "7b bf16 8", "7b colossal 8", "13b coat 4", "13b bf16 4",
+                "13b colossal 4", "30b coat 4", "7b coat 2", "13b coat 1", "30b coat 1", "7b coat largest",
+                "7b fsdp-float8 5", "7b fsdp 5 again")], TABLE_7),
     "bench": Group(
         "every operator of a step; three minutes",
         [Job("bench", program="build/bench --json build/bench.json")], build=("build/bench",)),

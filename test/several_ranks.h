@@ -139,4 +139,64 @@ inline Run train_ranks(const Setup& setup, int64_t ranks, Shard shard, int steps
     return runs[0];
 }
 
+inline void check_same_tensors(const fs::path& a, const fs::path& b) {
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+        CAPTURE(file);
+        REQUIRE(fs::exists(a / file));
+        CHECK((read_file(a / file) == read_file(b / file)));
+    }
+}
+
+// Checkpoints of `ranks` ranks are those of one rank with as many micro-batches a step (setup.accumulate), and
+// `fewer` ranks continue from them with the same bits.
+inline void check_checkpoints(const Setup& setup, int64_t ranks, int64_t fewer,
+                              std::unique_ptr<Model> (*make)(const Setup&)) {
+    CAPTURE(setup.recipe.name);
+    CAPTURE(ranks);
+    Folder folder;
+    LoopState state;
+    state.step = state.updates = 2;
+    const auto share = [&](int64_t n) {
+        Setup s = setup;
+        s.accumulate = setup.accumulate / n;
+        return s;
+    };
+    Snapshot last;
+    {
+        const std::unique_ptr<Model> one = make(setup);
+        RankTraining training(*one);
+        training.step(), training.step();
+        save_checkpoint(folder / "one", *one, state);
+        training.step(), training.step();
+        last = snapshot(*one);
+    }
+    for (Shard shard : {Shard::None, Shard::Optimizer, Shard::All}) {
+        CAPTURE(int(shard));
+        std::vector<std::string> saved(static_cast<size_t>(ranks));
+        const std::string out = folder / ("shard" + std::to_string(int(shard)));
+        with_ranks(share(ranks), ranks, shard, [&](const Setup& s) {
+            const std::unique_ptr<Model> model = make(s);
+            RankTraining training(*model);
+            training.step(), training.step();
+            saved[size_t(s.rank)] = save_checkpoint(out, *model, state);
+        });
+        for (const std::string& path : saved) CHECK(path == out + "/step-000002");
+        check_same_tensors(folder.path / "one/step-000002", saved[0]);
+
+        Snapshot continued;
+        with_ranks(share(fewer), fewer, Shard::All, [&](const Setup& s) {
+            const std::unique_ptr<Model> model = make(s);
+            load_checkpoint(saved[0], *model);
+            RankTraining rest(*model);
+            std::vector<int32_t> unused;  // of the steps before
+            for (int i = 0; i < 2; i++) rest.text.next(setup.accumulate * s.B, s.T, &unused, &unused);
+            rest.adamw.step = 2;
+            rest.step(), rest.step();
+            const Snapshot mine = whole_tensors(*model, state_tensors(s));
+            if (s.rank == 0) continued = mine;
+        });
+        CHECK((continued == last));
+    }
+}
+
 }  // namespace coat::test::several_ranks

@@ -22,7 +22,9 @@ int gpus() {
 constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
 
 std::vector<int64_t> numbers_of_ranks() {
-    return gpus() >= 4 ? std::vector<int64_t>{2, 3, 4} : std::vector<int64_t>{2};
+    std::vector<int64_t> numbers = {2, 3, 4, 8};
+    while (numbers.back() > gpus()) numbers.pop_back();
+    return numbers;
 }
 
 }  // namespace
@@ -67,6 +69,15 @@ GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R t
                 for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
                     CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
             }
+        }
+}
+
+GPUS_TEST_CASE("ranks: GPUs write the checkpoints of one, and fewer of them continue with the same bits") {
+    for (int64_t ranks : numbers_of_ranks())
+        for (const char* recipe : {"fp32", "coat"}) {
+            Setup setup = setup_of(recipe, LLAMA, false);
+            setup.accumulate = 5 * ranks;  // more than four, so that gradients are FP32 sums
+            check_checkpoints(setup, ranks, ranks % 2 ? 1 : ranks / 2, make_gpu);
         }
 }
 
