@@ -352,12 +352,12 @@ def build_with(kind, size, on_gpu):
     return os.path.join(copy, "train")
 
 
-def with_largest_batch(flags, gpu, log):
+def with_largest_batch(shared, flags, gpu, log):
     """./train rejects a batch that is too large, before it allocates, and names the largest that fits."""
     if "--batch largest" not in flags:
         return flags
     try:
-        train(flags.replace("--batch largest", "--batch 2048"), gpu, log)
+        train(f"{shared} {flags.replace('--batch largest', '--batch 2048')}", gpu, log)
     except Failed as refusal:
         found = re.search(r"the largest --batch that fits is (\d+)", str(refusal))
         if not found:
@@ -374,7 +374,7 @@ def planned_mib(flags):
 
 def run_training(group, job, gpu):
     log = f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', job.name)}.jsonl"
-    flags = with_largest_batch(job.flags, gpu, log)
+    flags = with_largest_batch(GROUPS[group].shared, job.flags, gpu, log)
     program = build_with(*job.group_size, gpu is not None) if job.group_size else "./train"
     shutil.rmtree(os.path.join(ROOT, job.save), ignore_errors=True) if job.save else None
     out = f" --out {job.save}" if job.save else ""

@@ -31,7 +31,7 @@ struct Work {
 std::mutex guard;
 std::map<std::string, std::string> names;  // mangled name -> readable name
 std::vector<Work> all;
-const char *const TO_HOST = "copy to the host", *const ADAMW = "adamw_kernel";
+const char *const TO_HOST = "copy to the host", *const TO_GPU = "copy to another GPU", *const ADAMW = "adamw_kernel";
 
 void must(CUptiResult result, const char* what) {
     if (result == CUPTI_SUCCESS) return;
@@ -81,8 +81,12 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t v
             const bool from_host = copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_HTOD;
             note(copy->start, copy->end,
                  copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_DTOH ? TO_HOST
+                 : copy->copyKind == CUPTI_ACTIVITY_MEMCPY_KIND_PTOP ? TO_GPU
                  : from_host                                       ? "copy from the host"
                                                                    : "copy");
+        } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) {
+            const auto* copy = reinterpret_cast<const CUpti_ActivityMemcpyPtoP4*>(record);
+            note(copy->start, copy->end, TO_GPU);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
             const auto* memset = reinterpret_cast<const CUpti_ActivityMemset4*>(record);
             note(memset->start, memset->end, "memset");
@@ -102,6 +106,28 @@ std::vector<std::pair<Key, Sum>> largest_first(const std::map<Key, Sum>& sums) {
     std::stable_sort(sorted.begin(), sorted.end(),
                      [](const auto& a, const auto& b) { return a.second.ns > b.second.ns; });
     return sorted;
+}
+
+// Prints how long this GPU sent to others, and how much of that time a kernel ran beside it.
+void report_sending(size_t first, size_t last, double steps) {
+    Sum sent;
+    double hidden = 0;
+    for (size_t i = first; i < last; i++) {
+        if (*all[i].name != TO_GPU) continue;
+        sent.add(static_cast<double>(all[i].end - all[i].begin));
+        uint64_t counted = all[i].begin;  // what lies before it is counted, if a kernel ran
+        // Work is sorted by its beginning; no kernel of ours takes as long as 2000 others.
+        for (size_t j = i > first + 2000 ? i - 2000 : first; j < last && all[j].begin < all[i].end; j++) {
+            const std::string& name = *all[j].name;
+            if (name.compare(0, 4, "copy") == 0 || name == "memset" || all[j].end <= counted) continue;
+            const uint64_t end = std::min(all[j].end, all[i].end);
+            hidden += static_cast<double>(end - std::max(all[j].begin, counted));
+            counted = end;
+        }
+    }
+    if (sent.count)
+        std::printf("sending to other GPUs: %.2f ms a step, %.1f%% of it while a kernel ran\n",
+                    sent.ns / steps * 1e-6, 100 * hidden / sent.ns);
 }
 
 void report() {
@@ -140,6 +166,7 @@ void report() {
     std::printf(
         "\ntrace of the last %zu steps: %.2f ms a step, of which the GPU was idle %.2f ms in %.0f gaps\n",
         steps, whole / n * 1e-6, idle.ns / n * 1e-6, static_cast<double>(idle.count) / n);
+    report_sending(first, last, n);
     auto row = [&](const Sum& s, const std::string& name) {
         std::printf("%8.1f %10.1f %10.3f %6.2f%%  %s\n", static_cast<double>(s.count) / n,
                     s.ns / static_cast<double>(s.count) * 1e-3, s.ns / n * 1e-6, 100 * s.ns / whole,
@@ -164,7 +191,8 @@ void report() {
 extern "C" int InitializeInjection() {
     must(cuptiActivityRegisterCallbacks(give_buffer, take_buffer), "Starting to trace failed");
     for (auto kind :
-         {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
+         {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
+          CUPTI_ACTIVITY_KIND_MEMSET})
         must(cuptiActivityEnable(kind), "Starting to trace failed");
     std::atexit(report);
     return 1;
