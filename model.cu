@@ -491,35 +491,10 @@ public:
     // The computation has launched all that writes a bucket's gradients of one micro-batch: adds them to the
     // sums. `first` and `last`: micro-batch of the step.
     void add_bucket(int64_t bucket, bool first, bool last) {
-        const BucketRange& b = state_.buckets[bucket];
-        const Format format = state_.gradient_quant.format;
-        const int64_t each = info(format).bytes;
-        uint8_t* const received = arena_.work<uint8_t>(Work::ReceivedGradients);
-        std::vector<Transfer> transfers, whole;
-        int64_t at = 0;
-        for (size_t i = b.first; i < b.last; i++) {
-            const Param& p = state_.params[i];
-            const int64_t mine = peers_.padded(p, peers_.rank) * each;
-            for (int64_t r = 0; r < peers_.count; r++) {
-                if (r == peers_.rank) continue;
-                transfers.push_back({r, gradient(i, r), peers_.padded(p, r) * each, received + at, mine});
-                at += mine;
-            }
-        }
         peers_.wait_for_compute();
-        peers_.exchange(Peers::Topic::Gradients, bucket, transfers);
-        at = 0;
-        for (size_t i = b.first; i < b.last; i++) {
-            const int64_t mine = peers_.padded(state_.params[i], peers_.rank) * each;
-            const bool all = setup_.shard == Shard::None;  // every rank gets the whole sum in the end
-            uint8_t* const sums = state_.gradient_sums(i);
-            uint8_t* const sum = sums + (all ? own(i, peers_.rank).first * each : 0);
-            add_gradients(sum, first, gradient(i, peers_.rank), received + at, format, mine / each,
-                          {peers_.rank, peers_.count}, peers_.stream());
-            at += (peers_.count - 1) * mine;
-            if (all && last) peers_.add_gather(state_.params[i], each, sum, sums, whole);
-        }
-        if (!whole.empty()) peers_.exchange(Peers::Topic::Sums, bucket, whole);
+        send_gradients(bucket);
+        const std::vector<Transfer> sums = add_received(bucket, first);
+        if (last && !sums.empty()) peers_.exchange(Peers::Topic::Sums, bucket, sums);
         sent_[place_of(bucket)].record(peers_.stream());
     }
 
@@ -570,11 +545,11 @@ private:
     const cudaStream_t compute_;
     const std::vector<std::vector<size_t>> stages_;
     std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
-    Event sent_[3];           // by place of gradients: it may be written again
+    Event sent_[3];                // by place of gradients: it may be written again
     Event gathered_[2];            // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
     bool current_ = false;         // the buffer that was used last
-    const bool codes_;  // weights of linear layers travel as FP8 codes
+    const bool codes_;             // weights of linear layers travel as FP8 codes
 
     Slice own(size_t i, int64_t rank) const { return slice_of(state_.params[i].size(), rank, peers_.count); }
     const uint8_t* gradient(size_t i, int64_t rank) const {  // of one micro-batch, what `rank` owns
@@ -583,6 +558,45 @@ private:
     }
     int place_of(int64_t bucket) const {  // as plan.cpp's place_bucket_gradients()
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
+    }
+
+    // Each rank gets the gradients of what it owns from all others: Work::ReceivedGradients has them by
+    // parameter, then by rank.
+    void send_gradients(int64_t bucket) {
+        const BucketRange& b = state_.buckets[bucket];
+        const int64_t each = info(state_.gradient_quant.format).bytes;
+        uint8_t* received = arena_.work<uint8_t>(Work::ReceivedGradients);
+        std::vector<Transfer> transfers;
+        for (size_t i = b.first; i < b.last; i++) {
+            const Param& p = state_.params[i];
+            const int64_t mine = peers_.padded(p, peers_.rank) * each;
+            for (int64_t r = 0; r < peers_.count; r++) {
+                if (r == peers_.rank) continue;
+                transfers.push_back({r, gradient(i, r), peers_.padded(p, r) * each, received, mine});
+                received += mine;
+            }
+        }
+        peers_.exchange(Peers::Topic::Gradients, bucket, transfers);
+    }
+    // Adds them to the sums of what this rank owns. Returns the transfers that make the sums of a bucket whole
+    // on every rank; there are none if gradients are sharded.
+    std::vector<Transfer> add_received(int64_t bucket, bool first) {
+        const BucketRange& b = state_.buckets[bucket];
+        const Format format = state_.gradient_quant.format;
+        const int64_t each = info(format).bytes;
+        const uint8_t* received = arena_.work<uint8_t>(Work::ReceivedGradients);
+        std::vector<Transfer> whole;
+        for (size_t i = b.first; i < b.last; i++) {
+            const int64_t mine = peers_.padded(state_.params[i], peers_.rank);
+            const bool all = setup_.shard == Shard::None;
+            uint8_t* const sums = state_.gradient_sums(i);
+            uint8_t* const sum = sums + (all ? own(i, peers_.rank).first * each : 0);
+            add_gradients(sum, first, gradient(i, peers_.rank), received, format, mine,
+                          {peers_.rank, peers_.count}, peers_.stream());
+            received += (peers_.count - 1) * mine * each;
+            if (all) peers_.add_gather(state_.params[i], each, sum, sums, whole);
+        }
+        return whole;
     }
 
     // Weights that every rank keeps whole, and of which each has updated a part.
@@ -1431,7 +1445,8 @@ int capability() {
 constexpr int64_t LOADED_LATER = 256 << 20;
 
 int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
-    return gpu_layout(s, facts).total + LOADED_LATER;
+    const int64_t allocated = gpu_layout(s, facts).total;
+    return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
 }
 bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return needed_memory(s, facts) <= free; }
 

@@ -713,6 +713,8 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
     add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
+    if (s.ranks > 1)
+        add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total), "token", tokens);
     return plan;
 }
 

@@ -28,9 +28,13 @@ PAPER_TABLE_6 = {  # hidden size, tokens, sequences: forward ms, backward ms, MB
 PAPER_TABLE_7 = [["paper, H100 80 GB, 1 x 2048: BF16 and TE", "", "out of memory", "none", "", "", ""],
                  ["paper, H100 80 GB, 1 x 2048: COAT", "5,906", "79.3 GB", 1, "5,906", "169", ""]]
 PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences); tokens/s a GPU at the largest batch (sequences)
-    "2 7b bf16": ("out of memory (2)", "6,130 (1)"), "2 7b coat": ("52.8 (2)", "11,351 (4)"),
-    "4 7b bf16": ("55.1 (2)", "7,730 (2)"), "4 7b coat": ("35.6 (2)", "11,257 (4)"),
-    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)")}
+    "1 7b coat": ("79.3 (1)", "5,906 (1)"), "1 7b bf16": ("out of memory (1)", ""),
+    "2 7b coat": ("52.8 (2)", "11,351 (4)"), "2 7b bf16": ("out of memory (2)", "6,130 (1)"),
+    "4 7b coat": ("35.6 (2)", "11,257 (4)"), "4 7b bf16": ("55.1 (2)", "7,730 (2)"),
+    "8 7b coat": ("27.0 (2)", "11,241 (8)"), "8 7b bf16": ("41.2 (2)", "8,238 (4)"),
+    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)"),
+    "4 13b bf16": ("76.1 (1)", "2,345 (1)"), "8 13b coat": ("32.5 (1)", "5,650 (4)"),
+    "8 13b bf16": ("49.4 (1)", "3,907 (2)"), "8 30b coat": ("70.5 (1)", "1,363 (1)")}
 PAPER_GAP = {"coat": 0.013, "te": 0.006}  # training loss above BF16, OLMo-1B after 22 billion tokens
 PAPER_RANGES = {
     "m": "R below 1,000 to 10,000; k 1 to 3, mean 2", "v": "R below 10; k 5 to 15, mean 10, a few at 1.5"}
@@ -465,27 +469,38 @@ def models():
     return lines
 
 
-def ranks():
-    result = load("ranks")
+def ranks(group="ranks"):
+    result = load(group)
     rows, cells = result["rows"], []
-    one = rows["1 GPU: 7b coat"]["tokens_per_second"]
-    for name, row in sorted(rows.items()):
-        per_gpu = row["tokens_per_second"] / int(name[0])
-        of_one = f"{per_gpu / one:.1%}" if name.split(": ")[1] == "7b coat" else ""
-        key = " ".join([name[0], *name.split(": ")[1].replace(",", "").split()[:2]])
-        cells.append([name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}",
-                      of_one, memory_of(row), cell("{:,.0f} MiB", row.get("planned_mib")),
-                      *PAPER_RANKS.get(key, ("", ""))])
-    return origin("ranks", result) + table(
-        ["run", "flags", "tokens/s", "tokens/s per GPU", "scaling efficiency", "largest GPU memory",
-         "by the plan", "paper: GB per GPU (sequences)",
-         "paper: tokens/s per GPU at its largest batch (sequences)"], cells)
+
+    def order(name):  # GPUs, model (7b before 13b), way, sequences
+        gpus, model, way = re.match(r"(\d) GPUs?: (\d+)b ([^,]+)", name).groups()
+        return int(gpus), int(model), way, batch_of(rows[name]) if "flags" in rows[name] else 0
+    for name in sorted(rows, key=order):
+        row, (gpus, model, way, sequences) = rows[name], order(name)
+        per_gpu = row["tokens_per_second"] / gpus
+        one = rows.get(f"1 GPU: {model}b {way}, {sequences} x 2048")
+        of_one = f"{per_gpu / one['tokens_per_second']:.1%}" if one and gpus > 1 else ""
+        ours = "flags" in row
+        paper = PAPER_RANKS.get(f"{gpus} {model}b {way}", ("", "")) if ours else ("", "")
+        name = name.replace("largest x", f"{sequences} (largest) x")
+        name = name.replace("fsdp-float8", "PyTorch FSDP2 float8").replace("fsdp", "PyTorch FSDP2")
+        cells.append([name, f"{row['tokens_per_second']:,.0f}", f"{per_gpu:,.0f}", of_one,
+                      f"{row['mib'] * 2**20 / 1e9:.1f}",
+                      cell("{:.1f}", row.get("planned_mib") and row["planned_mib"] * 2**20 / 1e9), *paper])
+    return origin(group, result) + table(
+        ["GPUs: model, recipe, sequences per GPU", "tokens/s", "per GPU", "of one GPU's", "GB per GPU",
+         "GB by the plan", "paper: GB (sequences)", "paper: tokens/s per GPU (sequences)"], cells)
+
+
+def h100():
+    return ranks("h100")
 
 
 TABLES = {
     f.__name__.replace("_", " "): f
     for f in (speed, peers, bench, cpu, default, gpt2, convergence, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models, ranks)}
+              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100)}
 
 
 def renew_page():

@@ -7,8 +7,8 @@
 // CUDA loads the library that CUDA_INJECTION64_PATH names. bench.cu times every operator by itself; this
 // shows the real step, with its clock, cache and waiting. CUPTI records the start and the end of every
 // kernel, copy and memset. A step ends with the first copy to the host after an AdamW kernel, which is when
-// the program reads the loss. COAT_TRACE_STEPS is the number of steps to show, counted from the end (default
-// 3).
+// the program reads the loss. COAT_TRACE_STEPS is the number of steps to show, counted from the one before the
+// last (default 3).
 #include <cupti.h>
 #include <cxxabi.h>
 
@@ -141,13 +141,15 @@ void report() {
     }
     const char* wanted = std::getenv("COAT_TRACE_STEPS");
     const size_t steps = wanted ? std::strtoul(wanted, nullptr, 10) : 3;
-    if (steps == 0 || ends.size() <= steps + 1) {  // the first step also selects GEMM algorithms
+    // The first step also selects GEMM algorithms. What follows the last step (validation) looks like a part
+    // of it.
+    if (steps == 0 || ends.size() <= steps + 2) {
         std::fprintf(stderr,
                      "trace: only %zu steps were recorded; run more steps, or lower COAT_TRACE_STEPS.\n",
                      ends.size());
         return;
     }
-    const size_t first = ends[ends.size() - 1 - steps], last = ends.back();
+    const size_t first = ends[ends.size() - 2 - steps], last = ends[ends.size() - 2];
     std::map<std::string, Sum> kernels;
     std::map<std::pair<std::string, std::string>, Sum> gaps;  // by the kernels before and after
     Sum idle;
@@ -164,7 +166,7 @@ void report() {
     }
     const double n = static_cast<double>(steps), whole = static_cast<double>(done - all[first - 1].end);
     std::printf(
-        "\ntrace of the last %zu steps: %.2f ms a step, of which the GPU was idle %.2f ms in %.0f gaps\n",
+        "\ntrace of %zu steps before the last: %.2f ms a step, of which the GPU was idle %.2f ms in %.0f gaps\n",
         steps, whole / n * 1e-6, idle.ns / n * 1e-6, static_cast<double>(idle.count) / n);
     report_sending(first, last, n);
     auto row = [&](const Sum& s, const std::string& name) {
