@@ -82,7 +82,7 @@ void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clip
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    const Share& share, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, float fmax,
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, const Quant& q,
                     cudaStream_t s);
 
 struct Range {  // consecutive elements of the rank's order, whole segments: all, or those of a bucket

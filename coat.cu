@@ -6,7 +6,7 @@
 //   2. tiles and producers: how all other kernels go through a tensor and compute what is not stored
 //   3. group scaling: the amax of a tensor
 //   4. per-tensor FP8, row-major and transposed
-//   5. other granularities: per row, 1x128, 128x128
+//   5. other granularities: per row, 1x128, 128x128, 1x32
 //   6. the quantization report
 //   7. fused kernels: the input of an activation; a bias gradient
 //   8. delayed scaling
@@ -451,21 +451,23 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max,
               "amax / 57344 is amax / 448 / 128, exactly");
 template <bool E5M2>
-__device__ float per_tensor_scale(float amax) {  // scale_of(FMAX, amax), faster
-    return amax > 0 && amax < INFINITY ? fmaxf(divide_by_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f)
-                                       : 1.0f;
+__device__ float per_tensor_scale(float amax, bool power_of_two) {  // scale_of(FMAX, amax), faster
+    if (!(amax > 0 && amax < INFINITY)) return 1.0f;
+    const float scale = fmaxf(divide_by_448(amax) * (E5M2 ? 1 / 128.0f : 1.0f), 0x1p-126f);
+    return power_of_two ? round_up_to_power_of_two(scale) : scale;
 }
 
 // Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
 // and this single pass also takes the amax for later steps.
 template <class Producer, bool E5M2, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, uint8_t* codes, uint8_t* transposed) {
+    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, bool power_of_two, uint8_t* codes,
+                    uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
     const bool delayed = tensor->delayed > 0;
-    const float scale = delayed ? tensor->delayed : per_tensor_scale<E5M2>(tensor->amax),
+    const float scale = delayed ? tensor->delayed : per_tensor_scale<E5M2>(tensor->amax, power_of_two),
                 inverse = __frcp_rn(scale);
     // The block's amax, if scaling is delayed. In shared memory it costs just-in-time scaling no register.
     __shared__ uint32_t most;
@@ -510,9 +512,9 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
         out.transposed ? e5m2 ? quantize_kernel<Producer, E5M2, true> : quantize_kernel<Producer, false, true>
         : e5m2 ? quantize_kernel<Producer, E5M2, false>
                        : quantize_kernel<Producer, false, false>;
-    kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, tensor_scale(out.view),
-                                                            static_cast<uint8_t*>(out.view.codes),
-                                                            static_cast<uint8_t*>(out.transposed));
+    kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
+        x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
+        static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }
 
@@ -535,10 +537,10 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 }
 
 // ===========================================================================================================
-// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3)
+// 5. Other granularities: per row (torchao's rowwise), 1x128 and 128x128 (DeepSeek-V3), 1x32 (MXFP8)
 //
 // Row-major and transposed codes each have scales of their own. Again there are two passes: first the amaxes
-// of all blocks, which are stored where their scales will be; then the codes.
+// of all blocks, which are stored where their scales will be; then the codes, or the decoded values.
 
 // Maps (row, col) of the tensor to its scale, in the layout that cuBLASLt expects (gpu/tensor.cuh, Operand).
 struct ScaleGrid {
@@ -549,16 +551,17 @@ struct ScaleGrid {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
 };
+constexpr int LOG_32 = 5, LOG_128 = 7, ALL = 62;
+static_assert(PER_1x32.cols == 1 << LOG_32 && PER_1x128.cols == 1 << LOG_128 &&
+              PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
-    constexpr int LOG_128 = 7, ALL = 62;
-    static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 &&
-                  PER_128x128.cols == 1 << LOG_128);
     float* const p = static_cast<float*>(scales);
     const int64_t N = transposed ? cols : rows,
                   K = transposed ? rows : cols;  // K is the reduction dimension of the GEMM
-    const int shift_n = g == PER_128x128 ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
+    const int shift_n = g == PER_128x128 ? LOG_128 : 0;
+    const int shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
     const int64_t along_n = g == PER_128x128 ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1;
-    const int64_t along_k = g == PER_ROW ? 0 : g == PER_1x128 ? N : 1;
+    const int64_t along_k = g == PER_ROW ? 0 : g == PER_128x128 ? 1 : N;
     if (transposed) return {p, shift_k, shift_n, along_k, along_n};
     return {p, shift_n, shift_k, along_n, along_k};
 }
@@ -618,6 +621,15 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
         }
     });
     if (!transposed.scales) return;
+    if (transposed.row_shift < LOG_128) {  // several blocks below each other in a tile
+        if (at.row >= rows || at.col >= x.width) return;
+#pragma unroll
+        for (int p = 0; p < PLANES; p++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++)
+                update_amax(transposed.at(at.row, p * x.width + at.col + j), tops[p][j]);
+        return;
+    }
     combine_columns(
         x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
@@ -625,10 +637,12 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
-__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, TensorScale* tensor) {
+__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, bool power_of_two,
+                                    TensorScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
-    if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
+    if (i < n)
+        scales[i] = amax < INFINITY ? scale_of(fmax, amax, power_of_two) : __uint_as_float(0x7FC00000u);
     if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
 }
 
@@ -666,6 +680,27 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) flush(tiles, rows, x.width, transposed);
 }
 
+// Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
+// scales of either grid.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2)
+    decode_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, Dense<bf16> out) {
+    constexpr int PLANES = Producer::PLANES;
+    const TilePlace at;
+    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+        for (int p = 0; live && p < PLANES; p++) {
+            const int64_t row = at.row + i, col = p * x.width + at.col;
+            Values y;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const float scale = *grid.at(row, col + j);
+                y[j] = decode2(e5m2, encode2(e5m2, __fmul_rn(v[p][j], __frcp_rn(scale)), 0)).x * scale;
+            }
+            out.store(row * PLANES * x.width + col, y, true);
+        }
+    });
+}
+
 // The scales of an operand, for its row-major codes and for its transposed codes; without memory where those
 // are not wanted.
 struct BlockScales {
@@ -683,7 +718,8 @@ struct BlockScales {
 template <class Producer>
 void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128,
+    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128 ||
+                q.decoded(),
             "no kernel scales by such blocks");
     require(q.scale == Format::F32, "the scales of an operand are FP32");
     const BlockScales scales(out);
@@ -699,9 +735,17 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
     for (int t : {0, 1}) {
         if (!scales.grid[t].scales) continue;
         block_scales_kernel<<<blocks(scales.count[t], 256), 256, 0, s>>>(
-            scales.grid[t].scales, scales.count[t], info(q.format).max, out.amax);
+            scales.grid[t].scales, scales.count[t], info(q.format).max, q.power_of_two, out.amax);
         CHECK_LAUNCH("block_scales");
     }
+    for (int t : {0, 1}) {
+        if (!q.decoded() || !scales.grid[t].scales) continue;
+        decode_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
+            x, rows, q.format == Format::E5M2, scales.grid[t],
+            dense<bf16>(t == 0 ? out.view.codes : out.transposed));
+        CHECK_LAUNCH("decode_blocks");
+    }
+    if (q.decoded()) return;
     quantize_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
         x, rows, q.format == Format::E5M2, grid, transposed, static_cast<uint8_t*>(out.view.codes),
         static_cast<uint8_t*>(out.transposed));
@@ -717,11 +761,12 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
 struct ScaleSource {
     const TensorScale* tensor = nullptr;
     ScaleGrid blocks{};
+    bool power_of_two = false;  // of the tensor's scale
 
     __device__ bool groups() const { return !tensor && !blocks.scales; }
     __device__ float at(float fmax, int64_t row, int64_t col) const {
         if (blocks.scales) return *blocks.at(row, col);
-        return tensor->delayed > 0 ? tensor->delayed : scale_of(fmax, tensor->amax);
+        return tensor->delayed > 0 ? tensor->delayed : scale_of(fmax, tensor->amax, power_of_two);
     }
 };
 
@@ -804,7 +849,7 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
             // Measured first, because the codes may overwrite x.
-            measure(producer, x.rows, {tensor_scale(out.view)}, q.format, stats, s);
+            measure(producer, x.rows, {tensor_scale(out.view), {}, q.power_of_two}, q.format, stats, s);
             quantize_per_tensor(producer, x.rows, out, s);
         } else {
             quantize_blocks(producer, x.rows, out, s);

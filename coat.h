@@ -66,6 +66,7 @@ struct Granularity {
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
 inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
+inline constexpr Granularity PER_1x32{1, 32};  // of GEMM operands too, but Hopper has no such GEMM
 inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -76,9 +77,11 @@ struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
     Format scale = Format::F32;
+    bool power_of_two = false;  // scales are rounded up to a power of two
 
     constexpr bool operator==(const Quant& o) const {
-        return format == o.format && granularity == o.granularity && scale == o.scale;
+        return format == o.format && granularity == o.granularity && scale == o.scale &&
+               power_of_two == o.power_of_two;
     }
     bool fp8() const { return is_fp8(format); }
     // The scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix.
@@ -91,6 +94,12 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
     }
+    // An operand for which Hopper has no FP8 GEMM is decoded to BF16. That is exact: an FP8 value times a
+    // power of two fits BF16, for scales from 2^-117 on.
+    bool decoded() const { return granularity == PER_1x32; }
+    int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
+        return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
+    }
     // The same for a GEMM operand on Hopper. Rows of 128x128 scales are padded to a multiple of 4. A
     // per-tensor scale is stored elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
@@ -99,7 +108,7 @@ struct Quant {
         return scale_rows(rows) * (granularity == PER_128x128 ? round_up(across, 4) : across);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
+        return operand_code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
@@ -152,6 +161,7 @@ inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
 inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
 inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
+inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32, Format::F32, true};  // microscaling (OCP MX)
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
@@ -167,10 +177,15 @@ inline const std::vector<Recipe>& recipes() {
          "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
         {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, true, true},
          "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
+        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, false, false},
+         "FP8 GEMMs with just-in-time per-tensor scaling (torchao's tensorwise)"},
+        // torchao's rowwise also rounds scales up to powers of two, and accumulates fast in all GEMMs.
         {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, {true, false, false},
          "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
         {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, {false, false, false},
          "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
+        {"mxfp8", Format::BF16, Q_1x32, Q_1x32, Q_1x32, Q_BF16, Q_BF16, JIT, {false, false, false},
+         "1x32 groups with power-of-two scales (OCP MX), rounded up (NVIDIA); BF16 GEMMs of decoded values"},
     };
     return table;
 }

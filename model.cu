@@ -248,7 +248,7 @@ public:
         TensorScale* const all = arena_.work<TensorScale>(Work::RankScales);
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
         peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
-        gpu::combine_amaxes(scale(0), all, n, peers_.count, info(setup.recipe.w.format).max, cuda_);
+        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
     }
 
     void measure(const BucketRange& bucket, QuantStats* stats) const {
@@ -929,7 +929,7 @@ private:
                             TensorScale* scale) {
         if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, transposed};
         auto behind = [&](void* p) {
-            return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr;
+            return p ? static_cast<uint8_t*>(p) + q.operand_code_bytes(rows, cols) : nullptr;
         };
         return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), scale};
     }

@@ -65,7 +65,8 @@ namespace {
 // Granularities of the two operands of one GEMM: the scale modes of cuBLASLt's FP8 GEMMs on Hopper.
 constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
     {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128},
-    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
+    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128},
+    {PER_1x32, PER_1x32}};  // decoded for a BF16 GEMM
 
 void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
     auto require = [&](bool ok, const char* what) {
@@ -81,11 +82,16 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
         return m.a == a.granularity && m.b == b.granularity;
     });
     require(known && a.scale == Format::F32 && b.scale == Format::F32,
-            "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128 or 1x128 by 128x128");
+            "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
+            "1x32 by 1x32");
+    require(!a.decoded() || (a.power_of_two && b.power_of_two),
+            "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
     require(!fast || (a.granularity.cols != PER_1x128.cols && b.granularity.cols != PER_1x128.cols),
             "blocks of 128 need exact accumulation; use --accumulation exact");
     require(r.scaling != Scaling::Delayed || a.granularity == PER_TENSOR,
             "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
+    require(r.scaling != Scaling::Delayed || (!a.power_of_two && !b.power_of_two),
+            "delayed scaling does not round scales to powers of two; use just-in-time scaling");
 }
 
 void validate(const Recipe& r) {
@@ -861,7 +867,7 @@ std::string why_unsupported(const Recipe& r, int capability) {
         if (q.fp8() && !bf16)
             return recipe + " has " + q.text() + " operands with compute dtype " + compute +
                    ", which only the CPU supports; use compute dtype bf16, or --device cpu.";
-        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
+        if (q.fp8() && !(q.granularity == PER_TENSOR) && !q.decoded() && capability != HOPPER_CAPABILITY)
             return recipe + " has " + q.text() +
                    " operands, which need a GPU of compute capability 9.0, but this one has " +
                    version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
@@ -942,7 +948,7 @@ void print_precision_plan(const Setup& s) {
     std::printf("  recipe %s: %s\n", r.name, r.about);
     if (q.x.fp8() || r.nonlinear.fp8() || r.attention.fp8())
         print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), per 16 values of a token "
-                   "(\"1x16\"), or per block (\"1x128\", \"128x128\")");
+                   "(\"1x16\"), or per block (\"1x32\", \"1x128\", \"128x128\")");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf("\n");
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
@@ -956,7 +962,11 @@ void print_precision_plan(const Setup& s) {
     }
     std::printf("\n");
     auto adds = [&](int gemm) { return std::string(r.fast_accumulation[gemm] ? "fast" : "exact"); };
-    if (q.x.fp8())
+    if (q.x.fp8() && r.x.power_of_two)
+        print_note("Scales of operands of linear layers are rounded up to powers of two.");
+    if (q.x.decoded())
+        print_note("A GPU decodes these operands to BF16, which is exact, and runs BF16 GEMMs.");
+    else if (q.x.fp8())
         print_note("FP8 GEMMs on Hopper accumulate: " + adds(0) + " in fprop, " + adds(1) + " in dgrad, " +
                    adds(2) + " in wgrad.");
     if (q.x.fp8() && r.scaling == Scaling::Delayed)

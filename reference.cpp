@@ -161,6 +161,7 @@ float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
+    if (q.power_of_two) return std::exp2(std::ceil(std::log2(double(s))));
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 

@@ -36,7 +36,8 @@ struct Quantized {
     float value(int64_t r, int64_t c) const;
 };
 
-// The scale of a block: s = amax / FMAX, at least 2^-126, rounded up if it is stored in BF16; 1 if amax is 0.
+// The scale of a block: s = amax / FMAX, at least 2^-126; 1 if amax is 0. It is rounded up if it is stored in
+// BF16 or is to be a power of two.
 // If amax is not finite, NaN, so that every value of the block is NaN; with per-tensor scaling 1, because a
 // step checks the amax of every tensor.
 float scale_of(const Quant& q, float amax);

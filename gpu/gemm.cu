@@ -49,6 +49,11 @@ int32_t scale_mode(const Granularity& g) {
 // of `transpose` with which cuBLAS reduces over the contiguous dimension; true for its A, false for its B.
 Side side(const Operand& x, bool over_rows, bool contiguous) {
     const View& v = x.view;
+    if (v.quant.decoded()) {
+        const void* values = over_rows ? x.transposed : v.codes;
+        require(values, "a decoded operand lacks the orientation that this GEMM reads");
+        return {values, nullptr, v.cols, v.rows, over_rows != contiguous, Format::BF16};
+    }
     if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, over_rows != contiguous, v.quant.format};
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* codes = over_rows ? x.transposed : v.codes;

@@ -38,6 +38,8 @@ inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale
 // be missing (null). With per-tensor scaling both have the same scale, view.scales. Other granularities have
 // scales for each, in the layout that cuBLASLt reads: per row one after the other; 1x128 as (cols / 128,
 // rows); 128x128 as (rows / 128, cols / 128) with each row padded to a multiple of four.
+// Hopper has no GEMM of 1x32 groups. There view.codes and transposed are decoded values in BF16, row-major
+// both. The GEMM does not read their scales, which are laid out as (cols / 32, rows).
 struct Operand {
     View view;
     void* transposed = nullptr;
@@ -167,9 +169,15 @@ inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     }
 }
 
-// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN.
-inline __device__ float scale_of(float fmax, float amax) {
-    return amax > 0 && amax < INFINITY ? fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f) : 1.0f;
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN. It may be
+// rounded up to a power of two.
+inline __device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the mantissa carries
+    return __uint_as_float((__float_as_uint(s) + 0x7FFFFFu) & 0xFF800000u);
+}
+inline __device__ float scale_of(float fmax, float amax, bool power_of_two = false) {
+    if (!(amax > 0 && amax < INFINITY)) return 1.0f;
+    const float s = fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
+    return power_of_two ? round_up_to_power_of_two(s) : s;
 }
 // amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
 // remainder. The remainder is exact for results from 2^-123 on; smaller ones become 2^-126 anyway.
@@ -340,7 +348,7 @@ inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)};
 }
 inline bool in_groups(const Quant& q) {
-    return q.format == Format::E4M3 && q.granularity == PER_GROUP && q.scale == Format::BF16;
+    return q == Q_GROUP;
 }
 
 // Calls f with the Storage of a view: BF16 or FP32.

@@ -86,7 +86,7 @@ inline std::vector<float> scales_for_gemm(const reference::Quantized& q) {
     const float* from = reinterpret_cast<const float*>(q.scales.data());
     const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);
     if (q.quant.granularity == PER_ROW) return std::vector<float>(from, from + rows);
-    const bool transpose = q.quant.granularity == PER_1x128;
+    const bool transpose = q.quant.granularity.rows == 1;  // 1x128 and 1x32
     const int64_t padded = transpose ? cols : round_up(cols, 4);
     std::vector<float> to(static_cast<size_t>(rows * padded), 1.0f);
     for (int64_t r = 0; r < rows; r++)

@@ -15,7 +15,8 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
-inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek"};
+inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal",
+                                            "tensorwise", "rowwise", "deepseek", "mxfp8"};
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
 inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,

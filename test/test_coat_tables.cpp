@@ -14,7 +14,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer;
+        return text + "| " + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -26,18 +26,27 @@ TEST_CASE("recipes: each row of the table is the published method") {
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
         {"colossal",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
+        {"tensorwise",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast exact exact "
+         "| fp32"},
         {"rowwise",
          "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
         {"deepseek",
          "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
          "fp32"},
+        {"mxfp8",
+         "bf16 | e4m3 1x32, e4m3 1x32, e4m3 1x32 | bf16 | bf16 | just in time | exact exact exact | fp32 | "
+         "power of two"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
         const Recipe& r = recipes()[i];
         CHECK(r.name == expected[i].first);
         CHECK(row(r) == expected[i].second);
-        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale == Format::F32);
+        for (const Quant& operand : {r.x, r.w, r.g}) {
+            CHECK(operand.scale == Format::F32);
+            CHECK(operand.power_of_two == r.x.power_of_two);
+        }
         CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);
         CHECK(r.margin == 0);

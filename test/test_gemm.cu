@@ -20,6 +20,10 @@ namespace {
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
+std::vector<uint8_t> bytes_of(const Floats& x, Format f) {
+    return reference::quantize(x.data(), 1, static_cast<int64_t>(x.size()), Quant{f}).codes;
+}
+
 // An operand on the device: quantized in row-major order, and transposed and then quantized.
 struct DeviceOperand {
     reference::Quantized row_major, transpose;
@@ -29,7 +33,8 @@ struct DeviceOperand {
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
         : row_major(reference::quantize(x.data(), rows, cols, q)),
           transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
-          codes(row_major.codes), transposed_codes(transpose.codes), scales(device_scales(row_major)),
+          codes(q.decoded() ? decoded(false) : row_major.codes),
+          transposed_codes(q.decoded() ? decoded(true) : transpose.codes), scales(device_scales(row_major)),
           transposed_scales(device_scales(transpose)) {}
     Operand operand() const {
         const View view{codes.get(), scales.get(), row_major.rows, row_major.cols, row_major.quant};
@@ -43,6 +48,10 @@ struct DeviceOperand {
     }
 
 private:
+    std::vector<uint8_t> decoded(bool reduces_over_rows) const {  // values in BF16, row-major
+        const Doubles x = values(reduces_over_rows);
+        return bytes_of(Floats(x.begin(), x.end()), Format::BF16);
+    }
     static Floats device_scales(const reference::Quantized& q) {
         if (q.quant.fp8() && !(q.quant.granularity == PER_TENSOR)) return scales_for_gemm(q);
         return {q.scale(0, 0), 0, 0, 0};  // a TensorScale
@@ -67,10 +76,6 @@ std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
 Floats rounded(Format f, Floats x) {
     for (float& v : x) v = reference::round_to(f, v);
     return x;
-}
-
-std::vector<uint8_t> bytes_of(const Floats& x, Format f) {
-    return reference::quantize(x.data(), 1, static_cast<int64_t>(x.size()), Quant{f}).codes;
 }
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
@@ -101,7 +106,8 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     const Doubles magnitude = matmul();
     // The relative error of a sum. FP32: K additions. Hopper's FP8 tensor cores keep 14 bits of the sum of 32
     // products each (DeepSeek-V3, section 3.3.2).
-    const double sum_error = qa.fp8() ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
+    const bool fp8 = qa.fp8() && !qa.decoded();
+    const double sum_error = fp8 ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
     const int mantissa = info(out_format).mantissa;
     reference::Quantized stored_out;
     stored_out.codes = out.read(), stored_out.rows = p.M, stored_out.cols = p.N,
@@ -143,7 +149,8 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
                    {"fp8 per row", Q_ROW, Q_ROW, Q_ROW, Format::BF16},
                    {"fp8 per row, gradients e5m2", Q_ROW, Q_ROW, {Format::E5M2, PER_ROW}, Format::BF16},
                    {"fp8 1x128 and 128x128", Q_1x128, Q_128x128, Q_1x128, Format::BF16},
-                   {"fp8 1x128", Q_1x128, Q_1x128, Q_1x128, Format::BF16}};
+                   {"fp8 1x128", Q_1x128, Q_1x128, Q_1x128, Format::BF16},
+                   {"fp8 1x32, decoded", Q_1x32, Q_1x32, Q_1x32, Format::BF16}};
     const struct {
         int64_t tokens, out, in;
     } sizes[] = {{16, 16, 16}, {64, 48, 208}, {37, 64, 32}, {1, 128, 64}, {528, 400, 272}, {130, 50, 24}};

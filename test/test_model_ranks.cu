@@ -54,7 +54,7 @@ GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in ev
 }
 
 GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R times the micro-batches") {
-    for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
+    for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal", "mxfp8"})
         for (int64_t ranks : numbers_of_ranks()) {
             CAPTURE(recipe);
             CAPTURE(ranks);

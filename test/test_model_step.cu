@@ -118,7 +118,8 @@ Setup custom(const std::string& recipe, const Architecture& arch, const Quant& n
 }  // namespace
 
 GPU_TEST_CASE(
-    "step: custom recipes with FP8 groups and per-row, 1x128 or delayed scaling; 1x128 for both operands") {
+    "step: custom recipes with FP8 groups and per-row, 1x128 or delayed scaling; 1x128 for both operands; "
+    "scales that are powers of two") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(custom(recipe, arch, Q_GROUP));
         Setup both_1x128 = custom("deepseek", arch, Q_BF16);
@@ -128,6 +129,11 @@ GPU_TEST_CASE(
         swapped.recipe.x = Q_128x128, swapped.recipe.w = Q_1x128;
         swapped.recompute = false;
         check_step(swapped);
+        Setup powers = setup_of("coat", arch);  // per-tensor scales that are powers of two
+        for (Quant* q : {&powers.recipe.x, &powers.recipe.w, &powers.recipe.g}) q->power_of_two = true;
+        check_step(powers);
+        powers.accumulate = 2;  // with cached weights
+        check_step(powers);
     }
 }
 
@@ -239,7 +245,7 @@ GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
 }
 
 GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
-    for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
+    for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek", "mxfp8"})
         for (const char* name :
              {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
             for (float poison : {NAN, INFINITY}) {

@@ -24,7 +24,7 @@ GPU_TEST_CASE("check: a CUDA error is reported once") {
 }
 
 GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one rounding") {
-    for (const char* recipe : {"bf16", "coat", "rowwise", "deepseek"})
+    for (const char* recipe : {"bf16", "coat", "rowwise", "deepseek", "mxfp8"})
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)})
             check_sums(make_gpu, tiny_setup(config, recipe, "fp32"));
 }
@@ -56,16 +56,17 @@ GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
 GPU_TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
     // evaluate and next_logits use GEMMs of different shapes, which may sum in different orders: a few
     // roundings of BF16 or FP8.
-    for (const char* recipe : {"bf16", "coat", "te", "colossal", "rowwise", "deepseek"})
+    for (const char* recipe : {"bf16", "coat", "te", "colossal", "rowwise", "deepseek", "mxfp8"})
         for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_gpu, recipe, arch, 0.1);
 }
 
 GPU_TEST_CASE("next_logits: falls back to BF16 if the training batch does, for any length") {
-    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) check_fallback(make_gpu, recipe);
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek", "mxfp8"})
+        check_fallback(make_gpu, recipe);
 }
 
 GPU_TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
-    for (const char* recipe : {"te", "colossal", "coat", "rowwise", "bf16"}) {
+    for (const char* recipe : {"te", "colossal", "coat", "rowwise", "mxfp8", "bf16"}) {
         Training training = training_on(make_gpu, setup_of(recipe));
         check_infinite_evaluation(training);
     }
@@ -86,7 +87,8 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
     const Band fp8{0.06, 0.02};
     const std::map<std::string, Band> bands = {
         {"fp32", {1e-3, 1e-4}}, {"bf16", {0.03, 0.01}}, {"coat", fp8},    {"te", fp8},
-        {"colossal", fp8},      {"rowwise", fp8},       {"deepseek", fp8}};
+        {"colossal", fp8},      {"tensorwise", fp8},    {"rowwise", fp8}, {"deepseek", fp8},
+        {"mxfp8", fp8}};
     std::vector<Setup> setups;
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch, true, 8, 32));
@@ -269,7 +271,7 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
     std::vector<Setup> setups = {setup_of("coat", LLAMA, true, 4, 32)};
     setups.push_back(with_mode(setups[0], "lean"));
     setups.push_back(with_optimizer(setups[0], "fp8lm"));
-    for (const char* recipe : {"te", "rowwise", "deepseek"})
+    for (const char* recipe : {"te", "rowwise", "deepseek", "mxfp8"})
         setups.push_back(with_optimizer(setup_of(recipe, LLAMA, true, 4, 32), "coat"));
     for (const Setup& setup : setups) {
         const bool groups = setup.recipe.nonlinear.fp8(), delayed = setup.recipe.scaling == Scaling::Delayed;

@@ -174,6 +174,10 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
     });
     change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
     change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
+    change("mxfp8", "1x32 groups need scales that are powers of two", [](Recipe& r) {
+        r.g.power_of_two = false;
+    });
+    change("te", "delayed scaling does not round scales", [](Recipe& r) { r.x.power_of_two = true; });
     change("te", "use 1 step or more", [](Recipe& r) { r.history = 0; });
     for (const auto& [recipe, reason] : rejected) {
         const std::string sentence = why(recipe);
@@ -197,7 +201,7 @@ TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layer
     CHECK(total_bytes(memory_plan(te), Category::Weights) -
               total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) ==
           bytes);
-    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) {
+    for (const char* recipe : {"te", "colossal", "tensorwise", "rowwise", "deepseek", "mxfp8"}) {
         te.recipe = find_row(recipes(), recipe, "");
         CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
     }

@@ -25,6 +25,8 @@ std::vector<Quant> fp8_quants() {
             for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128},
                                   Granularity{1, 0}, Granularity{0, 1}})
                 table.push_back({f, g, scale});
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (Granularity g : {PER_TENSOR, PER_ROW, PER_1x32}) table.push_back({f, g, Format::F32, true});
     return table;
 }
 
@@ -41,7 +43,11 @@ void for_every_quant(Random& rng, Check check) {
             for (const Distribution& d : distributions()) {
                 INFO(q.text(), ", ", std::string(info(q.scale).name), " scales, ", shape.rows, "x",
                      shape.cols, ", ", d.name);
-                check(q, shape.rows, shape.cols, sample(d, rng, shape.rows * shape.cols));
+                std::vector<float> x = sample(d, rng, shape.rows * shape.cols);
+                // A larger value could be rounded up to 2^128, which FP32 does not have.
+                for (float& v : x)
+                    if (q.power_of_two) v = std::clamp(v, -0x1p127f, 0x1p127f);
+                check(q, shape.rows, shape.cols, x);
             }
 }
 
@@ -68,14 +74,16 @@ double error_bound(Format f, double x, double s) {
 
 }  // namespace
 
-TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16") {
+TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is a power of two") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants())
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             const float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f, s = scale_of(q, a);
             const float exact = std::max(a / info(q.format).max, 0x1p-126f);
             INFO(q.text(), " amax ", a);
-            if (q.scale == Format::F32) REQUIRE(s == exact);
+            int exponent;
+            if (q.power_of_two) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
+            else if (q.scale == Format::F32) REQUIRE(s == exact);
             else REQUIRE((s >= exact && s <= exact * (1 + 0x1p-7f) && from_bf16(to_bf16(s)) == s));
             REQUIRE(std::isfinite(1 / s));
             REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-23));  // never saturates
@@ -88,6 +96,34 @@ TEST_CASE("scale_of: amax 0 gives 1; an amax that is not finite gives 1 for a te
         for (float a : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
             if (q.granularity == PER_TENSOR) CHECK(scale_of(q, a) == 1.0f);
             else CHECK(std::isnan(scale_of(q, a)));
+        }
+    }
+}
+
+TEST_CASE("scale_of: a power of two stays as it is, and the next larger amax gets the next power") {
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (int exponent = -126; exponent < 100; exponent++) {
+            const float power = std::ldexp(1.0f, exponent), amax = power * info(f).max;
+            const Quant q{f, PER_1x32, Format::F32, true};
+            CHECK(scale_of(q, amax) == power);
+            CHECK(scale_of(q, std::nextafter(amax, HUGE_VALF)) == 2 * power);
+        }
+}
+
+TEST_CASE("quantize: BF16 holds an FP8 value times a power of two exactly, for scales from 2^-117 on") {
+    for (Format f : {Format::E4M3, Format::E5M2})
+        for (int exponent = -117; exponent <= 127 - (f == Format::E4M3 ? 8 : 15); exponent++)
+            for (int code = 0; code < 256; code++) {
+                const float value = std::ldexp(decode(f, uint8_t(code)), exponent);
+                if (std::isfinite(value)) REQUIRE(round_to(Format::BF16, value) == value);
+            }
+    FRESH_RANDOM(rng);
+    for (const Distribution& d : distributions()) {
+        const std::vector<float> x = sample(d, rng, 7 * 80);
+        const Quantized q = quantize(x.data(), 7, 80, Q_1x32);
+        for (int64_t i = 0; i < 7 * 80; i++) {
+            const float value = q.value(i / 80, i % 80);
+            if (q.scale(i / 80, i % 80) >= 0x1p-117f) CHECK(round_to(Format::BF16, value) == value);
         }
     }
 }
@@ -209,11 +245,11 @@ TEST_CASE("quantize: -x gives the opposite codes, and x times a power of two the
 
 TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // With an FP32 scale the largest code of a block is FMAX, so quantizing again gives the same scale up to
-    // rounding. A scale that is rounded up to BF16 leaves the largest code below FMAX; quantizing again may
-    // give another scale.
+    // rounding. A scale that is rounded up leaves the largest code below FMAX; quantizing again may give
+    // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
-        if (q.scale != Format::F32) return;
+        if (q.scale != Format::F32 || q.power_of_two) return;
         const Quantized once = quantize(x.data(), rows, cols, q);
         const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
         for (size_t i = 0; i < x.size(); i++) {
@@ -289,8 +325,8 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
 
 TEST_CASE("operand: scales are taken along the reduction dimension; a tail has its own scale") {
     FRESH_RANDOM(rng);
-    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, Granularity{1, 128},
-                          Granularity{128, 128}})
+    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, PER_1x32,
+                          Granularity{1, 128}, Granularity{128, 128}})
         for (Format f : {Format::E4M3, Format::E5M2})
             for (Shape shape : {Shape{1, 1}, Shape{5, 33}, Shape{20, 17}, Shape{1, 140}, Shape{140, 3}}) {
                 std::vector<float> x = rng.normals<float>(shape.rows * shape.cols);
