@@ -257,10 +257,25 @@ struct Architecture {
     bool rms;          // RMSNorm; else LayerNorm with a bias
     bool rope;         // rotary positions; else learned ones
     bool gated;        // SiLU(gate) * up; else GELU (tanh form)
-    bool bias;         // linear layers have biases
+    bool qkv_bias;     // the linear layer of q, k and v has a bias
+    bool bias;         // the other linear layers have one
 };
-inline constexpr Architecture LLAMA{"llama", true, true, true, false};
-inline constexpr Architecture GPT2{"gpt2", false, false, false, true};
+inline constexpr Architecture LLAMA{"llama", true, true, true, false, false};
+inline constexpr Architecture MISTRAL{"mistral", true, true, true, false, false};
+inline constexpr Architecture QWEN2{"qwen2", true, true, true, true, false};  // and Qwen2.5
+inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
+
+// RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
+// f_i, to read longer texts than it was first trained on. The names are those of config.json.
+struct RopeScaling {
+    // Linear: all f_i are divided by the factor. Llama3 (Llama 3.1 and later): f_i with fewer than
+    // low_freq_factor rotations in the original positions are divided, those with more than high_freq_factor
+    // are kept, and the values between are interpolated.
+    enum Type : uint8_t { Default, Linear, Llama3 } type = Default;
+    float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+    int64_t original_positions = 8192;
+};
+inline constexpr const char* ROPE_TYPES[] = {"default", "linear", "llama3"};  // by RopeScaling::Type
 
 struct ModelConfig {
     std::string name;
@@ -270,6 +285,8 @@ struct ModelConfig {
     bool tied;                    // the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;        // 0: C / NH
+    RopeScaling rope_scaling{};
+    int64_t window = 0;           // a token attends to the last `window` positions; 0: to all before it
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
     int64_t q_cols() const { return NH * HS(); }
@@ -277,9 +294,12 @@ struct ModelConfig {
     int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
     int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
     int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
+    // The longest sequence: attention within a window is not implemented.
+    int64_t longest() const { return window ? std::min(window, max_T) : max_T; }
 };
 
 inline const std::vector<ModelConfig>& models() {
+    constexpr RopeScaling BY_8{RopeScaling::Llama3, 8}, BY_32{RopeScaling::Llama3, 32};
     static const std::vector<ModelConfig> table = {
         //                          L   C     NH  NKV F      V       max_T tied
         {"llama-tiny",     LLAMA,   4,  128,  4,  2,  352,   0,      256,  true},
@@ -294,6 +314,12 @@ inline const std::vector<ModelConfig>& models() {
         {"llama-2-13b",    LLAMA,   40, 5120, 40, 40, 13824, 32000,  4096, false},
         {"llama-3-8b",     LLAMA,   32, 4096, 32, 8,  14336, 128256, 8192, false, 1e-5f, 500000.0f},
         {"llama-30b",      LLAMA,   60, 6656, 52, 52, 17920, 32000,  2048, false},
+        {"llama-3.2-1b",   LLAMA,   16, 2048, 32, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
+        {"llama-3.2-3b",   LLAMA,   28, 3072, 24, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
+        {"llama-3.1-8b",   LLAMA,   32, 4096, 32, 8,  14336, 128256, 131072, false, 1e-5f, 5e5f, 0, BY_8},
+        {"mistral-7b",     MISTRAL, 32, 4096, 32, 8,  14336, 32768,  32768, false, 1e-5f, 1e6f},  // v0.3
+        {"qwen2.5-0.5b",   QWEN2,   24, 896,  14, 2,  4864,  151936, 32768, true, 1e-6f, 1e6f},
+        {"qwen2.5-7b",     QWEN2,   28, 3584, 28, 4,  18944, 152064, 131072, false, 1e-6f, 1e6f},
     };
     return table;
 }
@@ -315,13 +341,13 @@ inline void validate(const ModelConfig& c) {
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
     require(c.C % side == 0 && c.F % side == 0,
             "hidden size " + text(c.C) + " and feed-forward size " + text(c.F) + " must be multiples of " +
-                text(side));
+                text(side) + ", as FP8 GEMMs and groups need");
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     require(c.HS() % 8 == 0 && c.HS() <= 256,
             "head size " + text(c.HS()) + " must be a multiple of 8 up to 256");
     require(c.q_cols() <= 1 << 20, "heads x head size is " + text(c.q_cols()) + ", above the limit of 2^20");
     require(c.q_cols() % side == 0 && c.kv_cols() % side == 0,
-            "heads x head size must be a multiple of " + text(side));
+            "heads x head size must be a multiple of " + text(side) + ", as FP8 GEMMs and groups need");
     require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
     const double layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F);
     const double parameters = double(c.L) * layer + 2.0 * c.C * (double(c.V) + c.max_T);
@@ -367,9 +393,9 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
         if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
     };
-    auto linear = [&](const std::string& name, int64_t out, int64_t in, float std) {
+    auto linear = [&](const std::string& name, int64_t out, int64_t in, float std, bool bias) {
         add(name, LINEAR, out, in, std);
-        if (c.arch.bias) add(name + ".bias", BIAS, 1, out, 0);
+        if (bias) add(name + ".bias", BIAS, 1, out, 0);
     };
     const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's initialisation
     add("embedding", EMBEDDING, c.padded_V(), c.C, std);
@@ -378,14 +404,15 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         bucket++;
         norm(layer + "norm1");
-        linear(layer + "qkv", c.qkv_cols(), c.C, std);  // rows [q | k | v]
+        linear(layer + "qkv", c.qkv_cols(), c.C, std, c.arch.qkv_bias);  // rows [q | k | v]
         bucket++;
-        linear(layer + "attention_out", c.C, c.q_cols(), residual_std);
+        linear(layer + "attention_out", c.C, c.q_cols(), residual_std, c.arch.bias);
         bucket++;
         norm(layer + "norm2");
-        linear(layer + "gate_up", c.gate_up_cols(), c.C, std);  // rows [gate | up], or the input of GELU
+        // Rows [gate | up], or the input of GELU.
+        linear(layer + "gate_up", c.gate_up_cols(), c.C, std, c.arch.bias);
         bucket++;
-        linear(layer + "down", c.C, c.F, residual_std);
+        linear(layer + "down", c.C, c.F, residual_std, c.arch.bias);
     }
     bucket++;
     norm("final_norm");

@@ -1140,11 +1140,12 @@ private:
     Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
                        const View& saved_x) const {
         const size_t i = state_.index(name);
+        const bool biased = which == 0 ? config_.arch.qkv_bias : config_.arch.bias;
         auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
         const Linear w{i,
                        state_.params[i].bucket,  // each linear layer has a bucket and a stage of its own
                        state_.gradient(i),
-                       config_.arch.bias ? make_vector(name + ".bias") : Vector{},
+                       biased ? make_vector(name + ".bias") : Vector{},
                        scale(LinearOperand::X),
                        state_.weight_scale(i),
                        scale(LinearOperand::G),

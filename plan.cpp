@@ -108,9 +108,10 @@ void validate(const Recipe& r) {
 void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
-    if (s.T > s.config.max_T)
+    if (s.T > s.config.longest())
         throw Error("--seq " + std::to_string(s.T) + " is too long for " + s.config.name +
-                    "; use at most --seq " + std::to_string(s.config.max_T) + ".");
+                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented") +
+                    "; use at most --seq " + std::to_string(s.config.longest()) + ".");
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
     if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
         throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) +
@@ -527,8 +528,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(AttentionScratch), attention_bytes(c, r.compute, s.B, s.T),
          {{ATTENTION_BACKWARD, "FP32 sums of dq, and statistics"}}},
         {W(ColumnPartials),
-         c.arch.bias ? 128 * std::max({U, QKV, C}) * 4 : 0,
-         {{DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD | ROPE_BACKWARD, "partial sums of bias gradients"}}},
+         128 * std::max(c.arch.bias ? std::max(U, C) : 0, c.arch.qkv_bias ? QKV : 0) * 4,
+         {{ROPE_BACKWARD | (c.arch.bias ? DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD : 0),
+           "partial sums of bias gradients"}}},
         {W(EmbeddingPartials), s.B * s.T * C * 4, {{EMBEDDING_BACKWARD, "partial sums of its gradient"}}},
         {W(GradientSquares), s.ranks * (shard_chunks(c) + 1) * 8,
          {{norm, "sums of squared gradients, by chunks and ranks"}}},

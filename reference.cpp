@@ -581,14 +581,28 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
         }
 }
 
-// Rotates (x_i, x_(i + HS/2)) at position t by the angle t theta^(-2i / HS).
+// f_i = theta^(-2i / HS), scaled as the model wants (coat.h, RopeScaling). The formula of llama3 is
+// apply_scaling in Meta's llama-models and _compute_llama3_parameters in transformers.
+double rope_frequency(const ModelConfig& c, int64_t i) {
+    const RopeScaling& s = c.rope_scaling;
+    const double f = std::pow(double(c.rope_theta), -2.0 * double(i) / double(c.HS()));
+    if (s.type == RopeScaling::Default) return f;
+    if (s.type == RopeScaling::Linear) return f / s.factor;
+    const double wavelength = 2 * 3.14159265358979323846 / f, original = double(s.original_positions);
+    if (wavelength > original / s.low_freq_factor) return f / s.factor;
+    if (wavelength < original / s.high_freq_factor) return f;
+    const double low = s.low_freq_factor, high = s.high_freq_factor;
+    const double smooth = (original / wavelength - low) / (high - low);
+    return (1 - smooth) * f / s.factor + smooth * f;
+}
+
+// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i.
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
     std::vector<Real> cosine(T * half), sine(T * half);
     for (int64_t t = 0; t < T; t++)
         for (int64_t i = 0; i < half; i++) {
-            const double exponent = -2.0 * double(i) / double(c.HS());
-            const double angle = double(t) * std::pow(double(c.rope_theta), exponent);
+            const double angle = double(t) * rope_frequency(c, i);
             cosine[t * half + i] = Real(std::cos(angle));
             sine[t * half + i] = Real(inverse ? -std::sin(angle) : std::sin(angle));
         }
@@ -840,6 +854,7 @@ private:
     int64_t B_ = 0, T_ = 0, N_ = 0;
 
     size_t index(const std::string& name) const { return index_.at(name); }
+    bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
     size_t head() const { return index(config.tied ? "embedding" : "head"); }
     Real eps() const { return Real(config.norm_eps); }
@@ -909,7 +924,7 @@ private:
         const Tensor w8 = linear_operand(LinearOperand::W, i, weights[i], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         matmul<Real>(N_, out, in, {x8.data(), in, 1}, {w8.data(), 1, in}, y.data());  // fprop: y = x w^T
-        if (config.arch.bias)
+        if (has_bias(name))
             for (int64_t n = 0; n < N_; n++)
                 add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
         return rounded(y);
@@ -928,7 +943,7 @@ private:
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(i, dw);
-        if (config.arch.bias) {  // sums the gradient that the GEMMs read, before its quantization to FP8
+        if (has_bias(name)) {  // sums the gradient that the GEMMs read, before its quantization to FP8
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());

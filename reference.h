@@ -136,6 +136,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 
 // Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. inverse:
 // backward.
+double rope_frequency(const ModelConfig& c, int64_t i);  // of pair i, 0 <= i < HS / 2
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse);
 
 // Causal; qkv (B, T, qkv_cols), out (B, T, NH*HS), lse (B, NH, T): log-sum-exp of the scaled scores.

@@ -932,7 +932,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     if (!plan_only || (setup.config.V == 0 && chose_data))
         corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
     choose_vocabulary(setup.config, corpus.get());
-    if (!chose_seq) flags.set("seq", std::to_string(std::min(flags.count("seq"), setup.config.max_T)));
+    if (!chose_seq) flags.set("seq", std::to_string(std::min(flags.count("seq"), setup.config.longest())));
     setup.B = flags.count("batch");
     setup.T = flags.count("seq");
     setup.accumulate = flags.count("accumulate");

@@ -52,6 +52,7 @@ struct Fields {
             reject(field, "must be a positive number, not " + excerpt(object[field]));
         return number;
     }
+    float positive(const std::string& field) const { return at(field), positive(field, 0); }
     bool boolean(const std::string& field, bool otherwise) const {
         if (!has(field)) return otherwise;
         if (!object[field].is_boolean()) reject(field, "must be a boolean, not " + excerpt(object[field]));

@@ -26,7 +26,9 @@ struct Rows {
 };
 using RowsOf = Rows (*)(const ModelConfig&, const Param&);
 
-Rows all(const ModelConfig&, const Param& p) { return {0, p.rows}; }
+// A vector counts as a column: a bias of q, k and v has their rows, too.
+int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
+Rows all(const ModelConfig&, const Param& p) { return {0, p.size() / cols_of(p)}; }
 // Without the rows that pad our vocabulary.
 Rows live(const ModelConfig& c, const Param&) { return {0, c.V}; }
 Rows q(const ModelConfig& c, const Param&) { return {0, c.q_cols()}; }
@@ -47,6 +49,9 @@ const std::vector<Name> LLAMA_NAMES = {
     {"layers.#.qkv", "model.layers.#.self_attn.q_proj.weight", q, false},
     {"layers.#.qkv", "model.layers.#.self_attn.k_proj.weight", k, false},
     {"layers.#.qkv", "model.layers.#.self_attn.v_proj.weight", v, false},
+    {"layers.#.qkv.bias", "model.layers.#.self_attn.q_proj.bias", q, false},  // Qwen2
+    {"layers.#.qkv.bias", "model.layers.#.self_attn.k_proj.bias", k, false},
+    {"layers.#.qkv.bias", "model.layers.#.self_attn.v_proj.bias", v, false},
     {"layers.#.attention_out", "model.layers.#.self_attn.o_proj.weight", all, false},
     {"layers.#.norm2.weight", "model.layers.#.post_attention_layernorm.weight", all, false},
     {"layers.#.gate_up", "model.layers.#.mlp.gate_proj.weight", gate, false},
@@ -76,16 +81,6 @@ const std::vector<Name> GPT2_NAMES = {
     {"head", "lm_head.weight", live, false},
 };
 
-struct Family {
-    const std::vector<Name>& names;
-    std::string prefix;                // files of the bare model leave it out of the names
-    std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
-};
-const Family LLAMA_FAMILY = {LLAMA_NAMES, "model.", {".rotary_emb.inv_freq"}};
-const Family GPT2_FAMILY = {GPT2_NAMES, "transformer.", {".attn.bias", ".attn.masked_bias"}};
-
-const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
-
 // One tensor of a Hugging Face file: some rows of one parameter.
 struct Piece {
     std::string theirs;
@@ -94,17 +89,215 @@ struct Piece {
     bool transposed;
 
     std::vector<int64_t> shape() const {  // in the file
-        if (param.rows == 1) return {param.cols};
+        if (param.rows == 1) return {rows.count};
         return transposed ? std::vector<int64_t>{param.cols, rows.count}
                           : std::vector<int64_t>{rows.count, param.cols};
     }
-    int64_t size() const { return rows.count * param.cols; }
+    int64_t size() const { return rows.count * cols_of(param); }
     // The index in the whole parameter of element i of the file's tensor.
     int64_t index_in_param(int64_t i) const {
-        if (!transposed) return rows.first * param.cols + i;
+        if (!transposed) return rows.first * cols_of(param) + i;
         return (rows.first + i % rows.count) * param.cols + i / rows.count;
     }
 };
+
+// -----------------------------------------------------------------------------------------------------------
+// config.json
+
+// Fields that change the arithmetic of a model, with the values that this program implements, if present.
+struct Implemented {
+    const char* field;
+    std::vector<json> values;
+};
+const std::vector<Implemented> LLAMA_IMPLEMENTED = {
+    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}}, {"mlp_bias", {false}},
+    {"partial_rotary_factor", {1.0}}, {"quantization_config", {}},
+};
+const std::vector<Implemented> GPT2_IMPLEMENTED = {
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
+    {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}},
+    {"add_cross_attention", {false}},
+    {"quantization_config", {}},
+};
+
+void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
+    for (const auto& [field, values] : table) {
+        if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
+        f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
+                            (values.empty() ? "" : " (only " + json(values).dump() + ")") +
+                            "; give another model");
+    }
+}
+
+// The shortest decimal that reads back as this float: the file says 1e-05 and not 9.999999747378752e-06.
+double shortest(float x) {
+    char text[32];
+    *std::to_chars(text, text + sizeof text - 1, x).ptr = '\0';
+    return std::strtod(text, nullptr);
+}
+
+// transformers 5 calls rope_scaling rope_parameters; of the two it, too, prefers a rope_scaling with fields.
+Fields rope_fields(const Fields& f) {
+    const Fields scaling = f.inner("rope_scaling");
+    return scaling.object.empty() ? f.inner("rope_parameters") : scaling;
+}
+
+RopeScaling read_rope_scaling(const Fields& rope) {
+    require_implemented(rope, {{"partial_rotary_factor", {1.0}}});
+    const std::string field = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
+    if (!rope.has(field)) return {};
+    const std::vector<json> types(std::begin(ROPE_TYPES), std::end(ROPE_TYPES));
+    require_implemented(rope, {{field.c_str(), types}});
+    RopeScaling s;
+    while (rope.text(field) != ROPE_TYPES[s.type]) s.type = RopeScaling::Type(s.type + 1);
+    if (s.type != RopeScaling::Default) s.factor = rope.positive("factor");
+    if (s.type != RopeScaling::Llama3) return s;
+    s.low_freq_factor = rope.positive("low_freq_factor");
+    s.high_freq_factor = rope.positive("high_freq_factor");
+    s.original_positions = rope.natural("original_max_position_embeddings");
+    if (s.low_freq_factor >= s.high_freq_factor)
+        rope.reject("high_freq_factor", "must be above low_freq_factor; give another model");
+    return s;
+}
+
+ordered_json rope_json(const RopeScaling& s) {
+    ordered_json j = {{"rope_type", ROPE_TYPES[s.type]}, {"factor", shortest(s.factor)}};
+    if (s.type == RopeScaling::Llama3)
+        j.update({{"low_freq_factor", shortest(s.low_freq_factor)},
+                  {"high_freq_factor", shortest(s.high_freq_factor)},
+                  {"original_max_position_embeddings", s.original_positions}});
+    return s.type == RopeScaling::Default ? nullptr : j;
+}
+
+// Llama, and the models that are a Llama but for a column of coat.h's Architecture.
+ModelConfig read_llama(const Fields& f) {
+    require_implemented(f, LLAMA_IMPLEMENTED);
+    const Fields rope = rope_fields(f);
+    ModelConfig c{};
+    c.L = f.natural("num_hidden_layers");
+    c.C = f.natural("hidden_size");
+    c.NH = f.natural("num_attention_heads");
+    c.NKV = f.natural("num_key_value_heads", c.NH);
+    c.F = f.natural("intermediate_size");
+    c.V = f.natural("vocab_size");
+    c.max_T = f.natural("max_position_embeddings", 2048);
+    c.tied = f.boolean("tie_word_embeddings", false);
+    c.norm_eps = f.positive("rms_norm_eps", 1e-6f);
+    c.rope_theta = rope.positive("rope_theta", f.positive("rope_theta", 10000.0f));
+    c.rope_scaling = read_rope_scaling(rope);
+    c.head_size = f.natural("head_dim", 0);
+    return c;
+}
+
+ordered_json llama_json(const ModelConfig& c, const ordered_json& more) {
+    ordered_json j = {
+        {"hidden_size", c.C}, {"intermediate_size", c.F}, {"num_hidden_layers", c.L},
+        {"num_attention_heads", c.NH}, {"num_key_value_heads", c.NKV}, {"head_dim", c.HS()},
+        {"vocab_size", c.V}, {"max_position_embeddings", c.max_T}, {"hidden_act", "silu"},
+        {"rms_norm_eps", shortest(c.norm_eps)}, {"rope_theta", shortest(c.rope_theta)},
+        {"rope_scaling", rope_json(c.rope_scaling)}};
+    j.update(more);
+    return j;
+}
+
+// A missing sliding_window is 4096 in transformers; null is none.
+ModelConfig read_mistral(const Fields& f) {
+    ModelConfig c = read_llama(f);
+    c.window = f.object.contains("sliding_window") ? f.natural("sliding_window", 0) : 4096;
+    return c;
+}
+
+// Qwen2 has a window in some layers only: those that layer_types lists, or those from max_window_layers on.
+ModelConfig read_qwen2(const Fields& f) {
+    ModelConfig c = read_llama(f);
+    const json types = f.has("layer_types") ? f.object["layer_types"] : json();
+    const bool slides = types.is_null() ? f.natural("max_window_layers", 28) < c.L
+                                        : std::count(types.begin(), types.end(), "sliding_attention") > 0;
+    if (f.boolean("use_sliding_window", false) && slides) c.window = f.natural("sliding_window", 4096);
+    return c;
+}
+
+json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json(); }
+
+ModelConfig read_gpt2(const Fields& f) {
+    require_implemented(f, GPT2_IMPLEMENTED);
+    if (!f.has("activation_function") && f.has("hidden_act"))
+        f.reject("hidden_act", "belongs to another architecture; give another model");
+    ModelConfig c{};
+    c.L = f.natural("n_layer");
+    c.C = f.natural("n_embd");
+    c.NH = c.NKV = f.natural("n_head");
+    if (c.C > 1 << 20) f.reject("n_embd", "is larger than this program supports (2^20); give another model");
+    c.F = f.natural("n_inner", 4 * c.C);
+    c.V = f.natural("vocab_size");
+    c.max_T = f.natural("n_positions", 1024);
+    c.tied = f.boolean("tie_word_embeddings", true);
+    c.norm_eps = f.positive("layer_norm_epsilon", 1e-5f);
+    return c;
+}
+
+ordered_json gpt2_json(const ModelConfig& c) {
+    return {{"n_embd", c.C},
+            {"n_inner", c.F},
+            {"n_layer", c.L},
+            {"n_head", c.NH},
+            {"vocab_size", c.V},
+            {"n_positions", c.max_T},
+            {"activation_function", "gelu_new"},
+            {"layer_norm_epsilon", shortest(c.norm_eps)},
+            {"resid_pdrop", 0.0},
+            {"embd_pdrop", 0.0},
+            {"attn_pdrop", 0.0},
+            {"scale_attn_weights", true}};
+}
+
+// What Hugging Face has for each architecture.
+struct Family {
+    Architecture arch;
+    const char* causal_lm;                         // the class in transformers
+    ModelConfig (*read)(const Fields&);            // the shape, without name and architecture
+    ordered_json (*write)(const ModelConfig&);
+    const std::vector<Name>& names;
+    std::string prefix;                // files of the bare model leave it out of the names
+    std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
+};
+const std::vector<std::string> ROPE_BUFFERS = {".rotary_emb.inv_freq"};
+const std::vector<Family> FAMILIES = {
+    {LLAMA, "LlamaForCausalLM", read_llama,
+     [](const ModelConfig& c) {
+         return llama_json(c, {{"attention_bias", false}, {"mlp_bias", false}});
+     },
+     LLAMA_NAMES, "model.", ROPE_BUFFERS},
+    {MISTRAL, "MistralForCausalLM", read_mistral,
+     [](const ModelConfig& c) { return llama_json(c, {{"sliding_window", window_json(c)}}); },
+     LLAMA_NAMES, "model.", ROPE_BUFFERS},
+    {QWEN2, "Qwen2ForCausalLM", read_qwen2,
+     [](const ModelConfig& c) {
+         return llama_json(c, {{"use_sliding_window", c.window > 0}, {"sliding_window", window_json(c)}});
+     },
+     LLAMA_NAMES, "model.", ROPE_BUFFERS},
+    {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json, GPT2_NAMES, "transformer.",
+     {".attn.bias", ".attn.masked_bias"}},
+};
+
+const Family* find_family(const std::string& model_type) {
+    for (const Family& f : FAMILIES)
+        if (f.arch.name == model_type) return &f;
+    return nullptr;
+}
+const Family& family(const ModelConfig& c) { return *find_family(c.arch.name); }
+
+ordered_json config_json(const ModelConfig& c) {
+    const Family& f = family(c);
+    ordered_json j = {{"architectures", {f.causal_lm}}, {"model_type", c.arch.name}};
+    j.update(f.write(c));
+    j["tie_word_embeddings"] = c.tied;
+    // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
+    j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
+    j["torch_dtype"] = "bfloat16";
+    return j;
+}
 
 // All pieces of a model, in the order of its parameters.
 std::vector<Piece> pieces(const ModelConfig& c) {
@@ -128,113 +321,6 @@ std::vector<Piece> pieces(const ModelConfig& c) {
     return result;
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// config.json
-
-// Fields that change the arithmetic of a model, with the values that this program implements, if present.
-struct Implemented {
-    const char* field;
-    std::vector<json> values;
-};
-const std::vector<Implemented> LLAMA_IMPLEMENTED = {
-    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}},   {"mlp_bias", {false}},
-    {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
-};
-const std::vector<Implemented> GPT2_IMPLEMENTED = {
-    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},
-    {"scale_attn_by_inverse_layer_idx", {false}},
-    {"add_cross_attention", {false}},
-    {"quantization_config", {}},
-};
-const std::vector<Implemented> ROPE_IMPLEMENTED = {
-    {"rope_type", {"default"}}, {"type", {"default"}}, {"partial_rotary_factor", {1.0}}};
-
-void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
-    for (const auto& [field, values] : table) {
-        if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
-        f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
-                            (values.empty() ? "" : " (only " + values[0].dump() + ")") +
-                            "; give another model");
-    }
-}
-
-ModelConfig read_llama(const Fields& f) {
-    require_implemented(f, LLAMA_IMPLEMENTED);
-    for (const char* rope : {"rope_scaling", "rope_parameters"})
-        require_implemented(f.inner(rope), ROPE_IMPLEMENTED);
-    ModelConfig c{};
-    c.arch = LLAMA;
-    c.L = f.natural("num_hidden_layers");
-    c.C = f.natural("hidden_size");
-    c.NH = f.natural("num_attention_heads");
-    c.NKV = f.natural("num_key_value_heads", c.NH);
-    c.F = f.natural("intermediate_size");
-    c.V = f.natural("vocab_size");
-    c.max_T = f.natural("max_position_embeddings", 2048);
-    c.tied = f.boolean("tie_word_embeddings", false);
-    c.norm_eps = f.positive("rms_norm_eps", 1e-6f);
-    // transformers 5 moved rope_theta into rope_parameters.
-    c.rope_theta = f.inner("rope_parameters").positive("rope_theta", f.positive("rope_theta", 10000.0f));
-    c.head_size = f.natural("head_dim", 0);
-    return c;
-}
-
-ModelConfig read_gpt2(const Fields& f) {
-    require_implemented(f, GPT2_IMPLEMENTED);
-    if (!f.has("activation_function") && f.has("hidden_act"))
-        f.reject("hidden_act", "belongs to another architecture; give another model");
-    ModelConfig c{};
-    c.arch = GPT2;
-    c.L = f.natural("n_layer");
-    c.C = f.natural("n_embd");
-    c.NH = c.NKV = f.natural("n_head");
-    if (c.C > 1 << 20) f.reject("n_embd", "is larger than this program supports (2^20); give another model");
-    c.F = f.natural("n_inner", 4 * c.C);
-    c.V = f.natural("vocab_size");
-    c.max_T = f.natural("n_positions", 1024);
-    c.tied = f.boolean("tie_word_embeddings", true);
-    c.norm_eps = f.positive("layer_norm_epsilon", 1e-5f);
-    return c;
-}
-
-// The shortest decimal that reads back as this float: the file says 1e-05 and not 9.999999747378752e-06.
-double shortest(float x) {
-    char text[32];
-    *std::to_chars(text, text + sizeof text - 1, x).ptr = '\0';
-    return std::strtod(text, nullptr);
-}
-
-ordered_json config_json(const ModelConfig& c) {
-    ordered_json llama = {
-        {"architectures", {"LlamaForCausalLM"}}, {"model_type", c.arch.name}, {"hidden_size", c.C},
-        {"intermediate_size", c.F}, {"num_hidden_layers", c.L}, {"num_attention_heads", c.NH},
-        {"num_key_value_heads", c.NKV}, {"head_dim", c.HS()}, {"vocab_size", c.V},
-        {"max_position_embeddings", c.max_T}, {"hidden_act", "silu"}, {"rms_norm_eps", shortest(c.norm_eps)},
-        {"rope_theta", shortest(c.rope_theta)}, {"rope_scaling", nullptr}, {"attention_bias", false},
-        {"mlp_bias", false}};
-    ordered_json gpt2 = {{"architectures", {"GPT2LMHeadModel"}},
-                         {"model_type", c.arch.name},
-                         {"n_embd", c.C},
-                         {"n_inner", c.F},
-                         {"n_layer", c.L},
-                         {"n_head", c.NH},
-                         {"vocab_size", c.V},
-                         {"n_positions", c.max_T},
-                         {"activation_function", "gelu_new"},
-                         {"layer_norm_epsilon", shortest(c.norm_eps)},
-                         {"resid_pdrop", 0.0},
-                         {"embd_pdrop", 0.0},
-                         {"attn_pdrop", 0.0},
-                         {"scale_attn_weights", true}};
-    ordered_json j = c.arch.rope ? llama : gpt2;
-    j["tie_word_embeddings"] = c.tied;
-    // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
-    j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
-    j["torch_dtype"] = "bfloat16";
-    return j;
-}
-
 // config.json of a model that came with another config.json, or with none (null). The result has our fields,
 // then those of the original that have another name.
 ordered_json merged_config(const ModelConfig& c, const json& original) {
@@ -243,6 +329,8 @@ ordered_json merged_config(const ModelConfig& c, const json& original) {
     for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"})  // this program knows none
         if (original.contains(token)) merged[token] = original[token];
         else merged.erase(token);  // missing and null differ in transformers
+    for (const char* spelled : {"rope_scaling", "use_sliding_window", "sliding_window"})  // in several ways
+        if (original.contains(spelled) && !original[spelled].is_null()) merged[spelled] = original[spelled];
     // Other names in transformers for torch_dtype and for the sizes of GPT-2. They could contradict ours.
     const std::set<std::string> aliases = {"dtype", "hidden_size", "num_hidden_layers",
                                            "num_attention_heads", "max_position_embeddings"};
@@ -352,13 +440,14 @@ struct Source {
 // The sources of all parameters, in the order of the parameters. A tensor that no piece asks for is an error:
 // it means another architecture than config.json says, such as one with biases.
 std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c) {
-    const auto& [names, prefix, ignored] = family(c);
+    const Family& theirs = family(c);
     std::vector<Source> sources;
     std::set<std::string> known;
     if (c.tied) known.insert("lm_head.weight");  // some files repeat the embedding under this name
     for (const Piece& piece : pieces(c)) {
         std::string name = piece.theirs;
-        if (!files.file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
+        if (!files.file_of.count(name) && name.rfind(theirs.prefix, 0) == 0)
+            name.erase(0, theirs.prefix.size());
         const auto found = files.file_of.find(name);
         if (found == files.file_of.end())
             throw Error(files.folder + " has no tensor " + piece.theirs +
@@ -374,7 +463,7 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         known.insert(name);
     }
     for (const auto& [name, file] : files.file_of) {
-        for (const std::string& end : ignored)
+        for (const std::string& end : theirs.ignored)
             if (ends_with(name, end)) known.insert(name);
         if (!known.count(name))
             throw Error(file->path() + " has tensor " + escaped(name) +
@@ -418,10 +507,15 @@ ModelConfig read_model_config(const std::string& folder) {
     const std::string path = path_in(folder, CONFIG_FILE);
     const Fields f{path, read_json(path)};
     const std::string type = f.text("model_type");
-    if (type != LLAMA.name && type != GPT2.name)
-        f.reject("model_type", "is \"" + escaped(type) +
-                                   "\", but this program implements llama and gpt2; give another model");
-    ModelConfig c = type == LLAMA.name ? read_llama(f) : read_gpt2(f);
+    const Family* family = find_family(type);
+    if (!family) {
+        std::string known;
+        for (const Family& row : FAMILIES) known += (known.empty() ? "" : ", ") + std::string(row.arch.name);
+        f.reject("model_type", "is \"" + escaped(type) + "\", which this program does not implement (only " +
+                                   known + "); give another model");
+    }
+    ModelConfig c = family->read(f);
+    c.arch = family->arch;
     c.name = folder;
     validate(c);
     return c;

@@ -343,8 +343,8 @@ private:
         if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { amax(x, slot_, nullptr); });
     }
     // amax: no earlier kernel has computed the amax of x
-    void bias_pass(const std::string& name, double count, const Lazy& x, bool amax) {
-        if (!c_.arch.bias) return amax ? amax_pass(name, count, x) : void();
+    void bias_pass(const std::string& name, double count, const Lazy& x, bool bias, bool amax) {
+        if (!bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         const Format rounding = fp8_ ? Format::F32 : stream_;
@@ -383,7 +383,7 @@ private:
         add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_), true,
             [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
     }
-    void linear(const std::string& name, int64_t out, int64_t in, int64_t forward_tokens) {
+    void linear(const std::string& name, int64_t out, int64_t in, bool biased, int64_t forward_tokens) {
         Setup run = setup_;
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
@@ -394,7 +394,7 @@ private:
                       g = random_operand(memory_, N_, out, q.g, stream_);
         Operand part = x;
         part.view.rows = forward_tokens;
-        const void* bias = c_.arch.bias ? random(1, out).codes : nullptr;
+        const void* bias = biased ? random(1, out).codes : nullptr;
         gemm(LINEAR_LAYERS, name + " fprop", layers_ * N / n, Gemm::Fprop, part, w,
              random(forward_tokens, out), n * flops, bias, false);
         gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), N * flops, nullptr,
@@ -404,10 +404,10 @@ private:
         memory_.release();
     }
     void linear_layers() {
-        linear("qkv", c_.qkv_cols(), c_.C, N_);
-        linear("attention out", c_.C, c_.q_cols(), N_);
-        linear("up", c_.gate_up_cols(), c_.C, groups_ ? std::min(GATE_UP_TOKENS, N_) : N_);
-        linear("down", c_.C, c_.F, N_);
+        linear("qkv", c_.qkv_cols(), c_.C, c_.arch.qkv_bias, N_);
+        linear("attention out", c_.C, c_.q_cols(), c_.arch.bias, N_);
+        linear("up", c_.gate_up_cols(), c_.C, c_.arch.bias, groups_ ? std::min(GATE_UP_TOKENS, N_) : N_);
+        linear("down", c_.C, c_.F, c_.arch.bias, N_);
     }
 
     void attention() {
@@ -450,7 +450,7 @@ private:
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, x, a, out, slot_, dweight, dbias, workspace, nullptr); });
-        bias_pass("residual gradient", 2 * layers_, stored(x), false);
+        bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
     void attention_operands() {
@@ -470,7 +470,7 @@ private:
         if (c_.arch.rope)
             pass(BETWEEN, "RoPE backward, and the amax", layers_, 2 * size(qkv),
                  [&] { rope_backward(rope, qkv, slot_, nullptr); });
-        bias_pass("q, k, v backward", layers_, dqkv, !c_.arch.rope);
+        bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, !c_.arch.rope);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     void feed_forward() {
@@ -490,7 +490,8 @@ private:
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        bias_pass(name + " backward", layers_, fp8_ ? du : stored(random(N_, c_.gate_up_cols())), true);
+        const Lazy gradient = fp8_ ? du : stored(random(N_, c_.gate_up_cols()));
+        bias_pass(name + " backward", layers_, gradient, c_.arch.bias, true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
     // The four weights of a layer. With several micro-batches, a step quantizes them once.

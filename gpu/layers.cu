@@ -488,14 +488,29 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
 }
 
 // ===========================================================================================================
-// RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * theta^(-2i / HS)
+// RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
 namespace {
 
-__global__ void rope_table_kernel(int64_t n, int half, double theta, float2* table) {
+// f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the share of f_i that is not divided: by
+// how far the rotations in the original positions are above low_freq_factor, on the way to high_freq_factor.
+__device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
+    const double f = pow(theta, -static_cast<double>(i) / half);
+    if (s.type == RopeScaling::Default) return f;
+    double kept = 0;
+    if (s.type == RopeScaling::Llama3) {
+        const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846),
+                     range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
+        kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
+    }
+    return f * (kept + (1 - kept) / s.factor);
+}
+
+__global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling, float2* table) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    const double angle = static_cast<double>(i / half) * pow(theta, -static_cast<double>(i % half) / half);
+    const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
+    const double angle = static_cast<double>(i / half) * f;
     double sine, cosine;
     sincos(angle, &sine, &cosine);
     table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
@@ -584,7 +599,7 @@ void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
     rope_table_kernel<<<blocks(positions * half, 256), 256, 0, s>>>(positions * half, static_cast<int>(half),
-                                                                    c.rope_theta, table);
+                                                                    c.rope_theta, c.rope_scaling, table);
     CHECK_LAUNCH("rope_table");
 }
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }

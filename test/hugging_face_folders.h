@@ -104,6 +104,20 @@ inline HuggingFaceFolder hugging_face_llama() {
     return f;
 }
 
+inline HuggingFaceFolder hugging_face_mistral() {
+    HuggingFaceFolder f = hugging_face_llama();
+    f.config.update({{"model_type", "mistral"}, {"sliding_window", nullptr}});
+    return f;
+}
+
+inline HuggingFaceFolder hugging_face_qwen2() {
+    HuggingFaceFolder f = hugging_face_llama();
+    f.config["model_type"] = "qwen2";
+    for (const auto& [name, rows] : {std::pair{"q_proj", 32}, {"k_proj", 16}, {"v_proj", 16}})
+        f.entries.push_back({std::string("model.layers.0.self_attn.") + name + ".bias", {rows}});
+    return f;
+}
+
 inline HuggingFaceFolder hugging_face_gpt2(const std::string& prefix) {
     HuggingFaceFolder f;
     f.entries = {{prefix + "wte.weight", {50, 32}}, {prefix + "wpe.weight", {16, 32}}};
@@ -171,6 +185,12 @@ inline void check_llama(const MemoryModel& model, const HuggingFaceFolder& f) {
                : r < 48 ? std::tuple{l + "self_attn.k_proj.weight", r - 32, c}
                         : std::tuple{l + "self_attn.v_proj.weight", r - 48, c};
     });
+    if (model.setup().config.arch.qkv_bias)
+        check_param(model, f, "layers.0.qkv.bias", [&](int64_t r, int64_t c) {
+            return c < 32   ? std::tuple{l + "self_attn.q_proj.bias", r, c}
+                   : c < 48 ? std::tuple{l + "self_attn.k_proj.bias", r, c - 32}
+                            : std::tuple{l + "self_attn.v_proj.bias", r, c - 48};
+        });
     check_param(model, f, "layers.0.gate_up", [&](int64_t r, int64_t c) {
         return r < 48 ? std::tuple{l + "mlp.gate_proj.weight", r, c}
                       : std::tuple{l + "mlp.up_proj.weight", r - 48, c};

@@ -14,7 +14,7 @@ using namespace coat::test::model_files;
 using Json = nlohmann::ordered_json;
 
 TEST_CASE("checkpoint: is read back bit for bit") {
-    for (const Architecture& arch : {LLAMA, GPT2})
+    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, GPT2})
         for (bool tied : {true, false})
             for (const OptimizerFormat& optimizer : optimizers()) {
                 CAPTURE(arch.name);
@@ -22,7 +22,12 @@ TEST_CASE("checkpoint: is read back bit for bit") {
                 CAPTURE(optimizer.name);
                 Folder folder;
                 Setup setup = small_setup(arch, tied, optimizer.name);
-                if (arch.rope && tied) setup.config.head_size = 16;  // other than hidden size / heads
+                if (arch.rope && tied) {
+                    setup.config.head_size = 16;  // other than hidden size / heads
+                    setup.config.rope_scaling = {RopeScaling::Llama3, 8.1f, 1.1f, 4.1f, 77};
+                } else if (arch.rope) {
+                    setup.config.rope_scaling = {RopeScaling::Linear, 2.5f};
+                }
                 MemoryModel saved(setup, 1), loaded(setup, 2);
                 const std::string checkpoint = save_checkpoint(folder / "out", saved, some_state(300));
                 CHECK(checkpoint == folder / "out/step-000300");
@@ -50,6 +55,13 @@ TEST_CASE("checkpoint: is read back bit for bit") {
                       std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.HS(), c.tied});
                 CHECK(config.norm_eps == c.norm_eps);
                 CHECK(config.rope_theta == (arch.rope ? c.rope_theta : config.rope_theta));
+                const RopeScaling &rope = config.rope_scaling, &written = c.rope_scaling;
+                CHECK(rope.type == written.type);
+                CHECK(std::vector<float>{rope.factor, rope.low_freq_factor, rope.high_freq_factor,
+                                         float(rope.original_positions)} ==
+                      std::vector<float>{written.factor, written.low_freq_factor, written.high_freq_factor,
+                                         float(written.original_positions)});
+                CHECK(config.window == 0);
             }
 }
 
@@ -148,8 +160,9 @@ TEST_CASE("checkpoint: a validation loss of NaN is read back") {
 
 TEST_CASE("checkpoint: tensors have the names and shapes of Hugging Face, without padding rows") {
     Folder folder;
-    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
+    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2), qwen2(small_setup(QWEN2), 3);
     const Safetensors l(save_checkpoint(folder / "l", llama, some_state(1)) + "/model.safetensors");
+    const Safetensors q(save_checkpoint(folder / "q", qwen2, some_state(1)) + "/model.safetensors");
     const Safetensors g(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/model.safetensors");
     auto shapes = [](const Safetensors& file) {
         std::map<std::string, std::vector<int64_t>> result;
@@ -173,6 +186,13 @@ TEST_CASE("checkpoint: tensors have the names and shapes of Hugging Face, withou
                            {"model.layers.0.mlp.gate_proj.weight", {48, 32}},
                            {"model.layers.0.mlp.up_proj.weight", {48, 32}},
                            {"model.layers.0.mlp.down_proj.weight", {32, 48}}});
+    // Qwen2 has biases as well; tied, it has no head.
+    auto expected_qwen2 = shapes(l);
+    expected_qwen2.erase("lm_head.weight");
+    expected_qwen2["model.layers.0.self_attn.q_proj.bias"] = {32};
+    expected_qwen2["model.layers.0.self_attn.k_proj.bias"] = {16};
+    expected_qwen2["model.layers.0.self_attn.v_proj.bias"] = {16};
+    CHECK(shapes(q) == expected_qwen2);
     CHECK(shapes(g) ==
           std::map<std::string, std::vector<int64_t>>{{"transformer.wte.weight", {50, 32}},
                                                       {"transformer.wpe.weight", {16, 32}},
@@ -230,7 +250,40 @@ TEST_CASE("checkpoint: config.json describes the model for transformers") {
                                 {"layer_norm_epsilon", 1e-6},
                                 {"tie_word_embeddings", true},
                                 {"torch_dtype", "bfloat16"}};
-    for (const auto& [found, expected] : {std::pair{l, expected_llama}, {g, expected_gpt2}})
+    // The named models have no folder, so that every field is this program's.
+    auto named = [&](const char* name) {
+        Setup setup = small_setup(LLAMA);
+        setup.config = find_row(models(), name, "");
+        setup.config.L = 1, setup.config.C = 64, setup.config.F = 16, setup.config.V = 50;  // small
+        MemoryModel model(setup, 3);
+        return Json::parse(read_file(save_checkpoint(folder / name, model, some_state(1)) + "/config.json"));
+    };
+    const Json llama3 = {{"architectures", {"LlamaForCausalLM"}},
+                         {"rope_theta", 500000.0},
+                         {"rope_scaling",
+                          {{"rope_type", "llama3"},
+                           {"factor", 32.0},
+                           {"low_freq_factor", 1.0},
+                           {"high_freq_factor", 4.0},
+                           {"original_max_position_embeddings", 8192}}},
+                         {"max_position_embeddings", 131072},
+                         {"tie_word_embeddings", true}},
+               mistral = {{"architectures", {"MistralForCausalLM"}},
+                          {"model_type", "mistral"},
+                          {"rope_theta", 1000000.0},
+                          {"rope_scaling", nullptr},
+                          {"sliding_window", nullptr}},
+               qwen2 = {{"architectures", {"Qwen2ForCausalLM"}},
+                        {"model_type", "qwen2"},
+                        {"rms_norm_eps", 1e-6},
+                        {"use_sliding_window", false},
+                        {"tie_word_embeddings", true}};
+    CHECK(named("mistral-7b").contains("sliding_window"));  // where it is missing, transformers assumes 4096
+    for (const auto& [found, expected] : {std::pair{l, expected_llama},
+                                          {g, expected_gpt2},
+                                          {named("llama-3.2-1b"), llama3},
+                                          {named("mistral-7b"), mistral},
+                                          {named("qwen2.5-0.5b"), qwen2}})
         for (const auto& [field, value] : expected.items()) {
             CAPTURE(field);
             CHECK(found.value(field, Json()) == value);
@@ -274,6 +327,10 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
     other = small_setup(LLAMA);
     other.config.rope_theta *= 2;
     rejected(other, "rope_theta");
+    other = small_setup(LLAMA);
+    other.config.rope_scaling = {RopeScaling::Linear, 2};
+    rejected(other, "rope_scaling");
+    rejected(small_setup(MISTRAL), "architecture");
 
     const std::string path = checkpoint + "/trainer.json", good = read_file(path);
     for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"},

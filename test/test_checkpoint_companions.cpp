@@ -100,7 +100,6 @@ TEST_CASE("checkpoint: our fields of config.json win over contradictory ones of 
     const Json llama = merged(hugging_face_llama(), {{"architectures", {"LlamaModel"}},
                                                      {"torch_dtype", "float32"},
                                                      {"dtype", "float32"},
-                                                     {"rope_scaling", {{"rope_type", "default"}}},
                                                      {"pad_token_id", nullptr}});
     CHECK(llama.at("architectures") == Json{"LlamaForCausalLM"});
     CHECK(llama.at("torch_dtype") == "bfloat16");
@@ -108,12 +107,41 @@ TEST_CASE("checkpoint: our fields of config.json win over contradictory ones of 
     CHECK(llama.at("rope_scaling").is_null());
     CHECK(llama.at("pad_token_id").is_null());
     CHECK(llama.at("hidden_size") == 32);
+    CHECK(llama.at("model_type") == "llama");
     const Json gpt2 = merged(hugging_face_gpt2(""), {{"hidden_size", 999}, {"n_ctx", 16}});
     CHECK(gpt2.at("n_embd") == 32);
     CHECK(!gpt2.contains("hidden_size"));  // an alias of n_embd in transformers
     CHECK(gpt2.at("n_inner") == 128);
     CHECK(gpt2.at("resid_pdrop") == 0.0);
     CHECK(gpt2.at("n_ctx") == 16);
+}
+
+TEST_CASE("checkpoint: scaled frequencies and sliding windows stay as the folder spelled them") {
+    const Json linear = {{"type", "linear"}, {"factor", 2}},  // as older files have it, and an integer
+               llama3 = {{"rope_theta", 500000.0},
+                         {"rope_type", "llama3"},
+                         {"factor", 8.0},
+                         {"low_freq_factor", 1.0},
+                         {"high_freq_factor", 4.0},
+                         {"original_max_position_embeddings", 8192}};
+    CHECK(merged(hugging_face_llama(), {{"rope_scaling", linear}}).at("rope_scaling") == linear);
+    // transformers 5 writes rope_parameters; programs that do not know it find the same in rope_scaling.
+    const Json both = merged(hugging_face_llama(), {{"rope_parameters", llama3}});
+    CHECK(both.at("rope_parameters") == llama3);
+    CHECK(both.at("rope_theta") == 500000.0);
+    for (const auto& [field, value] : both.at("rope_scaling").items()) CHECK(llama3.at(field) == value);
+    CHECK(both.at("rope_scaling").size() == 5);
+
+    const Json mistral = merged(hugging_face_mistral(), {{"sliding_window", 4096}});
+    CHECK(mistral.at("architectures") == Json{"MistralForCausalLM"});
+    CHECK(mistral.at("sliding_window") == 4096);
+    HuggingFaceFolder unsaid = hugging_face_mistral();
+    unsaid.config.erase("sliding_window");
+    CHECK(merged(unsaid, Json::object()).at("sliding_window") == 4096);  // transformers' default
+    const Json fields = {{"use_sliding_window", false}, {"sliding_window", 32768}, {"max_window_layers", 21}};
+    const Json qwen2 = merged(hugging_face_qwen2(), fields);
+    CHECK(qwen2.at("architectures") == Json{"Qwen2ForCausalLM"});
+    for (const auto& [field, value] : fields.items()) CHECK(qwen2.at(field) == value);
 }
 
 TEST_CASE("checkpoint: an unreadable companion is one sentence, and an evaluation does not read it") {

@@ -30,13 +30,90 @@ TEST_CASE("read_model_config: fields with a default may be missing; rope_theta m
     CHECK(c.HS() == 16);
 }
 
+TEST_CASE("read_model_config: rope_scaling and rope_parameters are read in all their spellings") {
+    Folder folder;
+    auto read = [&](const Json& fields) {
+        HuggingFaceFolder f = hugging_face_llama();
+        f.config.update(fields);
+        write_file(folder / "config.json", f.config.dump());
+        return read_model_config(folder.path.string());
+    };
+    const Json llama3 = {{"rope_type", "llama3"},
+                         {"factor", 32.0},
+                         {"low_freq_factor", 1.5},
+                         {"high_freq_factor", 4.5},
+                         {"original_max_position_embeddings", 8192}};
+    Json with_theta = llama3;
+    with_theta["rope_theta"] = 7.0;
+    // transformers prefers a rope_scaling that is not empty, and the rope_theta in it.
+    for (const auto& [fields, theta] : std::vector<std::pair<Json, float>>{
+             {{{"rope_scaling", llama3}}, 12345},
+             {{{"rope_parameters", llama3}, {"rope_scaling", nullptr}}, 12345},
+             {{{"rope_parameters", with_theta}}, 7},
+             {{{"rope_parameters", with_theta}, {"rope_scaling", Json::object()}}, 7},
+             {{{"rope_parameters", {{"rope_type", "linear"}}}, {"rope_scaling", llama3}}, 12345}}) {
+        CAPTURE(fields.dump());
+        const ModelConfig c = read(fields);
+        CHECK(c.rope_theta == theta);
+        CHECK(c.rope_scaling.type == RopeScaling::Llama3);
+        CHECK(c.rope_scaling.factor == 32);
+        CHECK(c.rope_scaling.low_freq_factor == 1.5f);
+        CHECK(c.rope_scaling.high_freq_factor == 4.5f);
+        CHECK(c.rope_scaling.original_positions == 8192);
+    }
+    for (const char* field : {"type", "rope_type"}) {
+        const RopeScaling linear = read({{"rope_scaling", {{field, "linear"}, {"factor", 2}}}}).rope_scaling;
+        CHECK(linear.type == RopeScaling::Linear);
+        CHECK(linear.factor == 2);
+        CHECK(read({{"rope_scaling", {{field, "default"}}}}).rope_scaling.type == RopeScaling::Default);
+    }
+}
+
+TEST_CASE("read_model_config: sliding windows of Mistral and Qwen2, and the error where one is too short") {
+    Folder folder;
+    auto window = [&](HuggingFaceFolder f, const Json& fields) {
+        f.config["max_position_embeddings"] = 100000;
+        f.config["num_hidden_layers"] = 3;
+        f.config.update(fields);
+        write_file(folder / "config.json", f.config.dump());
+        Setup setup = small_setup(LLAMA);
+        setup.config = read_model_config(folder.path.string());
+        const int64_t w = setup.config.window;
+        CHECK(setup.config.longest() == (w ? w : 100000));
+        setup.T = w ? w : 8192;
+        CHECK_NOTHROW(validate(setup));
+        setup.T++;
+        const std::string cure = "use at most --seq " + std::to_string(w) + ".";
+        if (w) check_error([&] { validate(setup); }, "sliding window", cure);
+        return w;
+    };
+    HuggingFaceFolder mistral = hugging_face_mistral();
+    CHECK(window(mistral, {{"sliding_window", nullptr}}) == 0);
+    CHECK(window(mistral, {{"sliding_window", 2048}}) == 2048);
+    mistral.config.erase("sliding_window");
+    CHECK(window(mistral, Json::object()) == 4096);  // transformers' default
+    const HuggingFaceFolder qwen2 = hugging_face_qwen2();
+    CHECK(window(qwen2, Json::object()) == 0);
+    CHECK(window(qwen2, {{"use_sliding_window", false}, {"sliding_window", 2048}}) == 0);
+    const Json slides = {{"use_sliding_window", true}, {"sliding_window", 2048}, {"max_window_layers", 2}};
+    CHECK(window(qwen2, slides) == 2048);
+    Json none = slides, listed = slides;
+    none["max_window_layers"] = 3;  // the layers before this one have full attention
+    CHECK(window(qwen2, none) == 0);
+    listed["layer_types"] = {"full_attention", "full_attention", "full_attention"};
+    CHECK(window(qwen2, listed) == 0);
+    listed["layer_types"][2] = "sliding_attention";
+    CHECK(window(qwen2, listed) == 2048);
+    CHECK(window(hugging_face_llama(), {{"sliding_window", 8}}) == 0);  // not a field of Llama
+}
+
 TEST_CASE("read_model_config: an unsupported config.json is rejected by the name of its field") {
     struct Case {
         const char* field;
         Json value;
     };
     const std::vector<Case> llama = {
-        {"model_type", "mistral"},      {"model_type", 3},        {"hidden_act", "gelu"},
+        {"model_type", "qwen3"},        {"model_type", 3},        {"hidden_act", "gelu"},
         {"attention_bias", true},       {"mlp_bias", true},       {"quantization_config", {{"bits", 4}}},
         {"partial_rotary_factor", 0.5}, {"hidden_size", -32},     {"hidden_size", "32"},
         {"hidden_size", 1.5},           {"hidden_size", nullptr}, {"vocab_size", 1e30},
@@ -62,10 +139,38 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
     for (const Case& c : gpt2) check(hugging_face_gpt2(""), c);
 
     HuggingFaceFolder f = hugging_face_llama();
-    f.config["rope_scaling"] = {{"rope_type", "llama3"}, {"factor", 8.0}};
-    write_file(path, f.config.dump());
-    check_error([&] { read_model_config(folder.path.string()); }, path, "rope_type");
-    f.config["rope_scaling"] = nullptr;
+    for (const char* where : {"rope_scaling", "rope_parameters"}) {
+        const Json llama3 = {{"rope_type", "llama3"},
+                             {"factor", 8.0},
+                             {"low_freq_factor", 1.0},
+                             {"high_freq_factor", 4.0},
+                             {"original_max_position_embeddings", 8192}};
+        auto rejected = [&](const Json& rope, const char* field) {
+            f.config[where] = rope;
+            CAPTURE(rope.dump());
+            write_file(path, f.config.dump());
+            check_error([&] { read_model_config(folder.path.string()); }, path, field);
+        };
+        rejected({{"rope_type", "yarn"}, {"factor", 8.0}}, "rope_type");
+        rejected({{"type", "dynamic"}, {"factor", 8.0}}, "type");
+        rejected({{"type", 3}}, "type");
+        rejected({{"type", "linear"}}, "factor");
+        rejected({{"type", "linear"}, {"factor", -1}}, "factor");
+        rejected({{"rope_type", "default"}, {"partial_rotary_factor", 0.5}}, "partial_rotary_factor");
+        rejected("llama3", where);
+        for (const auto& [field, value] : llama3.items()) {
+            if (field == "rope_type") continue;
+            Json rope = llama3;
+            rope.erase(field);
+            rejected(rope, field.c_str());
+            rope[field] = "8";
+            rejected(rope, field.c_str());
+        }
+        Json rope = llama3;
+        rope["high_freq_factor"] = 1.0;  // the formula would divide by zero
+        rejected(rope, "high_freq_factor");
+        f.config[where] = nullptr;
+    }
     f.config["num_key_value_heads"] = 3;
     write_file(path, f.config.dump());
     check_error([&] { read_model_config(folder.path.string()); }, folder.path.string(), "heads");

@@ -13,18 +13,21 @@ using namespace coat::test;
 using namespace coat::test::hugging_face_folders;
 using namespace coat::test::model_files;
 
-TEST_CASE("load_weights: reads a Hugging Face Llama folder, in one file or in shards") {
-    const HuggingFaceFolder f = hugging_face_llama();
-    for (int shards : {1, 3}) {
-        CAPTURE(shards);
-        Folder folder;
-        f.write(folder.path.string(), shards);
-        MemoryModel model = model_of(folder.path.string());
-        CHECK(model.setup().config.rope_theta == 12345.0f);
-        CHECK(model.setup().config.norm_eps == 1e-6f);
-        load_weights(folder.path.string(), model);
-        check_llama(model, f);
-    }
+TEST_CASE("load_weights: reads a Hugging Face folder of Llama, Mistral or Qwen2, in one file or in shards") {
+    for (const HuggingFaceFolder& f : {hugging_face_llama(), hugging_face_mistral(), hugging_face_qwen2()})
+        for (int shards : {1, 3}) {
+            const std::string type = f.config.at("model_type");
+            CAPTURE(type);
+            CAPTURE(shards);
+            Folder folder;
+            f.write(folder.path.string(), shards);
+            MemoryModel model = model_of(folder.path.string());
+            CHECK(model.setup().config.arch.name == type);
+            CHECK(model.setup().config.rope_theta == 12345.0f);
+            CHECK(model.setup().config.norm_eps == 1e-6f);
+            load_weights(folder.path.string(), model);
+            check_llama(model, f);
+        }
 }
 
 TEST_CASE("load_weights: reads a Hugging Face GPT-2 folder, with or without prefix, and ignores buffers") {
@@ -221,6 +224,19 @@ TEST_CASE("load_weights: weights of the wrong shape are rejected before the mode
                           c.named);
             CHECK(model.writes() == 0);
         }
+    }
+}
+
+TEST_CASE("load_weights: a Qwen2 folder without a bias, or with one of another size, is rejected") {
+    for (bool missing : {true, false}) {
+        HuggingFaceFolder f = hugging_face_qwen2();
+        if (missing) f.entries.pop_back();
+        else f.entries.back().shape = {32};
+        Folder folder;
+        f.write(folder.path.string());
+        MemoryModel model = model_of(folder.path.string());
+        check_error([&] { load_weights(folder.path.string(), model); }, folder.path.string(), "v_proj.bias");
+        CHECK(model.writes() == 0);
     }
 }
 

@@ -59,7 +59,8 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         int64_t L, C, NH, NKV, F, V, max_T;
         bool tied;
         float norm_eps, rope_theta;
-        int64_t count;  // 0: not published
+        int64_t count;     // 0: not published
+        float factor = 0;  // of RoPE scaling of type llama3; 0: no scaling
     };
     const std::vector<Shape> expected = {
         {"llama-tiny", "llama", 4, 128, 4, 2, 352, 0, 256, true, 1e-5f, 1e4f, 0},
@@ -74,6 +75,12 @@ TEST_CASE("models: each row of the table has the published shape and number of p
         {"llama-2-13b", "llama", 40, 5120, 40, 40, 13824, 32000, 4096, false, 1e-5f, 1e4f, 13015864320},
         {"llama-3-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 8192, false, 1e-5f, 5e5f, 8030261248},
         {"llama-30b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048, false, 1e-5f, 1e4f, 32528943616},
+        {"llama-3.2-1b", "llama", 16, 2048, 32, 8, 8192, 128256, 131072, true, 1e-5f, 5e5f, 1235814400, 32},
+        {"llama-3.2-3b", "llama", 28, 3072, 24, 8, 8192, 128256, 131072, true, 1e-5f, 5e5f, 3212749824, 32},
+        {"llama-3.1-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 131072, false, 1e-5f, 5e5f, 8030261248, 8},
+        {"mistral-7b", "mistral", 32, 4096, 32, 8, 14336, 32768, 32768, false, 1e-5f, 1e6f, 7248023552},
+        {"qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 4864, 151936, 32768, true, 1e-6f, 1e6f, 494032768},
+        {"qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, false, 1e-6f, 1e6f, 7615616512},
     };
     REQUIRE(models().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
@@ -86,6 +93,13 @@ TEST_CASE("models: each row of the table has the published shape and number of p
               std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, 0});
         CHECK(c.norm_eps == s.norm_eps);
         CHECK(c.rope_theta == s.rope_theta);
+        const RopeScaling& rope = c.rope_scaling;
+        CHECK(rope.type == (s.factor > 0 ? RopeScaling::Llama3 : RopeScaling::Default));
+        if (s.factor > 0)
+            CHECK(std::vector<float>{rope.factor, rope.low_freq_factor, rope.high_freq_factor,
+                                     float(rope.original_positions)} ==
+                  std::vector<float>{s.factor, 1, 4, 8192});
+        CHECK(c.window == 0);
         if (s.count) CHECK(parameter_count(c) == s.count);
     }
 }

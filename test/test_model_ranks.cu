@@ -36,6 +36,7 @@ GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in ev
     for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", LLAMA, false), mode));
     for (const char* mode : {"gradients", "master"})
         setups.push_back(with_mode(setup_of("te", GPT2, true), mode));
+    for (const char* recipe : {"coat", "bf16"}) setups.push_back(setup_of(recipe, QWEN2, false));
     setups.push_back(setup_of("coat", LLAMA, false));
     setups.back().accumulate = 3;
     setups.push_back(tiny_setup(wide_heads(false), "coat", "coat", 2, 128));

@@ -93,6 +93,10 @@ GPU_TEST_CASE("step: loss and every gradient against the reference") {
     for (const char* recipe : RECIPES) {
         for (bool tied : {true, false}) check_step(setup_of(recipe, LLAMA, tied));
         check_step(setup_of(recipe, GPT2, true));
+        check_step(setup_of(recipe, QWEN2, true));
+        Setup mistral = setup_of(recipe, MISTRAL, false);
+        mistral.config.rope_scaling = {RopeScaling::Linear, 2.5f};
+        check_step(mistral);
         for (bool tied : {true, false})
             check_step(tiny_setup(wide_heads(tied), recipe, optimizer_of(recipe), 2, 80));
         Setup accumulating = setup_of(recipe, LLAMA, false, 2, 16);
@@ -103,6 +107,9 @@ GPU_TEST_CASE("step: loss and every gradient against the reference") {
         Setup gpt2 = setup_of(recipe, GPT2, true, 2, 16);
         gpt2.accumulate = 3;  // the gradient of the tied embedding is in FP32
         check_step(gpt2);
+        Setup qwen2 = setup_of(recipe, QWEN2, false, 2, 16);
+        qwen2.accumulate = 3;
+        check_step(qwen2);
     }
 }
 
@@ -138,7 +145,7 @@ GPU_TEST_CASE(
 }
 
 GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF16 GEMMs") {
-    for (const Architecture& arch : {LLAMA, GPT2}) {
+    for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
         check_step(with_mode(setup_of("coat", arch), "attention"));
         check_step(with_mode(setup_of("coat", arch, true, 3, 7), "attention"));
         Setup bf16_gemms = setup_of("coat", arch);
@@ -150,7 +157,7 @@ GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF
 
 GPU_TEST_CASE("step: --recompute of norms and activations changes no bits") {
     for (const char* recipe : RECIPES)
-        for (const Architecture& arch : {LLAMA, GPT2})
+        for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
             for (const auto& shape : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
                 const int T = shape.first, accumulate = shape.second;
                 Setup setup = setup_of(recipe, arch, true, 3, T);
@@ -170,7 +177,8 @@ GPU_TEST_CASE("step: --recompute of norms and activations changes no bits") {
 GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true),
-                                          tiny_config(GPT2, true), wide_heads(true)}) {
+                                          tiny_config(GPT2, true), tiny_config(QWEN2, false),
+                                          wide_heads(true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
             Training kept = training_on(make_gpu, setup);
             Training none = training_on(make_gpu, with_mode(setup, "gradients"));
@@ -222,7 +230,7 @@ GPU_TEST_CASE(
 
 GPU_TEST_CASE("step: tokens that are no multiple of 16 make linear layers fall back to BF16") {
     for (const char* recipe : RECIPES)
-        for (const Architecture& arch : {LLAMA, GPT2}) check_step(setup_of(recipe, arch, true, 3, 7));
+        for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) check_step(setup_of(recipe, arch, true, 3, 7));
 }
 
 GPU_TEST_CASE("step: batches cut into chunks for the head and the feed-forward input") {
@@ -237,7 +245,7 @@ GPU_TEST_CASE("step: batches cut into chunks for the head and the feed-forward i
 
 GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
     for (const char* recipe : RECIPES)
-        for (const Architecture& arch : {LLAMA, GPT2}) {
+        for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
             const Setup setup = setup_of(recipe, arch);
             Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
             CHECK((snapshot(*gpu.model) == snapshot(*cpu.model)));

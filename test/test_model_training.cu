@@ -35,7 +35,7 @@ GPU_TEST_CASE(
 }
 
 GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
-    for (const Architecture& arch : {LLAMA, GPT2})
+    for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
         for (int64_t accumulate : {1, 2}) {
             Setup setup = setup_of("te", arch);
             setup.accumulate = accumulate;
@@ -96,6 +96,7 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
         setups.push_back(with_optimizer(setup_of("coat", arch, true, 8, 32), "fp8lm"));
         setups.push_back(with_mode(with_optimizer(setup_of("te", arch, true, 8, 32), "fp8lm"), "lean"));
     }
+    for (const char* recipe : {"bf16", "coat"}) setups.push_back(setup_of(recipe, QWEN2, false, 8, 32));
     for (const Setup& setup : setups) {
         const char* recipe = setup.recipe.name;
         Training gpu = training_on(make_gpu, setup), cpu = training_on(make_reference, setup);
@@ -239,7 +240,7 @@ GPU_TEST_CASE(
 
 GPU_TEST_CASE("next_logits: equal the reference's, for any length") {
     for (const char* recipe : RECIPES)
-        for (const Architecture& arch : {LLAMA, GPT2}) {
+        for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
             // With B = 1 the linear layers fall back to BF16. With B = 8 they are FP8, and the prompt's rows
             // are padded.
             for (int64_t B : {1, 8}) {

@@ -42,7 +42,7 @@ TEST_CASE("next_logits: falls back to BF16 where a training batch does, for any 
 TEST_CASE("next_logits: equal the logits of the loss, for any length") {
     // The loss of a single sequence is the mean over its tokens, each predicted by next_logits of the tokens
     // before.
-    for (const Architecture& arch : {LLAMA, GPT2}) {
+    for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
         Setup setup = tiny_setup(tiny_config(arch, true), "fp32", "fp32", 1, 16);
         Training training(setup);
         losses(training, 10);

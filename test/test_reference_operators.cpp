@@ -199,10 +199,47 @@ TEST_CASE("activation_forward, activation_backward: finite in FP32 for inputs of
         }
 }
 
-TEST_CASE("rope: rotates pairs (i, i + HS/2) by t theta^(-2i/HS), and the inverse undoes it") {
+TEST_CASE("rope_frequency: scaling of type llama3 and linear gives the values of transformers") {
+    // What transformers 5.17 computes for the published Llama 3.2 (factor 32) and 3.1 (factor 8), in double.
+    const struct {
+        const char* model;
+        int64_t i;
+        double frequency;
+    } rows[] = {{"llama-3.2-1b", 0, 1.0},
+                {"llama-3.2-1b", 1, 6.636012376961e-01},
+                {"llama-3.2-1b", 14, 3.211445994753e-03},  // the last that is kept
+                {"llama-3.2-1b", 15, 1.290547928209e-03},
+                {"llama-3.2-1b", 16, 4.295567965594e-04},
+                {"llama-3.2-1b", 17, 9.708287802628e-05},
+                {"llama-3.2-1b", 18, 1.946163818483e-05},  // the first that is divided by 32
+                {"llama-3.2-1b", 31, 9.418306725435e-08},
+                {"llama-3.1-8b", 28, 3.211445994753e-03},
+                {"llama-3.1-8b", 29, 2.166570763503e-03},
+                {"llama-3.1-8b", 31, 8.567514129196e-04},
+                {"llama-3.1-8b", 34, 1.785078127680e-04},
+                {"llama-3.1-8b", 35, 9.556212353965e-05},
+                {"llama-3.1-8b", 63, 3.068925988915e-07}};
+    for (const auto& row : rows) {
+        CAPTURE(row.model);
+        CAPTURE(row.i);
+        CHECK(rope_frequency(find_row(models(), row.model, ""), row.i) ==
+              doctest::Approx(row.frequency).epsilon(1e-11));
+    }
+    ModelConfig c = find_row(models(), "llama-2-7b", "");
+    for (int i = 0; i < 64; i++) {
+        c.rope_scaling = {};
+        const double f = rope_frequency(c, i);
+        CHECK(f == doctest::Approx(std::pow(1e4, -i / 64.0)).epsilon(1e-12));
+        c.rope_scaling = {RopeScaling::Linear, 2.5f};
+        CHECK(rope_frequency(c, i) == doctest::Approx(f / 2.5).epsilon(1e-12));
+    }
+}
+
+TEST_CASE("rope: rotates pairs (i, i + HS/2) by t rope_frequency(i), and the inverse undoes it") {
     FRESH_RANDOM(rng);
     for (HeadShape z : HEADS) {
-        const ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
+        ModelConfig c = attention_config(z.NH, z.NKV, z.HS);
+        if (z.NH > 1) c.rope_scaling = {RopeScaling::Linear, 3};
         const Vector x = rng.normals<double>(z.B * z.T * c.qkv_cols());
         Vector y = x;
         rope(c, z.B, z.T, y.data(), false);
@@ -210,8 +247,7 @@ TEST_CASE("rope: rotates pairs (i, i + HS/2) by t theta^(-2i/HS), and the invers
             for (int64_t j = 0; j < c.qkv_cols(); j++) {
                 const size_t row = size_t(n * c.qkv_cols());
                 const int64_t i = j % z.HS, half = z.HS / 2;
-                const double angle =
-                    double(n % z.T) * std::pow(double(c.rope_theta), -2.0 * double(i % half) / double(z.HS));
+                const double angle = double(n % z.T) * rope_frequency(c, i % half);
                 const double other = x[row + size_t(i < half ? j + half : j - half)];
                 const double rotated =
                     x[row + size_t(j)] * std::cos(angle) + (i < half ? -1 : 1) * other * std::sin(angle);

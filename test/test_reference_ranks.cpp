@@ -46,6 +46,7 @@ TEST_CASE("ranks: --shard none, optimizer and all have the same bits") {
     std::vector<Setup> setups = {setup_of("fp32", LLAMA, true),     setup_of("fp32", GPT2, false, 2),
                                  setup_of("bf16", GPT2, true, 2),   setup_of("coat", LLAMA, false),
                                  setup_of("coat", LLAMA, true, 2),  setup_of("te", LLAMA, true, 2),
+                                 setup_of("coat", QWEN2, false, 2),
                                  with_mode(setup_of("coat", GPT2, true), "master")};
     for (const char* recipe : {"fp32", "te", "coat"})
         setups.push_back(with_mode(setup_of(recipe, LLAMA, true), "gradients"));

@@ -17,7 +17,10 @@ namespace coat::test {
 
 inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
     const int64_t NKV = arch.rope ? 2 : 4;  // grouped queries if the architecture has them
-    return {std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
+    ModelConfig c{std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
+    // Of a head's 8 frequencies one is kept, one is interpolated, and the others are divided.
+    if (arch.rope && arch.qkv_bias) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+    return c;
 }
 
 inline Setup tiny_setup(const ModelConfig& config, const std::string& recipe, const std::string& optimizer,

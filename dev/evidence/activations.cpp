@@ -104,7 +104,8 @@ private:
         const int64_t N = static_cast<int64_t>(x.size()) / in, out = static_cast<int64_t>(w.size()) / in;
         Values y(N * out);
         reference::matmul<float>(N, out, in, {x.data(), in, 1}, {w.data(), 1, in}, y.data());
-        const Values* bias = c_.arch.bias ? &w_.at(name + ".bias") : nullptr;
+        const auto found = w_.find(name + ".bias");
+        const Values* bias = found == w_.end() ? nullptr : &found->second;
         for (int64_t i = 0; bias && i < N * out; i++) y[i] += (*bias)[i % out];
         return y;
     }
