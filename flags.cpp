@@ -189,9 +189,9 @@ nlohmann::ordered_json Flags::typed() const {
 
 void print_help() {
     std::printf(
-        "./train trains a Llama or GPT-2 model in FP8 with COAT (arXiv 2410.19313). Without flags it trains "
-        "a small model on\n"
-        "text that this machine has. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
+        "./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). Without "
+        "flags it trains\na small model on text that this machine has. Flags and their defaults (on a CPU | on "
+        "a GPU, where they differ):\n\n");
     for (const Flag& flag : flag_table()) {
         const std::string cpu = escaped(flag.cpu), gpu = escaped(flag.gpu),
                           defaults = cpu == gpu ? cpu : cpu + " | " + gpu;

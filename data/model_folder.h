@@ -14,9 +14,8 @@ namespace coat {
 
 inline const std::string CONFIG_FILE = "config.json", WEIGHTS_FILE = "model.safetensors";
 
-// The shape of the model in a folder of architecture llama or gpt2. Error that names the field if this
-// program does not implement what config.json asks for (scaled RoPE, another activation function, biases in
-// attention, ...).
+// The shape of the model in a folder of an architecture of coat.h. Error that names the field if this program
+// does not implement what config.json asks for (another type of RoPE scaling or activation function, ...).
 ModelConfig read_model_config(const std::string& folder);
 
 // Error unless the folder's weights are exactly the tensors of such a model. Call it before a model is

@@ -220,6 +220,7 @@ void check_short(Format f, int64_t HS, AttentionKernel kernel) {
 void check_long(Format f, int64_t HS, AttentionKernel kernel) {
     for (int64_t T : {64, 100, 128, 257}) check({2, T, 4, 2, HS, f}, kernel);
     for (int64_t NKV : {8, 2, 1}) check({1, 200, 8, NKV, HS, f}, kernel);
+    check({1, 200, 14, 2, HS, f}, kernel);  // Qwen2.5: seven query heads read a key/value head
     check({1, 1024, 2, 1, HS, f}, kernel);
     for (Inputs kind : {Inputs::HeavyTails, Inputs::LargeLogits}) check({1, 300, 2, 2, HS, f}, kernel, kind);
 }

@@ -117,16 +117,17 @@ TEST_CASE("checkpoint: our fields of config.json win over contradictory ones of 
 }
 
 TEST_CASE("checkpoint: scaled frequencies and sliding windows stay as the folder spelled them") {
-    const Json linear = {{"type", "linear"}, {"factor", 2}},  // as older files have it, and an integer
-               llama3 = {{"rope_theta", 500000.0},
-                         {"rope_type", "llama3"},
-                         {"factor", 8.0},
-                         {"low_freq_factor", 1.0},
-                         {"high_freq_factor", 4.0},
-                         {"original_max_position_embeddings", 8192}};
-    CHECK(merged(hugging_face_llama(), {{"rope_scaling", linear}}).at("rope_scaling") == linear);
+    using Fields = nlohmann::json;  // compares objects without the order of their fields
+    const Fields linear = {{"type", "linear"}, {"factor", 2}},  // as older files have it, and an integer
+                 llama3 = {{"rope_theta", 500000.0},
+                           {"rope_type", "llama3"},
+                           {"factor", 8.0},
+                           {"low_freq_factor", 1.0},
+                           {"high_freq_factor", 4.0},
+                           {"original_max_position_embeddings", 8192}};
+    CHECK(Fields(merged(hugging_face_llama(), {{"rope_scaling", linear}})).at("rope_scaling") == linear);
     // transformers 5 writes rope_parameters; programs that do not know it find the same in rope_scaling.
-    const Json both = merged(hugging_face_llama(), {{"rope_parameters", llama3}});
+    const Fields both = merged(hugging_face_llama(), {{"rope_parameters", llama3}});
     CHECK(both.at("rope_parameters") == llama3);
     CHECK(both.at("rope_theta") == 500000.0);
     for (const auto& [field, value] : both.at("rope_scaling").items()) CHECK(llama3.at(field) == value);

@@ -171,6 +171,11 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
         rejected(rope, "high_freq_factor");
         f.config[where] = nullptr;
     }
+    f.config["hidden_size"] = 40;
+    write_file(path, f.config.dump());
+    auto read = [&] { read_model_config(folder.path.string()); };
+    check_error(read, "hidden size 40", "multiples of 16, as FP8");
+    f.config["hidden_size"] = 32;
     f.config["num_key_value_heads"] = 3;
     write_file(path, f.config.dump());
     check_error([&] { read_model_config(folder.path.string()); }, folder.path.string(), "heads");

@@ -39,6 +39,7 @@ TEST_CASE("checkpoint: several ranks write the files of one rank, and others con
     // One or two micro-batches at a time would be added in BF16 by recipe coat.
     check_checkpoints(setup_of("fp32", LLAMA, 12), 4, 3, make_reference);
     check_checkpoints(setup_of("coat", GPT2, 12), 2, 2, make_reference);
+    check_checkpoints(setup_of("fp32", QWEN2, 12), 4, 3, make_reference);
 }
 
 TEST_CASE("train: a run stops on four ranks and continues on one and on two, bit for bit") {

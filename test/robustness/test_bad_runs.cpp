@@ -83,7 +83,8 @@ TEST_CASE("error messages: plain, short and complete for any file content or pat
     auto type_is = [&](const std::string& type) {
         const nlohmann::json config = {{"model_type", type}};
         folder.write("model/config.json", config.dump());
-        check_error([&] { read_model_config(folder / "model"); }, "config.json", "implements llama and gpt2");
+        check_error([&] { read_model_config(folder / "model"); }, "config.json",
+                    "does not implement (only llama, mistral, qwen2, gpt2)");
     };
     type_is(std::string("a\0b", 3));
     type_is("\u009B31m");                    // a control sequence introducer in one character
