@@ -81,6 +81,16 @@ const std::vector<Name> GPT2_NAMES = {
     {"head", "lm_head.weight", live, false},
 };
 
+struct Family {
+    const std::vector<Name>& names;
+    std::string prefix;                // files of the bare model leave it out of the names
+    std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
+};
+const Family LLAMA_FAMILY = {LLAMA_NAMES, "model.", {".rotary_emb.inv_freq"}};
+const Family GPT2_FAMILY = {GPT2_NAMES, "transformer.", {".attn.bias", ".attn.masked_bias"}};
+
+const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
+
 // One tensor of a Hugging Face file: some rows of one parameter.
 struct Piece {
     std::string theirs;
@@ -101,6 +111,28 @@ struct Piece {
     }
 };
 
+// All pieces of a model, in the order of its parameters.
+std::vector<Piece> pieces(const ModelConfig& c) {
+    std::vector<Piece> result;
+    for (const Param& p : parameters(c)) {
+        std::string ours = p.name, layer;
+        if (ours.rfind("layers.", 0) == 0) {
+            const size_t begin = 7, end = ours.find('.', begin);
+            layer = ours.substr(begin, end - begin);
+            ours.replace(begin, end - begin, "#");
+        }
+        const size_t before = result.size();
+        for (const Name& name : family(c).names) {
+            if (name.ours != ours) continue;
+            std::string theirs = name.theirs;
+            if (!layer.empty()) theirs.replace(theirs.find('#'), 1, layer);
+            result.push_back({theirs, p, name.rows(c, p), name.transposed});
+        }
+        if (result.size() == before) throw std::logic_error("no Hugging Face name for parameter " + p.name);
+    }
+    return result;
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // config.json
 
@@ -110,8 +142,8 @@ struct Implemented {
     std::vector<json> values;
 };
 const std::vector<Implemented> LLAMA_IMPLEMENTED = {
-    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}}, {"mlp_bias", {false}},
-    {"partial_rotary_factor", {1.0}}, {"quantization_config", {}},
+    {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}},   {"mlp_bias", {false}},
+    {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
 const std::vector<Implemented> GPT2_IMPLEMENTED = {
     {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
@@ -252,44 +284,33 @@ ordered_json gpt2_json(const ModelConfig& c) {
             {"scale_attn_weights", true}};
 }
 
-// What Hugging Face has for each architecture.
-struct Family {
+// How config.json describes an architecture.
+struct ConfigFormat {
     Architecture arch;
-    const char* causal_lm;                         // the class in transformers
-    ModelConfig (*read)(const Fields&);            // the shape, without name and architecture
-    ordered_json (*write)(const ModelConfig&);
-    const std::vector<Name>& names;
-    std::string prefix;                // files of the bare model leave it out of the names
-    std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
+    const char* causal_lm;                      // the class in transformers
+    ModelConfig (*read)(const Fields&);         // all but name and architecture
+    ordered_json (*write)(const ModelConfig&);  // without the fields that all architectures have
 };
-const std::vector<std::string> ROPE_BUFFERS = {".rotary_emb.inv_freq"};
-const std::vector<Family> FAMILIES = {
+const std::vector<ConfigFormat> CONFIG_FORMATS = {
     {LLAMA, "LlamaForCausalLM", read_llama,
-     [](const ModelConfig& c) {
-         return llama_json(c, {{"attention_bias", false}, {"mlp_bias", false}});
-     },
-     LLAMA_NAMES, "model.", ROPE_BUFFERS},
+     [](const ModelConfig& c) { return llama_json(c, {{"attention_bias", false}, {"mlp_bias", false}}); }},
     {MISTRAL, "MistralForCausalLM", read_mistral,
-     [](const ModelConfig& c) { return llama_json(c, {{"sliding_window", window_json(c)}}); },
-     LLAMA_NAMES, "model.", ROPE_BUFFERS},
+     [](const ModelConfig& c) { return llama_json(c, {{"sliding_window", window_json(c)}}); }},
     {QWEN2, "Qwen2ForCausalLM", read_qwen2,
      [](const ModelConfig& c) {
          return llama_json(c, {{"use_sliding_window", c.window > 0}, {"sliding_window", window_json(c)}});
-     },
-     LLAMA_NAMES, "model.", ROPE_BUFFERS},
-    {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json, GPT2_NAMES, "transformer.",
-     {".attn.bias", ".attn.masked_bias"}},
+     }},
+    {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json},
 };
 
-const Family* find_family(const std::string& model_type) {
-    for (const Family& f : FAMILIES)
+const ConfigFormat* find_format(const std::string& model_type) {
+    for (const ConfigFormat& f : CONFIG_FORMATS)
         if (f.arch.name == model_type) return &f;
     return nullptr;
 }
-const Family& family(const ModelConfig& c) { return *find_family(c.arch.name); }
 
 ordered_json config_json(const ModelConfig& c) {
-    const Family& f = family(c);
+    const ConfigFormat& f = *find_format(c.arch.name);
     ordered_json j = {{"architectures", {f.causal_lm}}, {"model_type", c.arch.name}};
     j.update(f.write(c));
     j["tie_word_embeddings"] = c.tied;
@@ -297,28 +318,6 @@ ordered_json config_json(const ModelConfig& c) {
     j["bos_token_id"] = j["eos_token_id"] = j["pad_token_id"] = nullptr;
     j["torch_dtype"] = "bfloat16";
     return j;
-}
-
-// All pieces of a model, in the order of its parameters.
-std::vector<Piece> pieces(const ModelConfig& c) {
-    std::vector<Piece> result;
-    for (const Param& p : parameters(c)) {
-        std::string ours = p.name, layer;
-        if (ours.rfind("layers.", 0) == 0) {
-            const size_t begin = 7, end = ours.find('.', begin);
-            layer = ours.substr(begin, end - begin);
-            ours.replace(begin, end - begin, "#");
-        }
-        const size_t before = result.size();
-        for (const Name& name : family(c).names) {
-            if (name.ours != ours) continue;
-            std::string theirs = name.theirs;
-            if (!layer.empty()) theirs.replace(theirs.find('#'), 1, layer);
-            result.push_back({theirs, p, name.rows(c, p), name.transposed});
-        }
-        if (result.size() == before) throw std::logic_error("no Hugging Face name for parameter " + p.name);
-    }
-    return result;
 }
 
 // config.json of a model that came with another config.json, or with none (null). The result has our fields,
@@ -329,8 +328,9 @@ ordered_json merged_config(const ModelConfig& c, const json& original) {
     for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"})  // this program knows none
         if (original.contains(token)) merged[token] = original[token];
         else merged.erase(token);  // missing and null differ in transformers
-    for (const char* spelled : {"rope_scaling", "use_sliding_window", "sliding_window"})  // in several ways
-        if (original.contains(spelled) && !original[spelled].is_null()) merged[spelled] = original[spelled];
+    // These stay as the original spells them; what they say is in our ModelConfig.
+    for (const char* field : {"rope_scaling", "use_sliding_window", "sliding_window"})
+        if (original.contains(field) && !original[field].is_null()) merged[field] = original[field];
     // Other names in transformers for torch_dtype and for the sizes of GPT-2. They could contradict ours.
     const std::set<std::string> aliases = {"dtype", "hidden_size", "num_hidden_layers",
                                            "num_attention_heads", "max_position_embeddings"};
@@ -440,14 +440,13 @@ struct Source {
 // The sources of all parameters, in the order of the parameters. A tensor that no piece asks for is an error:
 // it means another architecture than config.json says, such as one with biases.
 std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c) {
-    const Family& theirs = family(c);
+    const auto& [names, prefix, ignored] = family(c);
     std::vector<Source> sources;
     std::set<std::string> known;
     if (c.tied) known.insert("lm_head.weight");  // some files repeat the embedding under this name
     for (const Piece& piece : pieces(c)) {
         std::string name = piece.theirs;
-        if (!files.file_of.count(name) && name.rfind(theirs.prefix, 0) == 0)
-            name.erase(0, theirs.prefix.size());
+        if (!files.file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
         const auto found = files.file_of.find(name);
         if (found == files.file_of.end())
             throw Error(files.folder + " has no tensor " + piece.theirs +
@@ -463,7 +462,7 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         known.insert(name);
     }
     for (const auto& [name, file] : files.file_of) {
-        for (const std::string& end : theirs.ignored)
+        for (const std::string& end : ignored)
             if (ends_with(name, end)) known.insert(name);
         if (!known.count(name))
             throw Error(file->path() + " has tensor " + escaped(name) +
@@ -507,15 +506,16 @@ ModelConfig read_model_config(const std::string& folder) {
     const std::string path = path_in(folder, CONFIG_FILE);
     const Fields f{path, read_json(path)};
     const std::string type = f.text("model_type");
-    const Family* family = find_family(type);
-    if (!family) {
+    const ConfigFormat* format = find_format(type);
+    if (!format) {
         std::string known;
-        for (const Family& row : FAMILIES) known += (known.empty() ? "" : ", ") + std::string(row.arch.name);
+        for (const ConfigFormat& row : CONFIG_FORMATS)
+            known += (known.empty() ? "" : ", ") + std::string(row.arch.name);
         f.reject("model_type", "is \"" + escaped(type) + "\", which this program does not implement (only " +
                                    known + "); give another model");
     }
-    ModelConfig c = family->read(f);
-    c.arch = family->arch;
+    ModelConfig c = format->read(f);
+    c.arch = format->arch;
     c.name = folder;
     validate(c);
     return c;
