@@ -1140,7 +1140,7 @@ private:
     Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
                        const View& saved_x) const {
         const size_t i = state_.index(name);
-        const bool biased = which == 0 ? config_.arch.qkv_bias : config_.arch.bias;
+        const bool biased = which == 0 ? config_.arch.qkv_bias : config_.arch.bias;  // 0: qkv
         auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
         const Linear w{i,
                        state_.params[i].bucket,  // each linear layer has a bucket and a stage of its own
