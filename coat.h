@@ -716,14 +716,15 @@ struct AdamW {    // the arguments of one step
 };
 
 struct StepResult {
-    double loss;       // nats per token, mean over the micro-batches
+    double loss;       // nats per token, mean over all targets of the step that count
     double grad_norm;  // before clipping
     // Nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not finite,
-    // or a clipped norm was 2^62 or more. Without keep_gradients, buckets that were updated before that stay
-    // updated.
+    // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, buckets that were updated
+    // before that stay updated.
     bool skipped;
     // Without keep_gradients, by bucket: grad_norm / norm of the gradients of this and all later buckets.
     std::vector<double> norm_correction = {};
+    int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };
 // norms: by bucket, of its gradients and those of all later buckets.
 inline std::vector<double> norm_corrections_of(std::vector<double> norms) {
@@ -735,15 +736,27 @@ inline double norm_correction_at(const AdamW& a, int64_t bucket) {
     return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket);
 }
 
-// Tokens and targets are in [0, V); every function throws Error if they are not, or if a tensor name is
-// unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and write() at the same time;
+// A target that does not count, say a token of a user's question: its loss and its gradient are 0. The loss is
+// the mean over all targets of the step that count, also those of other micro-batches and ranks. A mean of the
+// means of micro-batches would give a token more weight where few others count.
+inline constexpr int32_t NO_TARGET = -1;
+inline int64_t counted_targets(const int32_t* targets, int64_t n) {
+    return n - std::count(targets, targets + n, NO_TARGET);
+}
+// What the mean loss of one micro-batch divides by.
+inline double divisor_of_mean(const int32_t* targets, int64_t n) {
+    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+}
+
+// Tokens are in [0, V), targets also NO_TARGET; every function throws Error if they are not, or if a tensor name
+// is unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and write() at the same time;
 // step() and evaluate() with its own tokens. The result of step() is that of all ranks.
 class Model {
 public:
     virtual ~Model() = default;
     // Forward, backward and update. tokens and targets: (accumulate, B, T).
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
-    // Mean loss of one micro-batch (B, T) without gradients; NaN if a tensor that was quantized to FP8 was
+    // Mean loss of one micro-batch (B, T) without gradients, 0 if no target counts; NaN if a tensor that was quantized to FP8 was
     // not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // Logits (V) of the token that follows these n, 1 <= n <= T.

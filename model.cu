@@ -59,6 +59,7 @@ struct Outcome {
 struct Results {
     Outcome outcome;
     double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
+    double loss_scale;    // one over the targets that count; from the host
     QuantStats stats[static_cast<int>(Kind::Count)];
 };
 
@@ -671,6 +672,7 @@ struct Layer {
 
 struct Batch {  // on the device
     const int32_t *tokens, *targets;
+    const double* scale;  // of the losses
     int64_t B, T;
     const int32_t* order = nullptr;  // the last three for backward: embedding_order()
     const EmbeddingChunk* chunks = nullptr;
@@ -727,19 +729,19 @@ public:
         cache_is_valid_ = true;
     }
 
-    // *loss += the mean loss of the micro-batch.
+    // *loss += the sum of the micro-batch's losses * the batch's scale.
     void evaluate(const Batch& batch, double* loss) {
         forward(batch);
-        head(batch, 1.0 / static_cast<double>(N_), false, loss);
+        head(batch, false, loss);
     }
 
-    // *loss += the mean loss of the micro-batch / accumulate. Its gradients are added, or assigned if it is
-    // the first of a step: all but those of the embeddings, which follow in embedding_backward().
-    void forward_and_backward(const Batch& batch, int64_t accumulate, bool first, double* loss) {
+    // The same. The gradients are added, or assigned if the micro-batch is the first of a step: all but those
+    // of the embeddings, which follow in embedding_backward().
+    void forward_and_backward(const Batch& batch, bool first, double* loss) {
         first_ = first;
         saves_outputs_ = !state_.setup.recompute;
         forward(batch);
-        head(batch, 1.0 / static_cast<double>(N_ * accumulate), true, loss);
+        head(batch, true, loss);
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         saves_outputs_ = false;
     }
@@ -1056,7 +1058,7 @@ private:
     // Loss, and in backward the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
     // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
     // rounded too often (plan.h, head_sum_apart).
-    void head(const Batch& batch, double scale, bool backward, double* loss) {
+    void head(const Batch& batch, bool backward, double* loss) {
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
         const View sum =
@@ -1071,14 +1073,14 @@ private:
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
                        y = compute_view(arena_.work(Work::FinalNorm), n, config_.C);
-            cross_entropy(logits, config_.V, batch.targets + first,
-                          backward ? static_cast<float>(scale) : 0.0f, losses + first, cuda_);
+            cross_entropy(logits, config_.V, batch.targets + first, backward ? batch.scale : nullptr,
+                          losses + first, cuda_);
             if (!backward) continue;
             gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
             gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr,
                        cuda_);
         }
-        loss_sum(losses, N_, scale, loss, cuda_);
+        loss_sum(losses, N_, batch.scale, loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
@@ -1195,7 +1197,7 @@ public:
           state_(setup_, arena_, peers_, stream_), exchange_(setup_, arena_, state_, peers_, stream_),
           network_(setup_, facts, arena_, state_, exchange_, gemms_, stream_), tokens_(batch_tokens()),
           targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1),
-          norms_(buckets()) {
+          norms_(buckets()), loss_scale_(1) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
                           sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
                           sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
@@ -1207,6 +1209,9 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         check_and_pin(tokens, targets, batch_tokens());
+        const int64_t counted = sum_of_ranks(counted_targets(targets, batch_tokens()));
+        if (counted == 0) return {0, 0, true};
+        set_loss_scale(static_cast<double>(counted));
         clear_outcome();
         network_.begin_delayed();
         network_.prepare();
@@ -1222,7 +1227,7 @@ public:
         };
         if (!peers_.several() && setup_.keep_gradients) network_.bucket_done = nullptr;
         for (; a < setup_.accumulate; a++) {
-            run(a, setup_.accumulate * peers_.count);
+            run(a);
             if (setup_.keep_gradients) check_loss();
         }
         peers_.make_compute_wait();
@@ -1233,12 +1238,13 @@ public:
         const Outcome& outcome = finish();
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
-        return {loss_of_all(outcome.loss), outcome.gradients.norm, skipped, norm_correction()};
+        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, norm_correction(), counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         check_and_pin(tokens, targets, setup_.B * setup_.T);
         upload(0, setup_.B * setup_.T);
+        set_loss_scale(divisor_of_mean(targets, setup_.B * setup_.T));
         clear_outcome();
         network_.begin_delayed();
         network_.prepare();
@@ -1253,7 +1259,7 @@ public:
         upload(0, n);
         network_.begin_delayed();
         network_.prepare();
-        network_.forward({device_tokens(), device_targets(), 1, n});
+        network_.forward({device_tokens(), device_targets(), nullptr, 1, n});
         const View row = network_.token_logits(n - 1),
                    wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         dequantize(row, wide, stream_);
@@ -1264,6 +1270,7 @@ public:
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantReport report;
         check_and_pin(tokens, targets, setup_.B * setup_.T);
+        set_loss_scale(divisor_of_mean(targets, setup_.B * setup_.T));
         clear(results()->stats, sizeof(results()->stats), stream_);
         clear_outcome();
         const Hooks hooks{network_};
@@ -1273,7 +1280,7 @@ public:
         network_.bucket_done = [&](int64_t bucket) {
             state_.measure(state_.buckets[bucket], results()->stats);
         };
-        run(0, 1);
+        run(0);
         peers_.make_compute_wait();
         state_.expansion_factors(report);
         copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
@@ -1317,6 +1324,7 @@ private:
     Pinned<EmbeddingChunk> chunks_;
     Pinned<Outcome> outcome_;
     Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
+    Pinned<double> loss_scale_;
     Recording first_micro_batch_, later_micro_batch_;
     bool tuning_ = false;
 
@@ -1338,12 +1346,16 @@ private:
         exchange_.weights_changed(false);
     }
 
-    // Each rank's loss is a mean over its own tokens, divided by the number of ranks.
-    double loss_of_all(double mine) const {
+    template <class T>
+    T sum_of_ranks(T mine) const {
         if (!peers_.several()) return mine;
-        double sum = 0;
-        for (double loss : setup_.group->all_gather(mine)) sum += loss;
+        T sum = 0;
+        for (T theirs : setup_.group->all_gather(mine)) sum += theirs;
         return sum;
+    }
+    void set_loss_scale(double counted) {
+        *loss_scale_.get() = 1.0 / counted;
+        copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), stream_);
     }
     // Where weights travel as codes, each rank has measured those that it made.
     void add_weights_of_others(QuantStats& mine) const {
@@ -1367,7 +1379,7 @@ private:
 
     void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
         for (int64_t i = 0; i < n; i++)
-            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < 0 ||
+            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < NO_TARGET ||
                 targets[i] >= setup_.config.V)
                 throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
                             "; choose --data and --model that belong together.");
@@ -1383,20 +1395,22 @@ private:
     // while GEMMs are tuned or quantization is measured, when buckets are updated on the way, and as long as
     // an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's
     // gradient.
-    void run(int64_t micro_batch, int64_t micro_batches) {
+    void run(int64_t micro_batch) {
         const int64_t N = setup_.B * setup_.T;
         // Several ranks sum what each micro-batch gives right away: every one assigns its gradients.
         const bool first = micro_batch == 0 || peers_.several();
         upload(micro_batch * N, N);
         auto work = [&] {
-            network_.forward_and_backward(device_batch(), micro_batches, first, &results()->outcome.loss);
+            network_.forward_and_backward(device_batch(), first, &results()->outcome.loss);
         };
         if (network_.stats || network_.bucket_done || tuning_ || state_.some_without_scale) work();
         else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
         network_.embedding_backward(upload_order(micro_batch), first);
     }
 
-    Batch device_batch() const { return {device_tokens(), device_targets(), setup_.B, setup_.T}; }
+    Batch device_batch() const {
+        return {device_tokens(), device_targets(), &results()->loss_scale, setup_.B, setup_.T};
+    }
 
     Batch upload_order(int64_t micro_batch) {
         Batch batch = device_batch();

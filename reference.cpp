@@ -717,7 +717,8 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
             }
 }
 
-// loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target).
+// loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target). Both are 0
+// where no target counts.
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
                      Real scale) {
@@ -725,6 +726,10 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         Real* row = logits + n * V_stride;
+        if (targets[n] == NO_TARGET) {
+            std::fill(row, row + V_stride, Real(0));
+            continue;
+        }
         const Real largest = *std::max_element(row, row + V), target = row[targets[n]];
         Real sum = 0;
         for (int64_t v = 0; v < V; v++) sum += row[v] = std::exp(row[v] - largest);
@@ -1119,7 +1124,11 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T;
-        for (const int32_t* t : {tokens, targets}) check(t, setup_.accumulate * N);
+        check(tokens, targets, setup_.accumulate * N);
+        int64_t counted = 0;
+        for (const auto& of_rank : all_gather(std::vector{counted_targets(targets, setup_.accumulate * N)}))
+            counted += of_rank[0];
+        if (counted == 0) return {0, 0, true};
         network_.begin();
         double squares = 0;  // sum over the gradients so far
         bool skipped = false;
@@ -1137,7 +1146,6 @@ public:
         };
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
         if (!setup_.keep_gradients) norms.resize(network_.params.back().bucket + 1);
-        const double all_tokens = double(N * setup_.accumulate * setup_.ranks);
         std::vector<double> losses;
         for (int64_t a = 0; a < setup_.accumulate; a++) {
             if (a == 0 || setup_.group) clear_gradients();
@@ -1149,7 +1157,7 @@ public:
                 norms[bucket] = std::sqrt(squares);
             };
             losses.push_back(
-                network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / all_tokens));
+                network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
         }
         network_.bucket_done = nullptr;
         if (setup_.keep_gradients) update_if_finite(ALL, 1);
@@ -1158,15 +1166,16 @@ public:
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < setup_.accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
-        return {loss / all_tokens, std::sqrt(squares), skipped,
-                norms.empty() ? norms : norm_corrections_of(norms)};
+        return {loss / double(counted), std::sqrt(squares), skipped,
+                norms.empty() ? norms : norm_corrections_of(norms), counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        for (const int32_t* t : {tokens, targets}) check(t, N);
+        check(tokens, targets, N);
         network_.begin();
-        const double loss = network_.run(tokens, targets, setup_.B, setup_.T, 0) / double(N);
+        const double sum = network_.run(tokens, targets, setup_.B, setup_.T, 0),
+                     loss = sum / divisor_of_mean(targets, N);
         return network_.finite ? loss : NAN;
     }
 
@@ -1181,7 +1190,7 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        for (const int32_t* t : {tokens, targets}) check(t, N);
+        check(tokens, targets, N);
         QuantReport report;
         network_.stats = report.kinds;
         network_.begin();
@@ -1190,7 +1199,7 @@ public:
             for (size_t i : parameters_of(bucket)) measure_moments(i, report);
             if (!setup_.keep_gradients) release_gradients(bucket);
         };
-        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / double(N));
+        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
         network_.stats = nullptr, network_.bucket_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
@@ -1228,6 +1237,11 @@ private:
     bool in_fp32() const { return setup_.recipe.compute == Format::F32; }
     bool sharded() const { return setup_.group && setup_.shard != Shard::None; }
 
+    void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
+        check(tokens, n);
+        for (int64_t i = 0; i < n; i++)
+            if (targets[i] != NO_TARGET) check(targets + i, 1);
+    }
     void check(const int32_t* tokens, int64_t n) const {
         if (std::any_of(tokens, tokens + n, [&](int32_t t) { return t < 0 || t >= setup_.config.V; }))
             throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
@@ -1473,7 +1487,7 @@ double loss_in_double(const ModelConfig& c, int64_t B, int64_t T,
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     Network<double> network({c, recipe, find_row(optimizers(), "fp32", "--optimizer"), B, T});
     network.weights = weights;
-    const double scale = 1.0 / double(B * T);
+    const double scale = 1.0 / divisor_of_mean(targets, B * T);
     const double loss = network.run(tokens, targets, B, T, gradients ? scale : 0) * scale;
     if (gradients) *gradients = network.gradients;
     return loss;

@@ -73,6 +73,25 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
     }
 }
 
+void TokenStream::set_mask(std::shared_ptr<const InputFile> mask) { segments_.at(0).mask = std::move(mask); }
+
+bool TokenStream::masked() const {
+    return std::any_of(segments_.begin(), segments_.end(), [](const Segment& s) { return s.mask != nullptr; });
+}
+
+void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
+    std::vector<uint8_t> counts;
+    for (const Segment& s : segments_) {
+        const int64_t n = std::min(count, s.first + s.count - first);
+        if (n <= 0) continue;
+        counts.assign(static_cast<size_t>(n), 1);
+        if (s.mask) s.mask->read(s.mask_at + first - s.first, counts.data(), n);
+        for (int64_t i = 0; i < n; i++)
+            if (!counts[static_cast<size_t>(i)]) targets[i] = NO_TARGET;
+        targets += n, first += n, count -= n;
+    }
+}
+
 void TokenStream::prefetch(int64_t first, int64_t count) const {
     for (const Segment& s : segments_) {
         const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
@@ -93,6 +112,7 @@ TokenStream TokenStream::part(int64_t first, int64_t count) const {
         const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
         if (begin >= end) continue;
         s.at += (begin - s.first) * s.width;
+        s.mask_at += begin - s.first;
         s.first = result.count_;
         s.count = end - begin;
         result.count_ += s.count;
@@ -121,6 +141,7 @@ int64_t TokenStream::largest() const {
 Vocabulary Vocabulary::bytes() {
     Vocabulary v;
     for (int byte = 0; byte < 256; byte++) v.pieces_.push_back(std::string(1, static_cast<char>(byte)));
+    v.special_.assign(256, false);
     return v;
 }
 
@@ -135,13 +156,14 @@ static bool append_bytes(const std::string& utf8, std::string* bytes) {
     return true;
 }
 
-Vocabulary Vocabulary::read(const std::string& path) {
+Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path), path); }
+
+Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
     auto require = [&](bool ok) {
         if (!ok)
             throw Error(path + " is not a vocabulary of version 1; write it again with data/tokenize.py.");
     };
     using nlohmann::json;
-    const json table = read_json(path);
     require(table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
     const json pieces = table.value("pieces", json());
     require(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
@@ -150,6 +172,14 @@ Vocabulary Vocabulary::read(const std::string& path) {
         require(piece.is_string());
         v.pieces_.emplace_back();
         require(append_bytes(piece.get_ref<const std::string&>(), &v.pieces_.back()));
+    }
+    if (!table.contains("special")) return v;
+    const json& special = table["special"];
+    require(special.is_array());
+    v.special_.assign(v.pieces_.size(), false);
+    for (const json& token : special) {
+        require(token.is_number_unsigned() && token.get<uint64_t>() < v.pieces_.size());
+        v.special_[token.get<size_t>()] = true;
     }
     return v;
 }
@@ -161,6 +191,14 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
         text += known ? pieces_[static_cast<size_t>(t)] : "<" + std::to_string(t) + ">";
     }
     return text;
+}
+
+int64_t Vocabulary::text_bytes(const int32_t* tokens, int64_t n) const {
+    int64_t bytes = special_.empty() ? -1 : 0;
+    for (int64_t i = 0; i < n && bytes >= 0; i++)
+        if (const auto t = static_cast<size_t>(tokens[i]); t < special_.size() && !special_[t])
+            bytes += static_cast<int64_t>(pieces_[t].size());
+    return bytes;
 }
 
 // Takes the longest piece that the rest of the text begins with, until no text is left.
@@ -342,8 +380,14 @@ TokenStream read_token_file(const std::string& path) {
     require(bytes == count * format->bytes, "is truncated or damaged: " + std::to_string(count) +
                                                 " tokens need " + std::to_string(count * format->bytes) +
                                                 " bytes, but it has " + std::to_string(bytes));
-    const TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
+    TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
     require(tokens.largest() <= INT32_MAX, "is damaged: it has token " + std::to_string(tokens.largest()));
+    const std::string beside = fs::path(path).replace_extension(".mask").string();
+    if (!fs::exists(beside)) return tokens;
+    const auto mask = std::make_shared<const InputFile>(beside);
+    require(mask->bytes() == count, "has " + std::to_string(count) + " tokens, but " + beside + " has " +
+                                        std::to_string(mask->bytes()) + " bytes, one for each token");
+    tokens.set_mask(mask);
     return tokens;
 }
 
@@ -461,12 +505,24 @@ void Loader::next(int32_t* tokens, int32_t* targets) {
         stream_.read(window(position_) * T_, T_ + 1, both.data());
         std::copy(both.begin(), both.end() - 1, tokens + b * T_);
         std::copy(both.begin() + 1, both.end(), targets + b * T_);
+        stream_.mask(window(position_) * T_ + 1, T_, targets + b * T_);
         position_ = after(position_);
     }
 }
 
 void Loader::skip(int64_t batches) {
     for (int64_t i = 0; i < batches * B_; i++) position_ = after(position_);
+}
+
+int64_t Loader::windows_without_target() const {
+    int64_t without = 0;
+    std::vector<int32_t> targets(static_cast<size_t>(T_));
+    for (int64_t w = 0; stream_.masked() && w < windows_; w++) {
+        std::fill(targets.begin(), targets.end(), 0);
+        stream_.mask(w * T_ + 1, T_, targets.data());
+        without += counted_targets(targets.data(), T_) == 0;
+    }
+    return without;
 }
 
 void Loader::prefetch(int64_t batches) const {

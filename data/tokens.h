@@ -1,7 +1,8 @@
 // data/tokens.h - text or token files in, micro-batches out (tokens.cpp).
 //
 // A corpus is two streams of tokens: one to train on, one held out for validation. Text is read as bytes
-// (vocabulary 256). Token files have llm.c's format: uint16 (magic 20240520) or uint32 (magic 20240801).
+// (vocabulary 256). Token files have llm.c's format: uint16 (magic 20240520) or uint32 (magic 20240801). A file
+// NAME.mask beside NAME.bin has a byte for each token: 0 if the token does not count as a target, else 1.
 // Without --data the corpus is the C and C++ headers of the compiler that built the program: every machine
 // that can build it has them.
 #pragma once
@@ -9,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <vector>
+#include <nlohmann/json_fwd.hpp>
 
 namespace coat {
 
@@ -23,9 +25,12 @@ public:
     // The tokens of a file from byte `at` on. A read is an Error if the file was changed since: if it became
     // shorter, or has a token above the largest that it has now.
     TokenStream(std::shared_ptr<const InputFile> file, int64_t at, int width, int64_t count);
+    void set_mask(std::shared_ptr<const InputFile> mask);  // of a stream of one file: a byte for each token
     int64_t size() const { return count_; }
     int32_t operator[](int64_t i) const;
     void read(int64_t first, int64_t count, int32_t* tokens) const;
+    void mask(int64_t first, int64_t count, int32_t* targets) const;  // NO_TARGET where the mask is 0
+    bool masked() const;
     void prefetch(int64_t first, int64_t count) const;  // a hint that these tokens are read soon
     TokenStream part(int64_t first, int64_t count) const;
     void append(const TokenStream& other);
@@ -39,6 +44,8 @@ private:
         int width;
         int64_t first, count;
         int64_t largest = INT64_MAX;
+        std::shared_ptr<const InputFile> mask = nullptr;  // null: every token counts
+        int64_t mask_at = 0;                              // byte of the first token
     };
     explicit TokenStream(Segment segment);
     std::vector<Segment> segments_;
@@ -50,13 +57,18 @@ class Vocabulary {
 public:
     static Vocabulary bytes();                        // token t is the byte t
     static Vocabulary read(const std::string& path);  // vocabulary.json of data/tokenize.py
+    static Vocabulary of(const nlohmann::json& table, const std::string& path);  // path: for errors
     int64_t size() const { return static_cast<int64_t>(pieces_.size()); }
     bool empty() const { return pieces_.empty(); }
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token without text becomes <17>
     std::vector<int32_t> encode(const std::string& text) const;    // longest piece first; Error if none fits
+    // Bytes of the text that these tokens stand for; special tokens stand for none. -1 if the table does not say
+    // which tokens are special.
+    int64_t text_bytes(const int32_t* tokens, int64_t n) const;
 
 private:
     std::vector<std::string> pieces_;
+    std::vector<bool> special_;  // empty if not known
 };
 
 struct Corpus {
@@ -82,8 +94,10 @@ public:
     // Error if the stream has fewer tokens than one batch needs. Without `shuffle` windows come in their
     // order.
     Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle);
-    void next(int32_t* tokens, int32_t* targets);  // (B, T) each; a target is the token that follows
+    // (B, T) each. A target is the token that follows, or NO_TARGET if the mask does not count it.
+    void next(int32_t* tokens, int32_t* targets);
     void skip(int64_t batches);                    // as next(), without reading
+    int64_t windows_without_target() const;        // of an epoch: those in which no target counts
     void prefetch(int64_t batches) const;          // a hint that so many batches are read soon
     int64_t windows() const { return windows_; }   // in an epoch
     Position position() const { return position_; }

@@ -646,12 +646,19 @@ __device__ Softmax block_softmax(Softmax mine) {
 // row that is too long for it (not CACHED) comes from L2.
 template <class T, bool CACHED>
 __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
-    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets, float scale,
-                         float* losses) {
+    cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets,
+                         const double* scale_of_step, float* losses) {
     extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
     typename Dense<T>::Raw* const cached = reinterpret_cast<typename Dense<T>::Raw*>(shared);
     const int64_t row = blockIdx.x, first = row * stride;
     const int32_t target = targets[row];
+    if (target == NO_TARGET) {  // the whole block
+        if (threadIdx.x == 0) losses[row] = 0;
+        Values zeros = {};
+        for (int64_t col = threadIdx.x * CHUNK; scale_of_step && col < stride; col += LOSS_THREADS * CHUNK)
+            logits.store(first + col, zeros, true);
+        return;
+    }
     const float correct = static_cast<float>(logits.data[first + target]);
     constexpr int STEP = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
     const int live = static_cast<int>(V);
@@ -686,7 +693,8 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     const Softmax all = block_softmax(mine);
     const float lse = all.top + logf(all.sum), offset = -lse * LOG2_E;
     if (threadIdx.x == 0) losses[row] = lse - correct;
-    if (scale == 0) return;
+    if (!scale_of_step) return;
+    const float scale = static_cast<float>(*scale_of_step);
 #pragma unroll 4
     for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride);
          col += STEP) {  // (softmax - one_hot(target)) * scale
@@ -705,16 +713,16 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
 
 constexpr int SUM_THREADS = 1024;
 __global__ void __launch_bounds__(SUM_THREADS)
-    loss_sum_kernel(const float* losses, int64_t n, double scale, double* total) {
+    loss_sum_kernel(const float* losses, int64_t n, const double* scale, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
     sum = block_sum<SUM_THREADS>(sum);
-    if (threadIdx.x == 0) *total += scale * sum;
+    if (threadIdx.x == 0) *total += *scale * sum;
 }
 
 }  // namespace
 
-void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float scale, float* losses,
+void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
                    cudaStream_t s) {
     require(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
     if (logits.rows == 0) return;
@@ -732,7 +740,7 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, float 
     });
 }
 
-void loss_sum(const float* losses, int64_t n, double scale, double* total, cudaStream_t s) {
+void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s) {
     loss_sum_kernel<<<1, SUM_THREADS, 0, s>>>(losses, n, scale, total);
     CHECK_LAUNCH("loss_sum");
 }

@@ -17,6 +17,82 @@ inline void check_evaluate(Training& training) {
     CHECK(training.model->step(training.tokens.data(), training.targets.data(), training.adamw).loss == loss);
 }
 
+inline std::vector<std::vector<float>> gradients_of(Model& model) {
+    std::vector<std::vector<float>> all;
+    for (const Param& p : parameters(model.setup().config))
+        all.push_back(read_as<float>(model, p.name + ".gradient", p.size()));
+    return all;
+}
+
+// A masked loss is the mean of the losses of the targets that count, each measured alone. The gradients are
+// those of that loss: exactly 0 for a token that no counted target follows, and the same bits whatever the
+// sequences without a counted target contain. Without any counted target a step changes nothing.
+inline void check_masked_targets(std::unique_ptr<Model> (*make)(const Setup&), const std::string& recipe,
+                                 const Architecture& arch) {
+    constexpr int64_t B = 3, T = 16, COUNTED = 5;  // targets 0 to 4 of the first sequence count
+    const ModelConfig config = tiny_config(arch, false);
+    Training training(tiny_setup(config, recipe, optimizer_of(recipe), B, T));
+    training.model = make(training.model->setup());
+    Model& model = *training.model;
+    losses(training, 1);
+    std::vector<int32_t> tokens(B * T), targets(B * T, NO_TARGET);
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = int32_t(i < COUNTED ? i : 10 + i % 20);
+    for (size_t i = 0; i < COUNTED; i++) targets[i] = int32_t(3 * i + 1);
+    const std::vector<int32_t> none(targets.size(), NO_TARGET);
+    double sum = 0;
+    for (size_t i = 0; i < COUNTED; i++) {
+        std::vector<int32_t> one = none;
+        one[i] = targets[i];
+        sum += model.evaluate(tokens.data(), one.data());
+    }
+    INFO(recipe, " ", std::string(arch.name));
+    CHECK(model.evaluate(tokens.data(), targets.data()) == doctest::Approx(sum / COUNTED).epsilon(1e-12));
+    const Snapshot before = snapshot(model);
+    const StepResult result = model.step(tokens.data(), targets.data(), AdamW{2, 0.0f});
+    CHECK(result.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12));
+    CHECK(result.targets == COUNTED);
+    const auto gradients = gradients_of(model);
+    int64_t wrong = 0;  // in the gradient of the embedding (V, C)
+    for (int64_t token = 0; token < config.V; token++) {
+        const float* row = &gradients[0][size_t(token * config.C)];
+        const bool zero = std::all_of(row, row + config.C, [](float g) { return g == 0; });
+        wrong += zero != (token >= COUNTED);
+    }
+    CHECK(wrong == 0);
+    if (recipe == "fp32" || recipe == "bf16") {  // in FP8, scales depend on all tokens
+        restore(model, before);
+        for (size_t i = T; i < tokens.size(); i++) tokens[i] = int32_t(i % 7);
+        model.step(tokens.data(), targets.data(), AdamW{2, 0.0f});
+        CHECK((gradients_of(model) == gradients));
+    }
+    const Snapshot kept = snapshot(model);
+    const StepResult empty = model.step(tokens.data(), none.data(), AdamW{3, 1.0f});
+    CHECK((empty.skipped && empty.targets == 0 && empty.loss == 0 && empty.grad_norm == 0));
+    CHECK((snapshot(model) == kept));
+    CHECK(model.evaluate(tokens.data(), none.data()) == 0);
+}
+
+// Micro-batches with uneven masks, one of them without a target that counts, equal one larger batch.
+inline void check_uneven_masks(std::unique_ptr<Model> (*make)(const Setup&), const std::string& recipe,
+                               double bound) {
+    Setup setup = tiny_setup(tiny_config(LLAMA, true), recipe, optimizer_of(recipe), 8, 16);
+    const std::unique_ptr<Model> large = make(setup);
+    setup.B /= 4, setup.accumulate = 4;
+    const std::unique_ptr<Model> small = make(setup);
+    std::vector<int32_t> tokens, targets;
+    Text(1, setup.config.V).next(8, 16, &tokens, &targets);
+    mask_unevenly(&targets, setup.B * setup.T);
+    const StepResult one = large->step(tokens.data(), targets.data(), AdamW{1, 0.0f}),
+                     four = small->step(tokens.data(), targets.data(), AdamW{1, 0.0f});
+    CHECK(four.targets == counted_targets(targets.data(), int64_t(targets.size())));
+    CHECK(std::fabs(four.loss - one.loss) <= bound * one.loss);
+    const auto a = gradients_of(*large), b = gradients_of(*small);
+    for (size_t p = 0; p < a.size(); p++) {
+        INFO(recipe, " ", parameters(setup.config)[p].name);
+        CHECK(relative_error(b[p], a[p]) <= bound);
+    }
+}
+
 // Gradients that are summed over 64 micro-batches, of equal and of different terms, against the sum in
 // double. They may differ by one rounding to the format of the gradients. The gradient of one micro-batch is
 // measured with a step of eight copies of it. All factors are powers of two, so they change no bit of a term.
@@ -29,11 +105,6 @@ inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup
     setup.accumulate = COPIES;
     one.model = make(setup);
     sum.adamw.lr = one.adamw.lr = 0;
-    auto gradients = [&](Training& t) {
-        std::vector<std::vector<float>> all;
-        for (const Param& p : params) all.push_back(read_as<float>(*t.model, p.name + ".gradient", p.size()));
-        return all;
-    };
     for (const bool equal : {true, false}) {
         sum.text.next(MANY, setup.T, &sum.tokens, &sum.targets);
         for (std::vector<int32_t>* x : {&sum.tokens, &sum.targets})
@@ -49,14 +120,14 @@ inline void check_sums(std::unique_ptr<Model> (*make)(const Setup&), Setup setup
                 targets.push_back(sum.targets[size_t(a * setup.T + i % setup.T)]);
             }
             REQUIRE(!one.model->step(tokens.data(), targets.data(), AdamW{1, 0.0f}).skipped);
-            const auto term = gradients(one);
+            const auto term = gradients_of(*one.model);
             for (size_t p = 0; p < params.size(); p++)
                 for (size_t i = 0; i < term[p].size(); i++) {
                     expected[p][i] += double(term[p][i]) / (equal ? 1 : MANY);
                     sizes[p][i] += std::fabs(double(term[p][i])) / (equal ? 1 : MANY);
                 }
         }
-        const auto got = gradients(sum);
+        const auto got = gradients_of(*sum.model);
         const double half_step = std::ldexp(1.0, -info(setup.recipe.compute).mantissa - 1);
         for (size_t p = 0; p < params.size(); p++) {
             int64_t bad = 0;

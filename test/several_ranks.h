@@ -93,12 +93,15 @@ inline std::vector<int32_t> own_part(const Setup& s, const std::vector<int32_t>&
 struct RankTraining {
     Model& model;
     Text text;
+    bool masked;
     AdamW adamw{0, 3e-3f};
-    explicit RankTraining(Model& m) : model(m), text(1, m.setup().config.V) {}
+    explicit RankTraining(Model& m, bool some = false)
+        : model(m), text(1, m.setup().config.V), masked(some) {}
     StepResult step() {
         const Setup& s = model.setup();
         std::vector<int32_t> tokens, targets;
         text.next(s.accumulate * s.ranks * s.B, s.T, &tokens, &targets);
+        if (masked) mask_unevenly(&targets, s.B * s.T);
         adamw.step++;
         const StepResult result =
             model.step(own_part(s, tokens).data(), own_part(s, targets).data(), adamw);
@@ -117,11 +120,11 @@ struct Run {
 };
 
 inline Run train_ranks(const Setup& setup, int64_t ranks, Shard shard, int steps,
-                       std::unique_ptr<Model> (*make)(const Setup&) = make_reference) {
+                       std::unique_ptr<Model> (*make)(const Setup&) = make_reference, bool masked = false) {
     std::vector<Run> runs(static_cast<size_t>(ranks));
     with_ranks(setup, ranks, shard, [&](const Setup& own) {
         const std::unique_ptr<Model> model = make(own);
-        RankTraining training(*model);
+        RankTraining training(*model, masked);
         Run& run = runs[size_t(own.rank)];
         for (int i = 0; i < steps; i++) {
             const StepResult result = training.step();

@@ -131,16 +131,20 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                 const Floats logits = normals(rng, compute, N * stride, spread);
                 std::vector<int32_t> targets(N);
                 for (int32_t& t : targets) t = static_cast<int32_t>(rng.below(V));
+                targets[1] = NO_TARGET;
                 const Buffer<int32_t> device_targets(targets);
                 const Tensor x(logits, N, stride, Quant{compute});
                 Buffer<float> losses(N), losses_only(N);
-                gpu::cross_entropy(x.view(), V, device_targets.get(), 0, losses_only.get(), 0);
+                gpu::cross_entropy(x.view(), V, device_targets.get(), nullptr, losses_only.get(), 0);
                 CHECK(same_bytes(x.values(), logits));
-                const float scale = 0.125f;
-                gpu::cross_entropy(x.view(), V, device_targets.get(), scale, losses.get(), 0);
+                const double scale = 0.125;
+                Buffer<double> device_scale(1);
+                device_scale.write({scale});
+                gpu::cross_entropy(x.view(), V, device_targets.get(), device_scale.get(), losses.get(), 0);
                 CHECK(same_bytes(losses_only.read(), losses.read()));
                 Doubles gradient(N * stride, 0.0), bound(N * stride, 0.0), loss(N), loss_bound(N);
                 for (int64_t n = 0; n < N; n++) {
+                    if (targets[n] == NO_TARGET) continue;  // loss and gradient are exactly 0
                     const float* row = &logits[n * stride];
                     double sum = 0;
                     const double top = *std::max_element(row, row + V);
@@ -168,7 +172,8 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
                 CHECK(losses.intact());
                 Buffer<double> total(1);
                 total.write({2.0});
-                gpu::loss_sum(losses.get(), N, 0.5, total.get(), 0);
+                device_scale.write({0.5});
+                gpu::loss_sum(losses.get(), N, device_scale.get(), total.get(), 0);
                 double expected = 0;
                 for (float l : losses.read()) expected += l;
                 CHECK(total.read()[0] == doctest::Approx(2 + 0.5 * expected).epsilon(1e-14));

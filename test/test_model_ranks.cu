@@ -82,6 +82,21 @@ GPUS_TEST_CASE("ranks: GPUs write the checkpoints of one, and fewer of them cont
         }
 }
 
+GPUS_TEST_CASE("ranks: with uneven masks the loss is the mean over the targets of all GPUs") {
+    for (const char* recipe : {"fp32", "coat"}) {
+        Setup setup = setup_of(recipe, LLAMA, false), one = setup;
+        setup.accumulate = 5, one.accumulate = 10;
+        const Run expected = train_ranks(one, 1, Shard::None, 3, make_gpu, true);
+        for (Shard shard : SHARDS) {
+            const Run got = train_ranks(setup, 2, shard, 3, make_gpu, true);
+            CHECK((got.state == expected.state));
+            CHECK((got.gradients == expected.gradients));
+            for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
+                CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
+        }
+    }
+}
+
 GPUS_TEST_CASE("ranks: NCCL and the copy engines give the same bits") {
     if (!dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL)) {
         MESSAGE("NCCL is not installed here, so it is not tested.");

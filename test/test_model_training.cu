@@ -79,6 +79,16 @@ GPU_TEST_CASE("step: with --gradients none, after a gradient that is not finite 
     }
 }
 
+GPU_TEST_CASE("step: targets that do not count have loss and gradient 0, and are not in the mean") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (const char* recipe : RECIPES) check_masked_targets(make_gpu, recipe, arch);
+}
+
+GPU_TEST_CASE("step: micro-batches with uneven masks equal one larger batch within rounding") {
+    check_uneven_masks(make_gpu, "fp32", 0x1p-24 * 40 * 16);
+    check_uneven_masks(make_gpu, "bf16", 0x1p-8 / std::sqrt(3.0) * 2);
+}
+
 GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
     // In fp32 small differences of the gradients grow during training. 0.001 nats is a hundredth of what one
     // step changes the loss by. In the other recipes the difference is run-to-run variation: about 0.03 nats

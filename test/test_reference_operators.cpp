@@ -312,17 +312,18 @@ TEST_CASE("attention_forward: is causal and does not overflow") {
     for (float v : later) REQUIRE(std::isfinite(v));
 }
 
-TEST_CASE("cross_entropy: loss and gradient over the live columns") {
+TEST_CASE("cross_entropy: loss and gradient over the live columns, and none where no target counts") {
     FRESH_RANDOM(rng);
-    const int64_t N = 5, V = 7, stride = 16;
+    const int64_t N = 6, V = 7, stride = 16;
     const Vector logits = rng.normals<double>(N * stride, 3);
-    const int32_t targets[] = {0, 6, 3, 3, 1};
+    const int32_t targets[] = {0, 6, NO_TARGET, 3, 3, 1};
     auto loss = [&](const Vector& x) {
         Vector z = x;
         return cross_entropy(N, V, stride, z.data(), targets, 1.0);
     };
     double expected = 0;
     for (int64_t n = 0; n < N; n++) {
+        if (targets[n] == NO_TARGET) continue;
         double sum = 0;
         for (int64_t i = 0; i < V; i++) sum += std::exp(logits[size_t(n * stride + i)]);
         expected += std::log(sum) - logits[size_t(n * stride + targets[n])];
@@ -335,6 +336,7 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns") {
     for (int64_t n = 0; n < N; n++)
         for (int64_t i = V; i < stride; i++)
             CHECK(gradient[size_t(n * stride + i)] == 0);  // padding of the vocabulary
+    CHECK(std::all_of(&gradient[2 * stride], &gradient[3 * stride], [](double g) { return g == 0; }));
     std::vector<float> large = {1e30f, -1e30f, 0, 0};
     const int32_t second = 1;
     CHECK(cross_entropy(1, 4, 4, large.data(), &second, 1.0f) == doctest::Approx(2e30));

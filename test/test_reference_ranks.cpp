@@ -78,6 +78,15 @@ TEST_CASE("ranks: where sums are FP32, R ranks have the bits of one rank with R 
         }
 }
 
+TEST_CASE("ranks: with uneven masks the loss is the mean over the targets of all ranks") {
+    for (const auto& [recipe, each] : {std::pair{"fp32", int64_t(2)}, {"coat", 5}}) {
+        const Setup setup = setup_of(recipe, LLAMA, false, each);
+        const Run one = train_ranks(setup_of(recipe, LLAMA, false, each * 2), 1, Shard::None, 3,
+                                    make_reference, true);
+        for (Shard shard : SHARDS) CHECK((train_ranks(setup, 2, shard, 3, make_reference, true) == one));
+    }
+}
+
 TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one rank's by rounding alone") {
     for (const char* recipe : {"bf16", "coat"}) {
         CAPTURE(recipe);

@@ -181,6 +181,17 @@ TEST_CASE("training: accumulated micro-batches equal one larger batch within rou
     }
 }
 
+TEST_CASE("step: targets that do not count have loss and gradient 0, and are not in the mean") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (const std::string& recipe : all_recipes()) check_masked_targets(make_reference, recipe, arch);
+}
+
+TEST_CASE("step: micro-batches with uneven masks equal one larger batch within rounding") {
+    // As for the whole micro-batches above. A fifth of the targets count, so the sums have fewer terms.
+    check_uneven_masks(make_reference, "fp32", 0x1p-24 * 40 * 16);
+    check_uneven_masks(make_reference, "bf16", 0x1p-8 / std::sqrt(3.0) * 2);
+}
+
 TEST_CASE("step: gradients of 64 micro-batches are their sum within one rounding") {
     for (const char* recipe : {"bf16", "coat"})
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)})
