@@ -86,6 +86,48 @@ std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, uint64_
     return tokens;
 }
 
+struct Prompt {
+    Vocabulary vocabulary;  // empty: samples are printed as token numbers
+    std::vector<int32_t> tokens;  // none: no samples
+};
+
+std::string in_quotes(const std::string& text) {  // for the shell
+    std::string quoted = "'";
+    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
+// data/tokenize.py, which is in the folder of this program or in one above it.
+std::string tokenize_script() {
+    for (fs::path folder = fs::read_symlink("/proc/self/exe"); folder.has_relative_path();) {
+        folder = folder.parent_path();
+        if (fs::exists(folder / "data/tokenize.py")) return (folder / "data/tokenize.py").string();
+    }
+    return "data/tokenize.py";
+}
+
+// The prompt in the tokens of a model folder's own tokenizer. The C++ program has no BPE: Python's package
+// tokenizers reads tokenizer.json. Without it the prompt is token 0.
+Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
+    const std::string command = "python3 " + in_quotes(tokenize_script()) + " --tokenizer " +
+                                in_quotes(folder) + " --prompt " + in_quotes(text) + " 2>&1";
+    FILE* const pipe = ::popen(command.c_str(), "r");
+    std::string printed, why;
+    char part[1 << 16];
+    for (size_t n; pipe && (n = std::fread(part, 1, sizeof part, pipe)) > 0;) printed.append(part, n);
+    const int status = pipe ? ::pclose(pipe) : -1;
+    while (!printed.empty() && printed.back() == '\n') printed.pop_back();
+    printed.erase(0, printed.rfind('\n') + 1);  // the last line: the tokens, or why there are none
+    if (status == 0) {
+        const nlohmann::json table = parse_json(printed.data(), static_cast<int64_t>(printed.size()), &why);
+        if (why.empty()) return {Vocabulary::of(table, folder), table.at("prompt")};
+    }
+    const bool no_python = status == -1 || (WIFEXITED(status) && WEXITSTATUS(status) == 127);
+    std::printf("--prompt cannot be tokenized, so the sample begins with token 0 and has token numbers: %s\n",
+                no_python ? "python3 is missing; install Python." : escaped(printed, 500).c_str());
+    return {{}, {0}};
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // The log: one JSON object per line, written at once
 
@@ -149,6 +191,14 @@ std::vector<std::string> texts_of_ranks(Ranks* group, const std::string& mine) {
     return all;
 }
 
+std::vector<int32_t> tokens_of_rank_0(Ranks* group, const std::vector<int32_t>& mine) {
+    if (!group) return mine;
+    const auto* begin = reinterpret_cast<const uint8_t*>(mine.data());
+    const Bytes first = group->all_gather(Bytes(begin, begin + 4 * mine.size())).front();
+    const auto* tokens = reinterpret_cast<const int32_t*>(first.data());
+    return {tokens, tokens + first.size() / 4};
+}
+
 template <class T>
 std::vector<T> values_of_ranks(Ranks* group, T mine) {
     return group ? group->all_gather(mine) : std::vector<T>{mine};
@@ -200,11 +250,16 @@ std::string duration(double s) {
     return text;
 }
 
-// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length.
+// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
+// that does not count enters it inverted.
 std::string sampled_hash(const TokenStream& tokens) {
     uint64_t hash = 0xCBF29CE484222325u;
-    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096))
-        hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0x100000001B3u;
+    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
+        const int32_t token = tokens[i];
+        int32_t target = token;
+        tokens.mask(i, 1, &target);
+        hash = (hash ^ static_cast<uint32_t>(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
+    }
     return std::to_string(hash);
 }
 
@@ -233,8 +288,8 @@ class Training {
 public:
     // last_good: the newest checkpoint of this run in --out, or empty
     Training(const Flags& flags, const Corpus& corpus, Model& model, const LoopState& state,
-             const std::string& last_good, const Companions& companions)
-        : flags_(flags), corpus_(corpus),
+             const std::string& last_good, const Companions& companions, const Prompt& prompt)
+        : flags_(flags), corpus_(corpus), prompt_(prompt),
           schedule_(find_row(schedules(), flags.text("schedule"), "--schedule")), model_(model),
           setup_(model.setup()), state_(state), last_good_(last_good), companions_(companions),
           train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
@@ -248,7 +303,6 @@ public:
         settings["train_hash"] = sampled_hash(corpus.train);
         state_.settings = json_text(settings);
         if (state_.run.empty()) state_.run = random_name();
-        if (flags_.count("sample-every") && steps_ && !corpus_.vocabulary.empty()) encode_prompt();
     }
 
     // Returns the exit code.
@@ -260,7 +314,15 @@ public:
         line.update(flags_.typed());
         line["ranks"] = setup_.ranks;
         log_.write(line);
-        if (steps_ == 0) return validate(), print_quantization(), 0;
+        if (steps_ == 0) return sample(), validate(), print_quantization(), 0;
+        const int64_t without = train_.windows_without_target();
+        if (without == train_.windows())
+            throw Error("No token of --data counts in the loss; write it again with data/tokenize.py.");
+        if (without)
+            std::printf("%lld of the %lld windows of --seq %lld to train on have no token that counts in the "
+                        "loss (data/tokenize.py --seq %lld makes windows that have).\n",
+                        static_cast<long long>(without), static_cast<long long>(train_.windows()),
+                        static_cast<long long>(setup_.T), static_cast<long long>(setup_.T));
         try {
             return loop();
         } catch (...) {
@@ -351,7 +413,7 @@ private:
         state_.tokens += step_tokens_;
         state_.position = train_.position();
         state_.validation = std::numeric_limits<double>::quiet_NaN();
-        skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
+        if (result.targets) skipped_in_a_row_ = result.skipped ? skipped_in_a_row_ + 1 : 0;
         unsaved_ = skipped_in_a_row_ < MOST_SKIPPED;
     }
 
@@ -366,7 +428,8 @@ private:
                     static_cast<long long>(steps_), result.loss, result.grad_norm, static_cast<double>(lr),
                     took * 1e3, rate, duration(left).c_str());
         if (result.skipped)
-            std::printf(" | skipped: not finite (%lld so far)", static_cast<long long>(skipped));
+            std::printf(" | skipped: %s (%lld so far)", result.targets ? "not finite" : "no token counts",
+                        static_cast<long long>(skipped));
         std::printf("\n");
         std::fflush(stdout);
         log_.write({{"kind", "step"},
@@ -383,16 +446,30 @@ private:
         const int64_t batches =
             std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
         Batch batch;
-        double sum = 0;
+        struct Part {       // of one batch
+            double loss;    // mean over its targets that count
+            double weight;  // part of its targets that counts
+            int64_t bytes;  // of text that these stand for
+        };
+        double sum = 0, weight = 0;
+        int64_t bytes = 0;
         for (int64_t first = 0; first < batches; first += setup_.ranks) {  // one batch for each rank
             validation_.seek({});
             validation_.skip(std::min(first + setup_.rank, batches - 1));
             batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);
-            const double loss = model_.evaluate(batch.tokens.data(), batch.targets.data());
-            const std::vector<double> losses = values_of_ranks(setup_.group, loss);
-            for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++)
-                sum += losses[size_t(i - first)];
+            const int64_t n = setup_.B * setup_.T, counted = counted_targets(batch.targets.data(), n);
+            const Part mine{model_.evaluate(batch.tokens.data(), batch.targets.data()),
+                            static_cast<double>(counted) / static_cast<double>(n),
+                            corpus_.vocabulary.text_bytes(batch.targets.data(), n)};
+            const std::vector<Part> parts = values_of_ranks(setup_.group, mine);
+            for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++) {
+                const Part& part = parts[size_t(i - first)];
+                sum += part.loss * part.weight, weight += part.weight, bytes += part.bytes;
+            }
         }
+        if (weight == 0)
+            throw Error("No token of the held-out --data counts in the loss; give other data, or the --seq that "
+                        "data/tokenize.py had.");
         unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum) && state_.step)
             throw Error("The validation loss is not finite after step " + std::to_string(state_.step) +
@@ -400,33 +477,34 @@ private:
         if (!std::isfinite(sum))
             throw Error("The first validation loss is not finite: the weights of --model " +
                         flags_.text("model") + " contain NaN or infinity; start from other weights.");
-        state_.validation = sum / static_cast<double>(batches);
-        std::printf("validation | step %lld | loss %.4f\n", static_cast<long long>(state_.step),
+        state_.validation = sum / weight;
+        std::printf("validation | step %lld | loss %.4f", static_cast<long long>(state_.step),
                     state_.validation);
+        Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
+        if (steps_ == 0) {
+            line["perplexity"] = std::exp(state_.validation);
+            std::printf(" | perplexity %.4g", std::exp(state_.validation));
+        }
+        if (steps_ == 0 && bytes > 0) {
+            const double nats = sum * static_cast<double>(setup_.B * setup_.T);
+            line["bits_per_byte"] = nats / std::log(2.0) / static_cast<double>(bytes);
+            std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
+        }
+        std::printf("\n");
         std::fflush(stdout);
-        log_.write({{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}});
-    }
-
-    void encode_prompt() {
-        prompt_ = corpus_.vocabulary.encode(flags_.text("prompt"));
-        if (prompt_.empty())
-            throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
-        if (static_cast<int64_t>(prompt_.size()) >= setup_.T)
-            throw Error("--prompt has " + std::to_string(prompt_.size()) + " tokens, but --seq " +
-                        std::to_string(setup_.T) + " must have room for more; shorten it.");
-        if (*std::max_element(prompt_.begin(), prompt_.end()) >= setup_.config.V)
-            throw Error("--prompt has a character that is not in the model's vocabulary; choose another.");
+        log_.write(line);
     }
 
     void sample() {
-        if (corpus_.vocabulary.empty()) return;  // print_start() has said so
+        if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
         const double before = seconds();
-        const std::vector<int32_t> tokens = generate(model_, prompt_, seed);
-        const double each = (seconds() - before) / static_cast<double>(tokens.size() - prompt_.size());
+        const std::vector<int32_t> tokens = generate(model_, prompt_.tokens, seed);
+        const double each =
+            (seconds() - before) / static_cast<double>(tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %lld | %.2f ms per token\n----------\n%s\n----------\n",
                     static_cast<long long>(state_.step), each * 1e3,
-                    printable(corpus_.vocabulary.decode(tokens), Lines::Many).c_str());
+                    printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
         std::fflush(stdout);
     }
 
@@ -501,6 +579,7 @@ private:
 
     const Flags& flags_;
     const Corpus& corpus_;
+    const Prompt& prompt_;
     const Schedule& schedule_;
     Model& model_;
     const Setup& setup_;
@@ -512,7 +591,6 @@ private:
     Batch batch_;
     const int64_t resumed_at_, steps_;
     const int64_t micro_batches_, step_tokens_;  // of a step, on all ranks
-    std::vector<int32_t> prompt_;
     Log log_;
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
@@ -878,8 +956,30 @@ void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup)
 // -----------------------------------------------------------------------------------------------------------
 // From the command line to the exit code
 
+// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens of the
+// model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
+Prompt choose_prompt(const Flags& flags, bool given, const Corpus& corpus, const Setup& setup,
+                     const std::string& folder) {
+    Prompt prompt{corpus.vocabulary, {}};
+    const bool evaluates = flags.count("steps") == 0,
+               own_tokenizer = evaluates && !folder.empty() && fs::exists(fs::path(folder) / "tokenizer.json");
+    if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
+    if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
+    if (own_tokenizer) prompt.tokens = tokens_of_rank_0(setup.group, prompt.tokens);
+    else if (!corpus.vocabulary.empty()) prompt.tokens = corpus.vocabulary.encode(flags.text("prompt"));
+    else return prompt;  // print_start() has said so
+    if (prompt.tokens.empty())
+        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
+    if (static_cast<int64_t>(prompt.tokens.size()) >= setup.T)
+        throw Error("--prompt has " + std::to_string(prompt.tokens.size()) + " tokens, but --seq " +
+                    std::to_string(setup.T) + " must have room for more; shorten it.");
+    if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
+        throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
+    return prompt;
+}
+
 int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup,
-          const Origin& origin) {
+          const Origin& origin, bool prompt_given) {
     const bool resumes = !origin.checkpoint.empty();
     const std::string& weights = resumes ? origin.checkpoint : flags.text("model");
     const bool from_folder = resumes || !is_named_model(weights);
@@ -887,11 +987,12 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     Companions companions;
     if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
     if (!device.gpu()) require_memory(setup, flags.count("ranks"));
+    const Prompt prompt = choose_prompt(flags, prompt_given, corpus, setup, from_folder ? weights : "");
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
     else if (from_folder) load_weights(weights, *model);
     Training training(flags, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "",
-                      companions);
+                      companions, prompt);
     if (origin.lock) require_space(flags, setup, origin.state.step, origin.in_out);
     if (flags.count("steps")) finish_step_at_interrupt();  // an evaluation has no step to finish
     return training.run();
@@ -911,6 +1012,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     if (launch.ranks > 1 && !plan_only && !help) group = std::make_unique<Ranks>(launch, argv);
     if (wrong_flags) std::rethrow_exception(wrong_flags);
     if (help) return print_help(), 0;
+    const bool prompt_given = flags.given("prompt");  // here, not in the run that is resumed
     const Origin origin = find_origin(flags, group.get(), launch.ranks);
     const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
@@ -953,7 +1055,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     if (plan_only) return 0;
     print_start(origin, *corpus, setup);
     try {
-        return train(device, flags, *corpus, setup, origin);
+        return train(device, flags, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
         const std::string needs =
             device.gpu()
