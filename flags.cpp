@@ -55,6 +55,8 @@ const std::vector<Flag>& flag_table() {
          "steps between samples of generated text; 0: none"},
         {"prompt", TEXT, "\n", "\n", 0, 0, DEFAULT,
          "the beginning of each sample; with --steps 0 in the tokens of the model folder's tokenizer"},
+        {"temperature", REAL, "0.8", "0.8", 0, 100, DEFAULT,
+         "of the samples; 0: always the most probable token"},
         {"log", TEXT, "", "", 0, 0, IGNORE, "file for a log in JSON lines"},
         {"plan", Value::Optional, "", "", 0, 0, IGNORE,
          "print formats and memory of the run and stop; full: also FP8 operands and buffers"},

@@ -63,9 +63,11 @@ private:
     uint64_t state_;
 };
 
-// A token with the probability softmax(logits / temperature).
+// A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
 int32_t draw(const std::vector<float>& logits, double temperature, Random& random) {
-    const double top = *std::max_element(logits.begin(), logits.end());
+    const auto best = std::max_element(logits.begin(), logits.end());
+    if (temperature == 0) return static_cast<int32_t>(best - logits.begin());
+    const double top = *best;
     double total = 0;
     std::vector<double> sums;
     for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
@@ -74,14 +76,13 @@ int32_t draw(const std::vector<float>& logits, double temperature, Random& rando
         std::min<int64_t>(chosen - sums.begin(), static_cast<int64_t>(sums.size()) - 1));
 }
 
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, uint64_t seed) {
-    constexpr double TEMPERATURE = 0.8;
+std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature, uint64_t seed) {
     constexpr int64_t LONGEST = 256;  // tokens: a screenful
     Random random(seed);
     std::vector<float> logits(static_cast<size_t>(model.setup().config.V));
     while (static_cast<int64_t>(tokens.size()) < std::min(model.setup().T, LONGEST)) {
         model.next_logits(tokens.data(), static_cast<int64_t>(tokens.size()), logits.data());
-        tokens.push_back(draw(logits, TEMPERATURE, random));
+        tokens.push_back(draw(logits, temperature, random));
     }
     return tokens;
 }
@@ -499,13 +500,14 @@ private:
         if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
         const double before = seconds();
-        const std::vector<int32_t> tokens = generate(model_, prompt_.tokens, seed);
+        const std::vector<int32_t> tokens = generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
         const double each =
             (seconds() - before) / static_cast<double>(tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %lld | %.2f ms per token\n----------\n%s\n----------\n",
                     static_cast<long long>(state_.step), each * 1e3,
                     printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
         std::fflush(stdout);
+        log_.write({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
     void save() {

@@ -369,11 +369,8 @@ def tokens_of_row(tokenizer, row, folder, special, end):
     return tokens, bytes(mask)
 
 
-def tokenize_lines(tokenizer, lines, arguments, special, end):
+def tokenize_lines(tokenizer, lines, arguments, folder, special, end):
     """[(tokens, mask), ...] of the conversations that can be used, and how many are cut, too long, unanswered."""
-    folder = arguments.tokenizer if os.path.isdir(arguments.tokenizer) else os.path.dirname(arguments.tokenizer)
-    named = tokenizer.token_to_id(named_tokens(folder).get("eos_token", ""))
-    end = end if named is None else named
 
     def of_lines(part):
         return [of_line(where, line) for where, line in part]
@@ -503,10 +500,13 @@ def require_model_has(tokens, arguments, pieces):
 
 
 def write_conversations(tokenizer, arguments, pieces, special, end):
+    folder = arguments.tokenizer if os.path.isdir(arguments.tokenizer) else os.path.dirname(arguments.tokenizer)
+    named = tokenizer.token_to_id(named_tokens(folder).get("eos_token", ""))
+    end = end if named is None else named
     parts = divide_whole(read_lines(arguments.text), arguments.hold_out)
     packed, total = {}, {}
     for name, lines in zip(("train", "val"), parts):
-        found, counts = tokenize_lines(tokenizer, lines, arguments, special, end)
+        found, counts = tokenize_lines(tokenizer, lines, arguments, folder, special, end)
         if not found:
             sys.exit(f"None of the {len(lines)} conversations for {name}.bin has an answer within --seq tokens.")
         tokens, mask = packed[name] = pack(found, arguments.seq, end or 0)

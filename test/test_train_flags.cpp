@@ -24,7 +24,7 @@ TEST_CASE("train: --help lists every flag, its default and the tables") {
               "seq",          "accumulate",   "steps",     "lr",        "warmup",     "schedule",
               "weight-decay", "clip",         "seed",      "out",       "save-every", "resume",
               "eval-every",   "sample-every", "prompt",    "log",       "plan",       "help",
-              "ranks",        "shard"})
+              "ranks",        "shard",        "temperature"})
             CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
         for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
         for (const Recipe& r : recipes())
