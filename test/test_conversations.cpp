@@ -95,7 +95,7 @@ struct ChatFolder : Folder {
             if (i && i % T == 0) text += "\n";
             text += pieces.decode({token});
         }
-        return text;
+        return inside ? text + "]" : text;
     }
 };
 
@@ -160,10 +160,9 @@ TEST_CASE("tokenize.py: conversations without an answer or longer than --seq are
     const ChatFolder folder;
     const std::string good = completion("abc", "x");
     const Ended ended = folder.tokenize(
-        good + completion("12345678901234567890", "x") + completion("z", " ") +
-            completion("123", std::string(20, 'y')) + R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" +
-            R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})" + "\n" +
-            completion("held", "out"),
+        good + completion("12345678901234567890", "x") + completion("held", "out") +
+            completion("123", std::string(20, 'y')) + completion("z", " ") + R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" +
+            R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})" + "\n",
         "--seq 10 --hold-out 0.2");
     require_success(ended);
     CHECK(contains(ended.out, "1 conversations are longer than --seq 10 and cut after so many tokens.\n"));

@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 
+#include "../coat.h"
 #include "token_files.h"
 
 using namespace coat;
@@ -171,6 +172,55 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
     CHECK(tokens_of(load_corpus(more + "," + val).train) == std::vector<int32_t>{1, 2, 3});
     const Corpus one = load_corpus(val);  // the only file: it is split
     CHECK(one.train.size() + one.validation.size() == 1003);
+}
+
+TEST_CASE("load_corpus: a mask beside a token file makes targets that do not count") {
+    Folder folder;
+    std::vector<uint16_t> a(41), b(40);
+    std::iota(a.begin(), a.end(), uint16_t{0});
+    std::iota(b.begin(), b.end(), uint16_t{41});
+    folder.write("a_train.bin", token_file(a)), folder.write("b_train.bin", token_file(b));
+    std::string mask(41, '\0');
+    for (size_t i = 0; i < 41; i += 3) mask[i] = '\1';
+    std::fill_n(mask.begin() + 21, 10, '\0');
+    folder.write("a_train.mask", mask);
+    const Corpus corpus = load_corpus(folder.path.string());  // the last tenth is held out; all of b counts
+    const TokenStream& stream = corpus.train;
+    REQUIRE(stream.size() == 72);
+    CHECK(stream.masked());
+    CHECK(!corpus.validation.masked());
+    Loader loader(stream, 2, 5, 1, true);
+    CHECK(loader.windows_without_target() == 2);  // targets 21 to 25 and 26 to 30
+    for (int i = 0; i < 7; i++) {
+        int32_t tokens[10], targets[10];
+        loader.next(tokens, targets);
+        for (size_t t = 0; t < 10; t++) {
+            const auto next = static_cast<size_t>(tokens[t] + 1);
+            CHECK(targets[t] == (next >= 41 || mask[next] ? int32_t(next) : NO_TARGET));
+        }
+    }
+    std::vector<int32_t> targets(30, 7);  // of a part that begins within the file with the mask
+    stream.part(20, 40).part(3, 30).mask(2, 28, targets.data() + 2);
+    for (size_t i = 2; i < 30; i++) CHECK(targets[i] == (i + 23 >= 41 || mask[i + 23] ? 7 : NO_TARGET));
+    CHECK((targets[0] == 7 && targets[1] == 7));
+}
+
+TEST_CASE("vocabulary: bytes of text are those of tokens that are not special") {
+    Folder folder;
+    const std::string plain = table(R"(["a", "\u00c3\u00a9", "<end>"])", "3");
+    const std::vector<int32_t> tokens = {0, 1, NO_TARGET, 2, 1, 9};
+    auto bytes = [&](const std::string& file) {
+        return Vocabulary::read(folder.write("vocabulary.json", file)).text_bytes(tokens.data(), 6);
+    };
+    auto with = [&](const std::string& special) {
+        return plain.substr(0, plain.size() - 1) + ", \"special\": " + special + "}";
+    };
+    CHECK(bytes(with("[2]")) == 5);
+    CHECK(bytes(with("[]")) == 10);
+    CHECK(bytes(plain) == -1);  // not known
+    CHECK(Vocabulary::bytes().text_bytes(tokens.data(), 6) == 5);
+    for (const char* wrong : {"2", "[3]", "[-1]", "[\"<end>\"]", "{}"})
+        check_error([&] { bytes(with(wrong)); }, "vocabulary.json");
 }
 
 TEST_CASE("vocabulary: bytes need no table") {

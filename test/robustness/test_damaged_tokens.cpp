@@ -37,6 +37,11 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
         CAPTURE(wrong.value);
         check_data_error(folder.write("wrong.bin", with_word(good, wrong.index, wrong.value)), "wrong.bin");
     }
+    const std::string masked = folder.write("masked.bin", good);
+    for (size_t size : {0, 99, 101, 1124}) {
+        folder.write("masked.mask", std::string(size, '\1'));
+        check_data_error(masked, "masked.mask");
+    }
     check_data_error(folder.write("negative.bin", token_file(std::vector<uint32_t>{1, 0x80000000u, 2})),
                        "negative.bin");
 }
