@@ -736,9 +736,9 @@ inline double norm_correction_at(const AdamW& a, int64_t bucket) {
     return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket);
 }
 
-// A target that does not count, say a token of a user's question: its loss and its gradient are 0. The loss is
-// the mean over all targets of the step that count, also those of other micro-batches and ranks. A mean of the
-// means of micro-batches would give a token more weight where few others count.
+// A target that does not count, say a token of a user's question: its loss and its gradient are 0. The loss
+// is the mean over all targets of the step that count, also those of other micro-batches and ranks. A mean of
+// the means of micro-batches would give a token more weight where few others count.
 inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
@@ -748,16 +748,17 @@ inline double divisor_of_mean(const int32_t* targets, int64_t n) {
     return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
 }
 
-// Tokens are in [0, V), targets also NO_TARGET; every function throws Error if they are not, or if a tensor name
-// is unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and write() at the same time;
-// step() and evaluate() with its own tokens. The result of step() is that of all ranks.
+// Tokens are in [0, V), and targets are in [0, V) or NO_TARGET; every function throws Error if they are not,
+// or if a tensor name is unknown. Every rank calls step(), evaluate(), next_logits(), quantization() and
+// write() at the same time; step() and evaluate() with its own tokens. The result of step() is that of all
+// ranks.
 class Model {
 public:
     virtual ~Model() = default;
     // Forward, backward and update. tokens and targets: (accumulate, B, T).
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) = 0;
-    // Mean loss of one micro-batch (B, T) without gradients, 0 if no target counts; NaN if a tensor that was quantized to FP8 was
-    // not finite.
+    // Mean loss of one micro-batch (B, T) without gradients, 0 if no target counts; NaN if a tensor that was
+    // quantized to FP8 was not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // Logits (V) of the token that follows these n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;

@@ -33,7 +33,8 @@ const std::vector<Flag>& flag_table() {
          "whether backward recomputes norms and activation functions"},
         {"accumulation", TEXT, "", "", 0, 0, SAME, "sums in FP8 GEMMs on Hopper; default: the recipe's"},
         {"data", TEXT, "", "", 0, 0, DEFAULT,
-         "text files, folders of them, or token files (.bin), with commas; default: C++ headers"},
+         "text files, folders of them, or token files (.bin), with commas; default: C++ headers; attention "
+         "crosses from one text or conversation into the next"},
         {"batch", COUNT, "16", "32", 1, 1 << 20, SAME, "sequences per micro-batch"},
         {"seq", COUNT, "128", "1024", 1, 1 << 24, SAME, "tokens per sequence"},
         {"accumulate", COUNT, "1", "1", 1, 1 << 20, SAME, "micro-batches per step, on each GPU"},

@@ -77,10 +77,11 @@ int32_t draw(const std::vector<float>& logits, double temperature, Random& rando
 }
 
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature, uint64_t seed) {
-    constexpr int64_t LONGEST = 256;  // tokens: a screenful
+    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
+    const size_t end = std::min(static_cast<size_t>(model.setup().T), std::max(LONGEST, tokens.size() + 64));
     Random random(seed);
     std::vector<float> logits(static_cast<size_t>(model.setup().config.V));
-    while (static_cast<int64_t>(tokens.size()) < std::min(model.setup().T, LONGEST)) {
+    while (tokens.size() < end) {
         model.next_logits(tokens.data(), static_cast<int64_t>(tokens.size()), logits.data());
         tokens.push_back(draw(logits, temperature, random));
     }
@@ -88,7 +89,7 @@ std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double 
 }
 
 struct Prompt {
-    Vocabulary vocabulary;  // empty: samples are printed as token numbers
+    Vocabulary vocabulary;        // empty: samples are printed as token numbers
     std::vector<int32_t> tokens;  // none: no samples
 };
 
@@ -469,8 +470,8 @@ private:
             }
         }
         if (weight == 0)
-            throw Error("No token of the held-out --data counts in the loss; give other data, or the --seq that "
-                        "data/tokenize.py had.");
+            throw Error("No token of the held-out --data counts in the loss; give other data, or the --seq "
+                        "that data/tokenize.py had.");
         unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum) && state_.step)
             throw Error("The validation loss is not finite after step " + std::to_string(state_.step) +
@@ -500,7 +501,8 @@ private:
         if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
         const double before = seconds();
-        const std::vector<int32_t> tokens = generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
+        const std::vector<int32_t> tokens =
+            generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
         const double each =
             (seconds() - before) / static_cast<double>(tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %lld | %.2f ms per token\n----------\n%s\n----------\n",
@@ -958,13 +960,13 @@ void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup)
 // -----------------------------------------------------------------------------------------------------------
 // From the command line to the exit code
 
-// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens of the
-// model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
+// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
+// of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
 Prompt choose_prompt(const Flags& flags, bool given, const Corpus& corpus, const Setup& setup,
                      const std::string& folder) {
     Prompt prompt{corpus.vocabulary, {}};
     const bool evaluates = flags.count("steps") == 0,
-               own_tokenizer = evaluates && !folder.empty() && fs::exists(fs::path(folder) / "tokenizer.json");
+               own_tokenizer = evaluates && !folder.empty() && fs::exists(folder + "/tokenizer.json");
     if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
     if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
     if (own_tokenizer) prompt.tokens = tokens_of_rank_0(setup.group, prompt.tokens);

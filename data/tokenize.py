@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""Turns text or conversations into llm.c's token files, with the vocabulary that turns tokens into text again.
+"""Turns text or conversations into llm.c's token files, with the vocabulary that turns tokens into text.
 
     python3 data/tokenize.py --tokenizer gpt2 --out tokens book.txt folder-of-texts
     python3 data/tokenize.py --train-bpe 4096 --out tokens book.txt
     python3 data/tokenize.py --tokenizer model-folder --seq 2048 --out tokens conversations.jsonl
     ./train --data tokens
 
-The tokenizer is one of Hugging Face, by its name on the hub, as a model's folder or as a file tokenizer.json,
-or a byte-level BPE that is trained on the training part of the text. The folder --out gets
-    train.bin, val.bin    256 int32 (magic, version, number of tokens), then the tokens: uint16 (magic 20240520)
-                          if the vocabulary fits, otherwise uint32 (magic 20240801)
-    train.mask, val.mask  of conversations: a byte for each token, 1 if it counts in the loss, otherwise 0
-    vocabulary.json       "pieces"[t] has the bytes of token t as code points U+0000 to U+00FF; "" if it has none;
-                          "special" has the tokens that stand for no text
+The tokenizer is one of Hugging Face, by its name on the hub, as a model's folder or as a file
+tokenizer.json, or a byte-level BPE that is trained on the training part of the text. The folder --out gets
+    train.bin, val.bin    256 int32 (magic, version, number of tokens), then the tokens: uint16 (magic
+                          20240520) if the vocabulary fits, otherwise uint32 (magic 20240801)
+    train.mask, val.mask  for conversations: a byte for each token, 1 if it counts in the loss, otherwise 0
+    vocabulary.json       "pieces"[t] has the bytes of token t as code points U+0000 to U+00FF; "" if it has
+                          none. "special" lists the tokens that stand for no text
     tokenizer.json        with --train-bpe: the tokenizer, for other programs
 
-A line of a file *.jsonl is a conversation: {"messages": [{"role": "user", "content": "..."}, ...]}, which the
-chat template of the model's folder turns into text, or {"prompt": "...", "completion": "..."}. Only what the
-assistant says counts in the loss, with the token that ends its turn. Conversations are packed into windows of
---seq tokens, which must be the --seq of ./train: each begins and ends in the same window, and the rest of the
-window is padding. Attention crosses from one conversation of a window into the next, as it does between texts:
-an answer is also conditioned on unrelated conversations before it. If that matters, choose --seq little longer
-than a conversation. What is longer than --seq is cut.
+A line of a file *.jsonl is a conversation: {"messages": [{"role": "user", "content": "..."}, ...]}, which
+the chat template of the model's folder turns into text, or {"prompt": "...", "completion": "..."}. Only what
+the assistant says counts in the loss, with the token that ends its turn. Conversations are packed into
+windows of --seq tokens (the --seq of ./train). None continues in the next window: the rest of a window is
+padding, and a conversation longer than --seq is cut. Attention crosses from one conversation of a window
+into the next. So an answer also depends on the unrelated conversations before it, and attention to them
+costs time. Where that matters, choose a --seq not much longer than one conversation.
 """
 import sys
 
@@ -256,15 +256,23 @@ def read_lines(paths):
     return [(where, line) for line, where in lines.items()]
 
 
+def read_optional(path):
+    """The text of a file of the model's folder; empty if there is none."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Wrong(f"{path} cannot be read ({problem}); download the folder again.") from None
+
+
 def read_config(folder, name):
     path = os.path.join(folder, name)
     try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as problem:
-        sys.exit(f"{path} cannot be read ({problem}); download the folder again.")
+        config = json.loads(read_optional(path) or "{}")
+    except ValueError as problem:
+        raise Wrong(f"{path} is not JSON ({problem}); download the folder again.") from None
     return config if isinstance(config, dict) else {}
 
 
@@ -279,11 +287,9 @@ def named_tokens(folder):
 def chat_template(folder):
     """The function from messages to text that the model's folder has. There is no strftime_now: templates with
     a date have a fixed one for that case, so that the same conversations always become the same tokens."""
-    path, template = os.path.join(folder, "chat_template.jinja"), None
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            template = f.read()
-    else:
+    path = os.path.join(folder, "chat_template.jinja")
+    template = read_optional(path)
+    if not template:
         path = os.path.join(folder, "tokenizer_config.json")
         template = read_config(folder, "tokenizer_config.json").get("chat_template")
         if isinstance(template, list):
@@ -320,15 +326,17 @@ def chat_template(folder):
 def answers_in(row, folder):
     """(text, spans): the text of a conversation, and the parts [begin, end) of it that the assistant says. No
     spans: there is no answer, or one of them is empty."""
+    if not isinstance(row, dict):
+        raise Wrong("this is not a JSON object; give a conversation on each line.")
     messages = row.get("messages")
     if messages is None:
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise Wrong('has neither "messages" nor the texts "prompt" and "completion".')
+            raise Wrong('there is neither "messages" nor the texts "prompt" and "completion"; add them.')
         text = prompt + completion
         return text, [(len(prompt), len(text))] if completion.strip() else []
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise Wrong('has "messages" that are not a list of objects with "role" and "content".')
+        raise Wrong('"messages" is not a list of objects with "role" and "content"; correct it.')
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not all(str(messages[i].get("content") or "").strip() or messages[i].get("tool_calls") for i in answers):
         return "", []
@@ -369,7 +377,7 @@ def tokens_of_row(tokenizer, row, folder, special, end):
     return tokens, bytes(mask)
 
 
-def tokenize_lines(tokenizer, lines, arguments, folder, special, end):
+def tokenize_lines(tokenizer, lines, arguments, special, end):
     """[(tokens, mask), ...] of the conversations that can be used, and how many are cut, too long, unanswered."""
 
     def of_lines(part):
@@ -378,11 +386,10 @@ def tokenize_lines(tokenizer, lines, arguments, folder, special, end):
     def of_line(where, line):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise Wrong("is not a JSON object.")
-            return tokens_of_row(tokenizer, row, folder, special, end)
         except ValueError as problem:
             raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
+        try:
+            return tokens_of_row(tokenizer, row, arguments.tokenizer, special, end)
         except Wrong as problem:
             raise Wrong(f"{where}: {problem}") from None
 
@@ -461,7 +468,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="*", help="text files (UTF-8), folders of them, or conversations (*.jsonl)")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--tokenizer", metavar="NAME", help="a name on Hugging Face's hub, a model's folder, or tokenizer.json")
+    about = "a model's folder, a file tokenizer.json, or a name on Hugging Face's hub"
+    kind.add_argument("--tokenizer", metavar="NAME", help=about)
     kind.add_argument("--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of so many tokens")
     parser.add_argument("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
     parser.add_argument(
@@ -479,8 +487,10 @@ def parse_arguments():
         sys.exit(f"{conversations[0]} has conversations and the other files are text; give one kind.")
     if conversations and (arguments.seq is None or arguments.seq < 2):
         sys.exit(f"{conversations[0]} has conversations: give --seq N, the tokens of a window, as to ./train.")
-    if conversations and arguments.train_bpe is not None:
-        sys.exit("--train-bpe needs text; for conversations give --tokenizer with the model's folder.")
+    if conversations and not os.path.isdir(arguments.tokenizer or ""):
+        sys.exit(f"{conversations[0]} has conversations: give --tokenizer FOLDER, the folder of the model.")
+    if arguments.prompt is not None and arguments.tokenizer is None:
+        sys.exit("--prompt needs --tokenizer; give both.")
     if not 0 < arguments.hold_out < 1:
         sys.exit(f"--hold-out {arguments.hold_out} is not between 0 and 1; give a part such as 0.1.")
     return arguments
@@ -499,14 +509,27 @@ def require_model_has(tokens, arguments, pieces):
     print(f"{about}; the text uses none of the others.")
 
 
+def write_texts(tokenizer, arguments, parts, pieces, end):
+    make_folder(arguments.out)
+    for name, texts in zip(("train", "val"), parts):
+        tokens = encode(tokenizer, texts, end, arguments.processes)
+        path = os.path.join(arguments.out, name + ".bin")
+        require_model_has(tokens, arguments, pieces)
+        write_tokens(path, tokens, len(pieces))
+        characters, text = sum(map(len, texts)), b"".join(pieces[t] for t in tokens if t != end)
+        each = characters / max(1, len(tokens))
+        print(f"{path}: {len(tokens):,} tokens for {characters:,} characters, {each:.2f} characters a token")
+        if text.lstrip(b" ") != "".join(texts).encode().lstrip(b" "):  # SentencePiece adds a space at the start
+            print(f"{path}: this tokenizer changes the text; the tokens do not decode to exactly what was read.")
+
+
 def write_conversations(tokenizer, arguments, pieces, special, end):
-    folder = arguments.tokenizer if os.path.isdir(arguments.tokenizer) else os.path.dirname(arguments.tokenizer)
-    named = tokenizer.token_to_id(named_tokens(folder).get("eos_token", ""))
+    named = tokenizer.token_to_id(named_tokens(arguments.tokenizer).get("eos_token", ""))
     end = end if named is None else named
     parts = divide_whole(read_lines(arguments.text), arguments.hold_out)
     packed, total = {}, {}
     for name, lines in zip(("train", "val"), parts):
-        found, counts = tokenize_lines(tokenizer, lines, arguments, folder, special, end)
+        found, counts = tokenize_lines(tokenizer, lines, arguments, special, end)
         if not found:
             sys.exit(f"None of the {len(lines)} conversations for {name}.bin has an answer within --seq tokens.")
         tokens, mask = packed[name] = pack(found, arguments.seq, end or 0)
@@ -550,31 +573,20 @@ def main():
 
 def run(tokenizers, arguments):
     is_text = arguments.prompt is None and not arguments.text[0].endswith(".jsonl")
-    if is_text:
-        train, validation = divide(read_texts(arguments.text), arguments.hold_out)
+    parts = divide(read_texts(arguments.text), arguments.hold_out) if is_text else None
     if arguments.train_bpe is None:
         tokenizer = load_tokenizer(tokenizers, arguments.tokenizer)
     else:
-        tokenizer = train_bpe(tokenizers, train, arguments.train_bpe)  # without the validation text
+        tokenizer = train_bpe(tokenizers, parts[0], arguments.train_bpe)  # without the validation text
     pieces = pieces_of(tokenizer)
     special = {t for t, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    table = table_of(pieces, special)
-
-    end = end_of_text(tokenizer)
+    table, end = table_of(pieces, special), end_of_text(tokenizer)
     if arguments.prompt is not None:
         return print(json.dumps({**table, "prompt": tokenizer.encode(arguments.prompt).ids}))
-    if not is_text:
+    if is_text:
+        write_texts(tokenizer, arguments, parts, pieces, end)
+    else:
         write_conversations(tokenizer, arguments, pieces, special, end)
-    make_folder(arguments.out)
-    for name, texts in {"train": train, "val": validation}.items() if is_text else ():
-        tokens, path = encode(tokenizer, texts, end, arguments.processes), os.path.join(arguments.out, name + ".bin")
-        require_model_has(tokens, arguments, pieces)
-        write_tokens(path, tokens, len(pieces))
-        characters, text = sum(map(len, texts)), b"".join(pieces[t] for t in tokens if t != end)
-        each = characters / max(1, len(tokens))
-        print(f"{path}: {len(tokens):,} tokens for {characters:,} characters, {each:.2f} characters a token")
-        if text.lstrip(b" ") != "".join(texts).encode().lstrip(b" "):  # SentencePiece adds a space at the start
-            print(f"{path}: this tokenizer changes the text; the tokens do not decode to exactly what was read.")
     text = json.dumps(table, ensure_ascii=False, indent=0)
     write(os.path.join(arguments.out, "vocabulary.json"), [text.encode()])
     if arguments.train_bpe is not None:

@@ -76,7 +76,7 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
 void TokenStream::set_mask(std::shared_ptr<const InputFile> mask) { segments_.at(0).mask = std::move(mask); }
 
 bool TokenStream::masked() const {
-    return std::any_of(segments_.begin(), segments_.end(), [](const Segment& s) { return s.mask != nullptr; });
+    return std::any_of(segments_.begin(), segments_.end(), [](const Segment& s) { return bool(s.mask); });
 }
 
 void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {

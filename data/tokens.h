@@ -1,8 +1,8 @@
 // data/tokens.h - text or token files in, micro-batches out (tokens.cpp).
 //
 // A corpus is two streams of tokens: one to train on, one held out for validation. Text is read as bytes
-// (vocabulary 256). Token files have llm.c's format: uint16 (magic 20240520) or uint32 (magic 20240801). A file
-// NAME.mask beside NAME.bin has a byte for each token: 0 if the token does not count as a target, else 1.
+// (vocabulary 256). Token files have llm.c's format: uint16 (magic 20240520) or uint32 (magic 20240801). A
+// file NAME.mask beside NAME.bin has a byte for each token: 0 if the token does not count as a target, else 1.
 // Without --data the corpus is the C and C++ headers of the compiler that built the program: every machine
 // that can build it has them.
 #pragma once
@@ -62,8 +62,8 @@ public:
     bool empty() const { return pieces_.empty(); }
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token without text becomes <17>
     std::vector<int32_t> encode(const std::string& text) const;    // longest piece first; Error if none fits
-    // Bytes of the text that these tokens stand for; special tokens stand for none. -1 if the table does not say
-    // which tokens are special.
+    // Bytes of the text that these tokens stand for; special tokens stand for none. -1 if the table does not
+    // say which tokens are special.
     int64_t text_bytes(const int32_t* tokens, int64_t n) const;
 
 private:

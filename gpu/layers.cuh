@@ -48,8 +48,9 @@ void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStrea
 // --- Loss
 
 // logits (rows, V_padded = logits.cols) become the gradients of *scale * sum(losses), zero from column V on;
-// losses (rows) FP32 are -log softmax(logits)[target]. Where the target is NO_TARGET both are 0. Without a scale
-// the logits stay as they are (evaluation). The scale is on the device: a recorded launch reads that of its step.
+// losses (rows) FP32 are -log softmax(logits)[target]. Where the target is NO_TARGET both are 0. Without a
+// scale the logits stay as they are (evaluation). The scale is on the device, since it changes between the
+// replays of a recorded launch.
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
                    cudaStream_t s);
 // *total += *scale * sum of losses (n), in a fixed order, in double.

@@ -35,7 +35,8 @@ class Tokenizer:
     def get_added_tokens_decoder(self): return {256 + i: Special(s) for i, s in enumerate(self.special)}
     def id_to_token(self, t): return "<0x%02X>" % t if t < 256 else self.special[t - 256]
     def token_to_id(self, name): return 256 + self.special.index(name) if name in self.special else None
-    def get_vocab(self, with_added_tokens): return {self.id_to_token(t): t for t in range(256 + len(self.special))}
+    def get_vocab(self, with_added_tokens):
+        return {self.id_to_token(t): t for t in range(256 + len(self.special))}
     def encode(self, text, add_special_tokens=True):
         result, at = Encoding(), 0
         result.ids, result.offsets = [], []
@@ -60,8 +61,8 @@ class ImmutableSandboxedEnvironment:
         if not text: raise TemplateError("no text")
         return Template(text, {**self.globals, **names})
 )";
-const std::string CHAT = R"(''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages) + )"
-                         R"(('<|assistant|>' if add_generation_prompt else ''))";
+const std::string CHAT = R"(''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' )"
+                         R"(for m in messages) + ('<|assistant|>' if add_generation_prompt else ''))";
 
 std::string config_with(const std::string& chat) {
     return R"({"eos_token": {"content": "<|end|>"}, "chat_template": ")" + chat + "\"}";
@@ -78,8 +79,11 @@ struct ChatFolder : Folder {
     }
     Ended tokenize(const std::string& conversations, const std::string& flags = "--seq 32") const {
         write("c.jsonl", conversations);
-        return shell(*this, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() +
-                                "' --tokenizer model --out tokens c.jsonl " + flags);
+        return run("--out tokens c.jsonl " + flags);
+    }
+    Ended run(const std::string& flags, const std::string& tokenizer = "--tokenizer model ") const {
+        const std::string script = fs::absolute("data/tokenize.py").string();
+        return shell(*this, "PYTHONPATH=. python3 '" + script + "' " + tokenizer + flags);
     }
     // The text of train.bin, with what counts in square brackets; each line is a window.
     std::string windows(int64_t T) const {
@@ -118,16 +122,17 @@ std::string padded(std::string text, size_t tokens, size_t length) {
 
 }  // namespace
 
-TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" * doctest::skip(NO_PYTHON)) {
+TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" *
+          doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
     const std::string chat = R"({"messages": [{"role": "user", "content": "hi"},)"
-                             R"({"role": "assistant", "content": "A\u00e9"}, {"role": "user", "content": "b"},)"
+                             R"({"role": "assistant", "content": "A\u00e9"},)"
+                             R"({"role": "user", "content": "b"},)"
                              R"({"role": "assistant", "content": "C"}]})";
     const Ended ended = folder.tokenize(chat + "\n" + completion("held", "out"));
     require_success(ended);
-    CHECK(folder.windows(32) ==
-          padded("<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9<|end|>]\n<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n",
-                 19, 32));
+    CHECK(folder.windows(32) == padded("<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9<|end|>]\n"
+                                       "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n", 19, 32));
     CHECK(contains(ended.out, "train.bin: 1 conversations in 1 windows of 32 tokens"));
 }
 
@@ -139,8 +144,8 @@ TEST_CASE("tokenize.py: a conversation lies within one window, and windows are f
     require_success(folder.tokenize(lines + completion("held", "out"), "--seq 12"));
     CHECK(folder.windows(12) == "aaaa[x<|end|>]cc[x<|end|>]<|end|><|end|>\nbbbbbb[x<|end|>]" +
                                     padded("", 8, 12) + "\ndddddd[x<|end|>]" + padded("", 8, 12));
-    const Ended ended = folder.tokenize(lines + completion("", "whole") + completion("held", "out"), "--seq 12");
-    require_success(ended);
+    const std::string more = completion("", "whole") + completion("held", "out");
+    require_success(folder.tokenize(lines + more, "--seq 12"));
     CHECK(contains(folder.windows(12), "w[hole<|end|>]"));  // nothing precedes the first token
     // Several processes write the same files as one.
     for (int i = 0; i < 1000; i++) lines += completion(std::to_string(i), std::to_string(i * i));
@@ -150,8 +155,7 @@ TEST_CASE("tokenize.py: a conversation lies within one window, and windows are f
     CHECK(folder.files() == one);
     // Plain text in the same folder afterwards has no mask.
     folder.write("text", "some text\nof two lines\n");
-    require_success(shell(folder, "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() +
-                                      "' --tokenizer model --out tokens text"));
+    require_success(folder.run("--out tokens text"));
     CHECK(!load_corpus(folder / "tokens").train.masked());
 }
 
@@ -161,12 +165,13 @@ TEST_CASE("tokenize.py: conversations without an answer or longer than --seq are
     const std::string good = completion("abc", "x");
     const Ended ended = folder.tokenize(
         good + completion("12345678901234567890", "x") + completion("held", "out") +
-            completion("123", std::string(20, 'y')) + completion("z", " ") + R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" +
-            R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})" + "\n",
+            completion("123", std::string(20, 'y')) + completion("z", " ") +
+            R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" +
+            R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})",
         "--seq 10 --hold-out 0.2");
     require_success(ended);
     CHECK(contains(ended.out, "1 conversations are longer than --seq 10 and cut after so many tokens.\n"));
-    CHECK(contains(ended.out, "1 conversations are left out: the first answer comes after --seq 10 tokens.\n"));
+    CHECK(contains(ended.out, "1 conversations are left out: the first answer comes after --seq 10 tokens."));
     CHECK(contains(ended.out, "3 conversations are left out: they have no answer, or an empty one.\n"));
     CHECK(contains(folder.windows(10) + "\n", "123[yyyyyyy]\n"));
 }
@@ -185,6 +190,11 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
         CHECK(!fs::exists(folder.path / "tokens"));
     };
     rejected(good, "c.jsonl", "--seq", "");
+    check_failed(folder.run("c.jsonl tokenizers.py --seq 32"), "c.jsonl", "text");
+    check_failed(folder.run("c.jsonl --seq 32", "--tokenizer model/tokenizer.json "), "c.jsonl", "FOLDER");
+    check_failed(folder.run("c.jsonl --seq 32", "--train-bpe 300 "), "c.jsonl", "FOLDER");
+    check_failed(folder.run("--prompt x", "--train-bpe 300 "), "--prompt");
+    check_failed(folder.run(""), "no text");
     rejected(completion("abc", "x"), "two conversations");
     rejected(good + "{\"messages\"\n", "c.jsonl:3", "JSON");
     rejected(good + "[1]\n", "c.jsonl:3", "object");
@@ -253,7 +263,8 @@ TEST_CASE("train: with a mask, two ranks have the losses of one with twice the m
           doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
     require_success(folder.tokenize(same_answers()));
-    const std::string run = "--device cpu --data tokens --batch 2 --seq 32 --sample-every 0 --recipe fp32 --steps 3 ";
+    const std::string run =
+        "--device cpu --data tokens --batch 2 --seq 32 --sample-every 0 --recipe fp32 --steps 3 ";
     require_success(train(folder, run + "--accumulate 4 --out '' --log log"));
     const auto one = logged(folder, "step"), validated = logged(folder, "validation");
     const std::string port = "MASTER_PORT=" + std::to_string(several_ranks::free_port()) + " ";
@@ -280,8 +291,9 @@ TEST_CASE("train: windows and steps in which no token counts are reported, and n
         folder.write(std::string(name) + ".bin", token_file(tokens));
         folder.write(std::string(name) + ".mask", mask);
     }
-    const Ended ended = train(folder, "--device cpu --data train.bin,val.bin --batch 1 --seq 16 --steps 40 --warmup 0 "
-                                      "--eval-every 0 --sample-every 0 --out '' --log log");
+    const std::string run = "--device cpu --data train.bin,val.bin --batch 1 --seq 16 ";
+    const Ended ended = train(
+        folder, run + "--steps 40 --warmup 0 --eval-every 0 --sample-every 0 --out '' --log log");
     require_success(ended);
     CHECK(contains(ended.out, "75 of the 100 windows"));
     int64_t skipped = 0;
@@ -293,7 +305,7 @@ TEST_CASE("train: windows and steps in which no token counts are reported, and n
     CHECK((skipped > 20 && skipped < 40));  // more than MOST_SKIPPED: the run has not diverged
     CHECK(contains(ended.out, "skipped: no token counts"));
     folder.write("val.mask", std::string(mask.size(), '\0'));
-    check_one_sentence(train(folder, "--device cpu --data train.bin,val.bin --batch 1 --seq 16 --steps 1"), "--data");
+    check_one_sentence(train(folder, run + "--steps 1"), "--data");
 }
 
 TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in the model's own tokens" *
@@ -312,7 +324,8 @@ TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in th
     const double loss = line.at("loss");
     CHECK(line.at("perplexity").get<double>() == doctest::Approx(std::exp(loss)));
     // Three letters and the end of the text count in each conversation; the end stands for no byte.
-    CHECK(line.at("bits_per_byte").get<double>() == doctest::Approx(loss / std::log(2.0) * 4 / 3).epsilon(1e-9));
+    const double bits = loss / std::log(2.0) * 4 / 3;
+    CHECK(line.at("bits_per_byte").get<double>() == doctest::Approx(bits).epsilon(1e-9));
     const Ended sampled = shell(folder, "PYTHONPATH=. " + evaluate + " --temperature 0 --prompt \"it's 7\"");
     require_success(sampled);
     CHECK(contains(sampled.out, "----------\nit's 7yes<|end|>"));
@@ -320,7 +333,7 @@ TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in th
     REQUIRE(tokens.size() == 32);
     CHECK(std::vector<int32_t>(tokens.begin(), tokens.begin() + 10) ==
           std::vector<int32_t>{'i', 't', '\'', 's', ' ', '7', 'y', 'e', 's', 258});
-    check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt \"" + std::string(40, 'x') + "\""),
+    check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt " + std::string(40, 'x')),
                        "--prompt");
     folder.write("tokenizers.py", "raise ImportError()");
     const Ended numbers = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt c");
@@ -346,7 +359,7 @@ made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
 os.mkdir("model")
 made.save("model/tokenizer.json")
 chat = """{%- for message in messages %}
-    {%- if message.role not in ["user", "assistant"] %}{{ raise_exception("unknown role " + message.role) }}{% endif %}
+    {%- if message.role == "tool" %}{{ raise_exception("unknown role " + message.role) }}{% endif %}
     {{- "<|im_start|>" + message.role + "\n" + message.content + eos_token + "\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}

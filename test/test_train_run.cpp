@@ -56,7 +56,8 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
             if (kind == "step") CHECK(last.at(field).is_number());
         kinds[kind]++;
     }
-    CHECK(kinds == std::map<std::string, int>{{"settings", 1}, {"step", 12}, {"validation", 4}, {"end", 1}});
+    CHECK(kinds == std::map<std::string, int>{
+                       {"settings", 1}, {"step", 12}, {"validation", 4}, {"sample", 2}, {"end", 1}});
     CHECK(last.at("kind") == "end");
     // The model learns.
     CHECK(last.at("validation").get<double>() < last.at("first_validation").get<double>() - 0.5);
