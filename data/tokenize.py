@@ -355,9 +355,9 @@ def answers_in(row, folder):
 
 
 def tokens_of_row(tokenizer, row, folder, special, end):
-    """(tokens, mask) of a conversation; None if there is no answer. The text is tokenized as a whole, and a token
-    counts if it begins within an answer. Of an answer, what follows its last special token, say a line break
-    after the end of the turn, does not count; nor does the first token, which nothing precedes."""
+    """(tokens, mask) of a conversation; None if there is no answer. The text is tokenized as a whole, and a
+    token counts if a part of it is in an answer. White space after the special token that ends an answer does
+    not count; nor does the first token of a conversation, which nothing precedes."""
     text, spans = answers_in(row, folder)
     if not spans:
         return None
@@ -365,10 +365,10 @@ def tokens_of_row(tokenizer, row, folder, special, end):
     encoding = tokenizer.encode(text, add_special_tokens=not chat)
     tokens, mask = array.array("I", encoding.ids), bytearray(len(encoding.ids))
     for begin, stop in spans:
-        inside = [i for i, (start, _) in enumerate(encoding.offsets) if begin <= start < stop]
-        last = max((i for i in inside if tokens[i] in special), default=len(tokens))
+        inside = [i for i, (first, last) in enumerate(encoding.offsets) if first < stop and last > begin]
+        ends = [i for i in inside if tokens[i] in special and not text[encoding.offsets[i][1] : stop].strip()]
         for i in inside:
-            mask[i] = i <= last
+            mask[i] = not ends or i <= ends[0]
     if not chat and end is not None:
         if not tokens or tokens[-1] != end:
             tokens.append(end), mask.append(0)

@@ -134,6 +134,11 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
     CHECK(folder.windows(32) == padded("<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9<|end|>]\n"
                                        "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n", 19, 32));
     CHECK(contains(ended.out, "train.bin: 1 conversations in 1 windows of 32 tokens"));
+    // A token that begins in the prompt and ends in the answer counts. White space after <|end|> does not.
+    const std::string lines =
+        completion("a<|us", "er|>b ") + completion("held", "out") + completion("c", "d<|end|> ");
+    require_success(folder.tokenize(lines, "--seq 5 --hold-out 0.34"));
+    CHECK(folder.windows(5) == "a[<|user|>b <|end|>]\nc[d<|end|>] [<|end|>]");
 }
 
 TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
@@ -335,6 +340,8 @@ TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in th
           std::vector<int32_t>{'i', 't', '\'', 's', ' ', '7', 'y', 'e', 's', 258});
     check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt " + std::string(40, 'x')),
                        "--prompt");
+    folder.write(model + "/tokenizer.json", R"(["<|user|>", "<|assistant|>", "<|end|>", "<|more|>"])");
+    check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '<|more|>'"), "vocabulary");
     folder.write("tokenizers.py", "raise ImportError()");
     const Ended numbers = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt c");
     require_success(numbers);
