@@ -174,13 +174,12 @@ GROUPS = {
         "./train and PyTorch in turn on the same GPU; six minutes",
         [*peers("llama-2-7b", 8), *peers("tinyllama-1.1b", 16)], "--sample-every 0 --eval-every 0"),
     "ranks": Group(
-        "one, two and four GPUs of 141 GB (table 7); half a minute each; see \"Several GPUs\" in RESULTS.md",
+        "one and two GPUs of 141 GB (table 7); half a minute each; see \"Two H200\" in RESULTS.md",
         [*ranks(1, "7b coat 8", "7b bf16 8"),
-         *ranks(2, "7b coat 8", "7b bf16 8", "7b coat 8 --attention groups", "13b coat 4", "7b fsdp 6",
-                "7b fsdp-float8 6"),
-         *ranks(4, "7b coat 8", "7b bf16 8", "7b coat 2", "13b coat 1", "13b coat 4")], TABLE_7),
+         *ranks(2, "7b fsdp 6", "7b coat 8", "7b bf16 8", "7b coat 8 --attention groups",
+                "7b fsdp-float8 6")], TABLE_7),
     "h100": Group(
-        "one to eight GPUs of 80 GB (table 7); half a minute each; see \"Several GPUs\" in RESULTS.md",
+        "one to eight GPUs of 80 GB (table 7); half a minute each; see \"The paper's GPU\" in RESULTS.md",
         [*ranks(1, "7b coat 8", "7b coat 1", f"7b coat 1 {LEAN}", f"7b coat largest {LEAN}",
                 f"13b coat 1 {LEAN}", f"13b coat largest {LEAN}", f"7b bf16 1 {NO_MASTER}",
                 f"7b bf16 largest {NO_MASTER}"),
