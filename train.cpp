@@ -71,18 +71,17 @@ int32_t draw(const std::vector<float>& logits, double temperature, Random& rando
     double total = 0;
     std::vector<double> sums;
     for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
-    const auto chosen = std::upper_bound(sums.begin(), sums.end(), random.uniform() * total);
-    return static_cast<int32_t>(
-        std::min<int64_t>(chosen - sums.begin(), static_cast<int64_t>(sums.size()) - 1));
+    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, random.uniform() * total);
+    return int32_t(chosen - sums.begin());
 }
 
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature, uint64_t seed) {
     constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
     const size_t end = std::min(static_cast<size_t>(model.setup().T), std::max(LONGEST, tokens.size() + 64));
     Random random(seed);
-    std::vector<float> logits(static_cast<size_t>(model.setup().config.V));
+    std::vector<float> logits(model.setup().config.V);
     while (tokens.size() < end) {
-        model.next_logits(tokens.data(), static_cast<int64_t>(tokens.size()), logits.data());
+        model.next_logits(tokens.data(), tokens.size(), logits.data());
         tokens.push_back(draw(logits, temperature, random));
     }
     return tokens;
@@ -170,40 +169,23 @@ private:
         const std::string begin = "{\"kind\":\"settings\"";
         std::string found(begin.size(), '\0');
         std::ifstream file(path_, std::ios::binary);
-        file.read(found.data(), static_cast<std::streamsize>(found.size()));
+        file.read(found.data(), found.size());
         if (file.gcount() > 0 && found != begin)
             throw Error("--log " + path_ + " exists and is not a log of this program; choose another file.");
     }
 
-    struct Close {
-        void operator()(FILE* file) const { std::fclose(file); }
-    };
-    std::unique_ptr<FILE, Close> file_;
+    std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
     std::string path_;
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// What the ranks of a run tell each other. With one rank, `group` is null.
+// What the ranks of a run tell each other
 
-std::vector<std::string> texts_of_ranks(Ranks* group, const std::string& mine) {
-    if (!group) return {mine};
+std::vector<std::string> texts_of_ranks(Ranks& group, const std::string& mine) {
     std::vector<std::string> all;
-    for (const Bytes& theirs : group->all_gather(Bytes(mine.begin(), mine.end())))
+    for (const Bytes& theirs : group.all_gather(Bytes(mine.begin(), mine.end())))
         all.emplace_back(theirs.begin(), theirs.end());
     return all;
-}
-
-std::vector<int32_t> tokens_of_rank_0(Ranks* group, const std::vector<int32_t>& mine) {
-    if (!group) return mine;
-    const auto* begin = reinterpret_cast<const uint8_t*>(mine.data());
-    const Bytes first = group->all_gather(Bytes(begin, begin + 4 * mine.size())).front();
-    const auto* tokens = reinterpret_cast<const int32_t*>(first.data());
-    return {tokens, tokens + first.size() / 4};
-}
-
-template <class T>
-std::vector<T> values_of_ranks(Ranks* group, T mine) {
-    return group ? group->all_gather(mine) : std::vector<T>{mine};
 }
 
 // Of several ranks, each has measured the moments that it keeps.
@@ -211,8 +193,8 @@ void merge_moments(QuantReport& report, const Setup& setup) {
     if (!setup.group || setup.shard == Shard::None) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
-        for (const QuantStats& s : setup.group->all_gather(report.kinds[static_cast<int>(kind)])) sum += s;
-        report.kinds[static_cast<int>(kind)] = sum;
+        for (const QuantStats& s : setup.group->all_gather(report.kinds[int(kind)])) sum += s;
+        report.kinds[int(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
         const auto* begin = reinterpret_cast<const uint8_t*>(k->data());
@@ -245,10 +227,10 @@ double seconds() {
 }
 
 std::string duration(double s) {
-    const long long whole = std::llround(s);
+    const long whole = std::lround(s);
     char text[48];
-    if (whole < 3600) std::snprintf(text, sizeof text, "%lldm%02llds", whole / 60, whole % 60);
-    else std::snprintf(text, sizeof text, "%lldh%02lldm", whole / 3600, whole / 60 % 60);
+    if (whole < 3600) std::snprintf(text, sizeof text, "%ldm%02lds", whole / 60, whole % 60);
+    else std::snprintf(text, sizeof text, "%ldh%02ldm", whole / 3600, whole / 60 % 60);
     return text;
 }
 
@@ -260,7 +242,7 @@ std::string sampled_hash(const TokenStream& tokens) {
         const int32_t token = tokens[i];
         int32_t target = token;
         tokens.mask(i, 1, &target);
-        hash = (hash ^ static_cast<uint32_t>(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
+        hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
     }
     return std::to_string(hash);
 }
@@ -277,10 +259,10 @@ std::string random_name() {
 struct Batch {  // (micro-batches, B, T) each
     std::vector<int32_t> tokens, targets;
     void fill(Loader& loader, int64_t micro_batches, int64_t tokens_each, int64_t rank, int64_t ranks) {
-        tokens.resize(static_cast<size_t>(micro_batches * tokens_each)), targets.resize(tokens.size());
+        tokens.resize(micro_batches * tokens_each), targets.resize(tokens.size());
         for (int64_t i = 0; i < micro_batches; i++) {
             loader.skip(rank);
-            loader.next(&tokens[size_t(i * tokens_each)], &targets[size_t(i * tokens_each)]);
+            loader.next(&tokens[i * tokens_each], &targets[i * tokens_each]);
             loader.skip(ranks - 1 - rank);
         }
     }
@@ -289,9 +271,9 @@ struct Batch {  // (micro-batches, B, T) each
 class Training {
 public:
     // last_good: the newest checkpoint of this run in --out, or empty
-    Training(const Flags& flags, const Corpus& corpus, Model& model, const LoopState& state,
+    Training(const Flags& flags, Ranks& group, const Corpus& corpus, Model& model, const LoopState& state,
              const std::string& last_good, const Companions& companions, const Prompt& prompt)
-        : flags_(flags), corpus_(corpus), prompt_(prompt),
+        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt),
           schedule_(find_row(schedules(), flags.text("schedule"), "--schedule")), model_(model),
           setup_(model.setup()), state_(state), last_good_(last_good), companions_(companions),
           train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
@@ -309,10 +291,9 @@ public:
 
     // Returns the exit code.
     int run() {
-        if (!flags_.text("log").empty() && setup_.rank == 0)
-            log_.open(flags_.text("log"), resumed_at_ > 0);
-        Json line = {
-            {"kind", "settings"}, {"step", state_.step}, {"parameters", parameter_count(setup_.config)}};
+        if (!flags_.text("log").empty() && setup_.rank == 0) log_.open(flags_.text("log"), resumed_at_ > 0);
+        Json line = {{"kind", "settings"}, {"step", state_.step}};
+        line["parameters"] = parameter_count(setup_.config);
         line.update(flags_.typed());
         line["ranks"] = setup_.ranks;
         log_.write(line);
@@ -372,7 +353,7 @@ private:
 
     // A signal to one rank stops all of them after the same step.
     int signal_of_ranks() const {
-        const std::vector<int> signals = values_of_ranks<int>(setup_.group, interrupted);
+        const std::vector<int> signals = group_.all_gather(int(interrupted));
         return *std::max_element(signals.begin(), signals.end());
     }
 
@@ -389,8 +370,8 @@ private:
         AdamW adamw{};
         adamw.step = state_.updates + 1;
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
-        adamw.weight_decay = static_cast<float>(flags_.real("weight-decay"));
-        adamw.clip = static_cast<float>(flags_.real("clip"));
+        adamw.weight_decay = float(flags_.real("weight-decay"));
+        adamw.clip = float(flags_.real("clip"));
         const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.norm_correction.empty();
         adamw.norm_correction = unknown ? measured_norm_corrections(adamw.clip) : state_.norm_correction;
         return adamw;
@@ -422,18 +403,13 @@ private:
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
-        const double rate = static_cast<double>(step_tokens_) / took;
-        const double left =
-            (seconds() - started_) / static_cast<double>(done) * static_cast<double>(steps_ - state_.step);
-        std::printf("step %*lld/%lld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left",
-                    static_cast<int>(std::to_string(steps_).size()), static_cast<long long>(state_.step),
-                    static_cast<long long>(steps_), result.loss, result.grad_norm, static_cast<double>(lr),
+        const double rate = step_tokens_ / took, left = (seconds() - started_) / done * (steps_ - state_.step);
+        std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left",
+                    int(std::to_string(steps_).size()), state_.step, steps_, result.loss, result.grad_norm, lr,
                     took * 1e3, rate, duration(left).c_str());
         if (result.skipped)
-            std::printf(" | skipped: %s (%lld so far)", result.targets ? "not finite" : "no token counts",
-                        static_cast<long long>(skipped));
+            std::printf(" | skipped: %s (%ld so far)", result.targets ? "not finite" : "no token counts", skipped);
         std::printf("\n");
-        std::fflush(stdout);
         log_.write({{"kind", "step"},
                     {"step", state_.step},
                     {"loss", result.loss},
@@ -459,13 +435,13 @@ private:
             validation_.seek({});
             validation_.skip(std::min(first + setup_.rank, batches - 1));
             batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);
-            const int64_t n = setup_.B * setup_.T, counted = counted_targets(batch.targets.data(), n);
+            const int64_t n = setup_.B * setup_.T;
             const Part mine{model_.evaluate(batch.tokens.data(), batch.targets.data()),
-                            static_cast<double>(counted) / static_cast<double>(n),
+                            double(counted_targets(batch.targets.data(), n)) / n,
                             corpus_.vocabulary.text_bytes(batch.targets.data(), n)};
-            const std::vector<Part> parts = values_of_ranks(setup_.group, mine);
+            const std::vector<Part> parts = group_.all_gather(mine);
             for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++) {
-                const Part& part = parts[size_t(i - first)];
+                const Part& part = parts[i - first];
                 sum += part.loss * part.weight, weight += part.weight, bytes += part.bytes;
             }
         }
@@ -480,35 +456,29 @@ private:
             throw Error("The first validation loss is not finite: the weights of --model " +
                         flags_.text("model") + " contain NaN or infinity; start from other weights.");
         state_.validation = sum / weight;
-        std::printf("validation | step %lld | loss %.4f", static_cast<long long>(state_.step),
-                    state_.validation);
+        std::printf("validation | step %ld | loss %.4f", state_.step, state_.validation);
         Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
         if (steps_ == 0) {
             line["perplexity"] = std::exp(state_.validation);
             std::printf(" | perplexity %.4g", std::exp(state_.validation));
         }
         if (steps_ == 0 && bytes > 0) {
-            const double nats = sum * static_cast<double>(setup_.B * setup_.T);
-            line["bits_per_byte"] = nats / std::log(2.0) / static_cast<double>(bytes);
+            line["bits_per_byte"] = sum * (setup_.B * setup_.T) / std::log(2.0) / bytes;
             std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
         }
         std::printf("\n");
-        std::fflush(stdout);
         log_.write(line);
     }
 
     void sample() {
         if (prompt_.tokens.empty()) return;
-        const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(state_.step);
+        const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
         const double before = seconds();
         const std::vector<int32_t> tokens =
             generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
-        const double each =
-            (seconds() - before) / static_cast<double>(tokens.size() - prompt_.tokens.size());
-        std::printf("sample | step %lld | %.2f ms per token\n----------\n%s\n----------\n",
-                    static_cast<long long>(state_.step), each * 1e3,
-                    printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
-        std::fflush(stdout);
+        const double each = (seconds() - before) / (tokens.size() - prompt_.tokens.size());
+        std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
+                    each * 1e3, printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
         log_.write({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
@@ -518,29 +488,26 @@ private:
         // Weights of a skipped step must not replace a good checkpoint.
         const bool suspect = skipped_in_a_row_ && !last_good_.empty();
         if (!suspect) last_good_ = save_checkpoint(flags_.text("out"), model_, state_, companions_);
-        std::printf(suspect ? "not saved: step %lld was skipped; the last good checkpoint stays | %s\n"
-                            : "saved | step %lld | %s\n",
-                    static_cast<long long>(state_.step), printable(last_good_).c_str());
-        std::fflush(stdout);
+        std::printf(suspect ? "not saved: step %ld was skipped; the last good checkpoint stays | %s\n"
+                            : "saved | step %ld | %s\n",
+                    state_.step, printable(last_good_).c_str());
     }
 
     int stop_early(int signal) {
         save();
         const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
-        std::printf("Interrupted after step %lld%s\n", static_cast<long long>(state_.step),
+        std::printf("Interrupted after step %ld%s\n", state_.step,
                     last_good_.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
         return 128 + signal;
     }
 
     void print_end() {
         const int64_t steps = state_.step - resumed_at_, skipped = state_.step - state_.updates;
-        const double tokens = static_cast<double>(step_tokens_), took = seconds() - started_;
-        const double rate = steps > 1 ? tokens * static_cast<double>(steps - 1) / timed_ : tokens / took;
-        std::printf(
-            "\nDone: %lld steps in %s, %.0f tok/s; %lld skipped. Validation loss %.4f -> %.4f nats per "
-            "token.\n",
-            static_cast<long long>(steps), duration(took).c_str(), rate, static_cast<long long>(skipped),
-            state_.first_validation, state_.validation);
+        const double took = seconds() - started_;
+        const double rate = steps > 1 ? step_tokens_ * (steps - 1) / timed_ : step_tokens_ / took;
+        std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. "
+                    "Validation loss %.4f -> %.4f nats per token.\n",
+                    steps, duration(took).c_str(), rate, skipped, state_.first_validation, state_.validation);
         log_.write({{"kind", "end"},
                     {"step", state_.step},
                     {"first_validation", state_.first_validation},
@@ -565,23 +532,20 @@ private:
         for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
             const QuantStats& s = report.kinds[kind];
             if (s.elements == 0) continue;
-            std::printf("%-17s | %5.1f dB | %11lld | %9lld | %lld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
-                        static_cast<long long>(s.elements), static_cast<long long>(s.saturated),
-                        static_cast<long long>(s.flushed),
-                        100.0 * static_cast<double>(s.flushed) / static_cast<double>(s.elements));
+            std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
+                        s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
         }
         for (const auto& [name, k] :
              {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
             if (k->empty()) continue;
-            auto at = [&, of = k](double part) {
-                return static_cast<double>((*of)[size_t(part * static_cast<double>(of->size() - 1))]);
-            };
+            auto at = [&, of = k](double part) { return (*of)[size_t(part * (of->size() - 1))]; };
             std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n",
                         name, at(0), at(0.25), at(0.5), at(0.75), at(1));
         }
     }
 
     const Flags& flags_;
+    Ranks& group_;
     const Corpus& corpus_;
     const Prompt& prompt_;
     const Schedule& schedule_;
@@ -625,8 +589,9 @@ bool is_folder(const std::string& path) {
 }
 
 bool is_named_model(const std::string& name) {
-    return std::any_of(models().begin(), models().end(),
-                       [&](const ModelConfig& c) { return c.name == name; });
+    for (const ModelConfig& c : models())
+        if (c.name == name) return true;
+    return false;
 }
 
 ModelConfig named_or_folder(const std::string& name) {
@@ -647,7 +612,7 @@ void choose_rows(Flags& flags, Setup& setup) {
          {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
         const FormatInfo& row = find_row(formats, flags.text(flag), (std::string("--") + flag).c_str());
-        *format = static_cast<Format>(&row - formats.data());
+        *format = Format(&row - formats.data());
     }
     bool* const fast = setup.recipe.fast_accumulation;
     if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
@@ -714,8 +679,8 @@ int64_t cpu_memory(const Setup& setup) {
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
 void require_memory(const Setup& setup, int64_t processes) {
-    const int64_t needed = cpu_memory(setup) * processes,
-                  present = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    const int64_t needed = cpu_memory(setup) * processes;
+    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (needed > present)
         throw Error("This run needs " + std::to_string(needed >> 20) +
                     " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
@@ -725,9 +690,8 @@ void require_memory(const Setup& setup, int64_t processes) {
 
 std::string parent_folder(const std::string& path) {
     const fs::path whole = fs::absolute(path).lexically_normal();
-    return (whole.has_filename() ? whole : whole.parent_path())
-        .parent_path()
-        .string();  // "out/step-000300/" has no file name
+    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
+    return folder.parent_path().string();
 }
 
 bool is_in(const std::string& checkpoint, const std::string& out) {
@@ -784,7 +748,7 @@ void require_space(const Flags& flags, const Setup& setup, int64_t step, bool re
         weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
     std::error_code failed;
     const fs::space_info space = fs::space(out, failed);
-    if (!failed && space.available < static_cast<uint64_t>(at_once * bytes))
+    if (!failed && space.available < uint64_t(at_once * bytes))
         throw Error("--out " + out + " has " + std::to_string(space.available >> 20) +
                     " MiB free, but needs room for " + std::to_string(at_once) + " more checkpoints of " +
                     std::to_string(bytes >> 20) +
@@ -830,8 +794,7 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
 
 // The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
-    const auto all = static_cast<int64_t>(
-        find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
+    const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
     const std::string text = std::to_string(all), micro_batches = text + " micro-batches a step";
     if (all % ranks) {
         std::string fitting;
@@ -848,9 +811,9 @@ void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t r
 }
 
 // Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
-Origin find_origin(Flags& flags, Ranks* group, int64_t ranks) {
+Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
     Origin origin;
-    const bool resumes = flags.given("resume"), first = !group || group->rank() == 0;
+    const bool resumes = flags.given("resume"), first = group.rank() == 0;
     if (resumes && flags.text("resume").empty())
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     if (first) {
@@ -866,14 +829,14 @@ Origin find_origin(Flags& flags, Ranks* group, int64_t ranks) {
     }
     flags.set("out", texts_of_ranks(group, first ? flags.text("out") : "").front());
     origin.checkpoint = texts_of_ranks(group, origin.checkpoint).front();
-    origin.in_out = values_of_ranks<int>(group, origin.in_out).front();
+    origin.in_out = group.all_gather(int(origin.in_out)).front();
     if (origin.checkpoint.empty()) return origin;
     origin.state = read_loop_state(origin.checkpoint);
     try {
         std::string why;
         const std::string& text = origin.state.settings;
-        nlohmann::json settings = parse_json(text.data(), static_cast<int64_t>(text.size()), &why);
-        origin.train_tokens = static_cast<int64_t>(settings.at("train_tokens").get_ref<const uint64_t&>());
+        nlohmann::json settings = parse_json(text.data(), text.size(), &why);
+        origin.train_tokens = settings.at("train_tokens").get_ref<const uint64_t&>();
         origin.train_hash = settings.at("train_hash").get<std::string>();
         check_settings(origin.checkpoint, settings);
         share_micro_batches(flags, settings, ranks);
@@ -886,22 +849,16 @@ Origin find_origin(Flags& flags, Ranks* group, int64_t ranks) {
 }
 
 // Ranks that were started by hand, or on several hosts, may have other flags or data.
-void require_same_flags(Ranks* group, const Flags& flags, const Device& device) {
-    Json mine = flags.remembered();
-    mine["resume"] = flags.text("resume");
-    mine["device"] = device.name;
-    const std::vector<std::string> all = texts_of_ranks(group, json_text(mine));
-    for (size_t rank = 1; rank < all.size(); rank++) {
-        const Json first = Json::parse(all[0]), theirs = Json::parse(all[rank]);
-        for (const auto& [flag, value] : first.items())
-            if (const Json other = theirs.value(flag, Json()); other != value)
-                throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " " +
-                            escaped(json_text(other)) + ", but rank 0 with " + escaped(json_text(value)) +
-                            "; give every rank the same flags.");
-    }
+void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
+    const std::vector<std::string> all = texts_of_ranks(group, mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " \"" +
+                        escaped(all[rank]) + "\", but rank 0 with \"" + escaped(all[0]) +
+                        "\"; give every rank the same flags.");
 }
 
-void require_same_data(Ranks* group, const Corpus& corpus) {
+void require_same_data(Ranks& group, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
         mine += std::to_string(tokens->size()) + " " + sampled_hash(*tokens) + " ";
@@ -943,18 +900,17 @@ void require_same_buckets(const Origin& origin, const ModelConfig& config) {
 void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
     std::printf("\n");
     if (!origin.checkpoint.empty())
-        std::printf("Continuing %s, step %lld, %lld tokens.\n", printable(origin.checkpoint).c_str(),
-                    static_cast<long long>(origin.state.step), static_cast<long long>(origin.state.tokens));
+        std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(origin.checkpoint).c_str(),
+                    origin.state.step, origin.state.tokens);
     if (corpus.vocabulary.empty())
         std::printf(
             "No samples will be printed: the token files have no vocabulary.json beside them "
             "(data/tokenize.py writes it).\n");
     else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
         std::printf(
-            "The text is read as bytes (256 tokens), but the model's vocabulary has %lld tokens: "
+            "The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
             "data/tokenize.py makes token files.\n",
-            static_cast<long long>(setup.config.V));
-    std::fflush(stdout);
+            setup.config.V);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -962,19 +918,19 @@ void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup)
 
 // In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
 // of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
-Prompt choose_prompt(const Flags& flags, bool given, const Corpus& corpus, const Setup& setup,
+Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus& corpus, const Setup& setup,
                      const std::string& folder) {
     Prompt prompt{corpus.vocabulary, {}};
     const bool evaluates = flags.count("steps") == 0,
                own_tokenizer = evaluates && !folder.empty() && fs::exists(folder + "/tokenizer.json");
     if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
     if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
-    if (own_tokenizer) prompt.tokens = tokens_of_rank_0(setup.group, prompt.tokens);
+    if (own_tokenizer) prompt.tokens = group.all_gather(prompt.tokens).front();
     else if (!corpus.vocabulary.empty()) prompt.tokens = corpus.vocabulary.encode(flags.text("prompt"));
     else return prompt;  // print_start() has said so
     if (prompt.tokens.empty())
         throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
-    if (static_cast<int64_t>(prompt.tokens.size()) >= setup.T)
+    if (int64_t(prompt.tokens.size()) >= setup.T)
         throw Error("--prompt has " + std::to_string(prompt.tokens.size()) + " tokens, but --seq " +
                     std::to_string(setup.T) + " must have room for more; shorten it.");
     if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
@@ -982,7 +938,7 @@ Prompt choose_prompt(const Flags& flags, bool given, const Corpus& corpus, const
     return prompt;
 }
 
-int train(const Device& device, const Flags& flags, const Corpus& corpus, const Setup& setup,
+int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& corpus, const Setup& setup,
           const Origin& origin, bool prompt_given) {
     const bool resumes = !origin.checkpoint.empty();
     const std::string& weights = resumes ? origin.checkpoint : flags.text("model");
@@ -991,11 +947,11 @@ int train(const Device& device, const Flags& flags, const Corpus& corpus, const 
     Companions companions;
     if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
     if (!device.gpu()) require_memory(setup, flags.count("ranks"));
-    const Prompt prompt = choose_prompt(flags, prompt_given, corpus, setup, from_folder ? weights : "");
+    const Prompt prompt = choose_prompt(flags, prompt_given, group, corpus, setup, from_folder ? weights : "");
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
     else if (from_folder) load_weights(weights, *model);
-    Training training(flags, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "",
+    Training training(flags, group, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "",
                       companions, prompt);
     if (origin.lock) require_space(flags, setup, origin.state.step, origin.in_out);
     if (flags.count("steps")) finish_step_at_interrupt();  // an evaluation has no step to finish
@@ -1013,11 +969,12 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.count("ranks") : 0);
     if (launch.rank && !std::freopen("/dev/null", "w", stdout)) ::close(1);  // rank 0 alone prints
     const bool plan_only = flags.given("plan"), help = flags.given("help");
-    if (launch.ranks > 1 && !plan_only && !help) group = std::make_unique<Ranks>(launch, argv);
+    const bool several = launch.ranks > 1 && !plan_only && !help;
+    group = std::make_unique<Ranks>(several ? launch : Launch(), argv);
     if (wrong_flags) std::rethrow_exception(wrong_flags);
     if (help) return print_help(), 0;
     const bool prompt_given = flags.given("prompt");  // here, not in the run that is resumed
-    const Origin origin = find_origin(flags, group.get(), launch.ranks);
+    const Origin origin = find_origin(flags, *group, launch.ranks);
     const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
@@ -1028,7 +985,10 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
 
     Setup setup{};
     choose_rows(flags, setup);
-    require_same_flags(group.get(), flags, device);
+    for (const Flag& flag : flag_table())
+        if (flag.resume != Resume::Ignore) require_same_flag(*group, flag.name, flags.text(flag.name));
+    require_same_flag(*group, "resume", flags.text("resume"));
+    require_same_flag(*group, "device", device.name);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model"))
                                              : read_model_config(origin.checkpoint);
     if (!plan_only) require_steps_left(flags, origin);
@@ -1042,12 +1002,12 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     setup.B = flags.count("batch");
     setup.T = flags.count("seq");
     setup.accumulate = flags.count("accumulate");
-    setup.seed = static_cast<uint64_t>(flags.count("seed"));
+    setup.seed = uint64_t(flags.count("seed"));
     setup.ranks = launch.ranks;
     setup.rank = launch.rank;
-    setup.group = group.get();
+    setup.group = several ? group.get() : nullptr;
     validate(setup);
-    if (corpus) require_same_data(origin, *corpus), require_same_data(group.get(), *corpus);
+    if (corpus) require_same_data(origin, *corpus), require_same_data(*group, *corpus);
     require_same_buckets(origin, setup.config);
 
     print_settings(flags, setup, device, note, corpus.get());
@@ -1059,7 +1019,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     if (plan_only) return 0;
     print_start(origin, *corpus, setup);
     try {
-        return train(device, flags, *corpus, setup, origin, prompt_given);
+        return train(device, flags, *group, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
         const std::string needs =
             device.gpu()
@@ -1093,6 +1053,7 @@ void open_standard_files() {
 int main(int argc, char** argv) {
     open_standard_files();
     wait_without_spinning(argv);
+    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // each line appears at once, also in a pipe or a file
     std::signal(SIGXFSZ, SIG_IGN);  // beyond the limit on file sizes a write fails, and gets a message
     std::signal(SIGPIPE, SIG_IGN);  // the run continues when the reader of its output ends
     rlimit files{};

@@ -70,6 +70,8 @@ json read_json(const std::string& path) {
     return value;
 }
 
+std::string Fields::excerpt(const json& value) { return escaped(value.dump()); }
+
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
     const std::string text = value.dump(2) + "\n";
     OutputFile file(path);

@@ -29,7 +29,7 @@ struct Fields {
     [[noreturn]] void reject(const std::string& field, const std::string& what) const {
         throw Error(path + ": field " + field + " " + what + ".");
     }
-    static std::string excerpt(const nlohmann::json& value) { return escaped(value.dump()); }
+    static std::string excerpt(const nlohmann::json& value);
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
     const nlohmann::json& at(const std::string& field) const {
         if (!has(field)) reject(field, "is missing; download or save the folder again");
