@@ -119,8 +119,7 @@ double Flag::parse(const std::string& text) const {
     const char* characters = value == Value::Count ? "0123456789" : "0123456789.eE+-";
     const bool digits = !text.empty() && text.find_first_not_of(characters) == std::string::npos;
     char* end = nullptr;
-    const double x = digits ? std::strtod(text.c_str(), &end)
-                            : NAN;  // NaN fails both comparisons; an overflow is out of range
+    const double x = std::strtod(text.c_str(), &end);  // an overflow, infinity, is out of range
     if (!digits || *end || !(x >= least && x <= most))
         throw Error("--" + std::string(name) + " " + escaped(text) + " is not " + limits() +
                     "; give such a number.");
@@ -201,15 +200,14 @@ void print_help() {
         const std::string cpu = escaped(flag.cpu), gpu = escaped(flag.gpu),
                           defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
         const char* const kinds[] = {"", "[full]", "TEXT", "N", "X"};
-        const std::string name = std::string("--") + flag.name + " " + kinds[static_cast<int>(flag.value)];
+        const std::string name = std::string("--") + flag.name + " " + kinds[int(flag.value)];
         std::printf("  %-19s %-24s %s%s\n", name.c_str(), defaults.c_str(), flag.about,
                     flag.number() ? ("; " + flag.limits()).c_str() : "");
     }
     std::printf("\n--model\n");
     for (const ModelConfig& c : models())
-        std::printf("  %-16s %s, %lld layers, hidden size %lld, %lld positions\n", c.name.c_str(),
-                    c.arch.name, static_cast<long long>(c.L), static_cast<long long>(c.C),
-                    static_cast<long long>(c.max_T));
+        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
+                    c.L, c.C, c.max_T);
     print_choices("shard", shard_modes());
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());

@@ -41,7 +41,7 @@ public:
 
     bool given(const std::string& name) const { return values_.count(name) > 0; }
     const std::string& text(const std::string& name) const { return values_.at(name); }
-    int64_t count(const std::string& name) const { return static_cast<int64_t>(real(name)); }
+    int64_t count(const std::string& name) const { return int64_t(real(name)); }
     double real(const std::string& name) const { return find_flag(name).parse(text(name)); }
 
     nlohmann::ordered_json remembered() const;  // for a checkpoint: texts, exactly as they were given

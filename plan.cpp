@@ -24,11 +24,9 @@ const std::vector<Schedule>& schedules() {
 }
 
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step) {
-    if (step < warmup)
-        return static_cast<float>(peak * static_cast<double>(step + 1) / static_cast<double>(warmup));
-    const int64_t after = step - warmup, length = std::max<int64_t>(1, steps - warmup);
-    const double progress = static_cast<double>(after) / static_cast<double>(length);
-    return static_cast<float>(peak * schedule.factor(std::min(1.0, progress)));
+    if (step < warmup) return float(peak * (step + 1) / warmup);
+    const double progress = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
+    return float(peak * schedule.factor(std::min(1.0, progress)));
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ BucketElements bucket_elements(const Setup& s) {
 // Elements that this rank owns of a bucket, at most.
 int64_t largest_owned(const Setup& s) {
     const std::vector<Param> params = parameters(s.config);
-    std::vector<int64_t> owned_of(static_cast<size_t>(params.back().bucket) + 1);
+    std::vector<int64_t> owned_of(size_t(params.back().bucket) + 1);
     for (const Param& p : params) owned_of[p.bucket] += padded(owned(s, p));
     return *std::max_element(owned_of.begin(), owned_of.end());
 }
@@ -243,11 +241,6 @@ int64_t state_elements(const Setup& s) {
     const ShardPlace last = shard_places(s).back();
     return last.state_at + padded(last.state);
 }
-int64_t shard_chunks(const ModelConfig& c) {
-    int64_t chunks = 0;
-    for (const Param& p : parameters(c)) chunks += ceil_div(p.size(), SHARD_CHUNK);
-    return chunks;
-}
 
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c) {
     const std::vector<Param> params = parameters(c);
@@ -266,9 +259,8 @@ bool gathers_codes(const Setup& s) {
     return w.fp8() && w.granularity == PER_TENSOR;
 }
 
-namespace {
 // as_codes: whether weights of linear layers travel as FP8 codes.
-int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
+static int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
     const std::vector<Param> params = parameters(s.config);
     int64_t bytes = 0;
     for (size_t i : stage) {
@@ -278,7 +270,6 @@ int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_co
     }
     return bytes;
 }
-}  // namespace
 
 Traffic traffic(const Setup& s) {
     int64_t all = 0, gathered = 0;
@@ -352,14 +343,13 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
 }
 
 double optimizer_bytes_per_parameter(const Setup& s) {
-    const int64_t bytes = total_bytes(memory_plan(s), Category::Optimizer);
-    return static_cast<double>(bytes) / static_cast<double>(parameter_count(s.config));
+    return double(total_bytes(memory_plan(s), Category::Optimizer)) / parameter_count(s.config);
 }
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
     int64_t bytes = 0;
     for (const SavedTensor& t : saved_per_layer(s)) bytes += t.bytes(s.B * s.T);
-    return static_cast<double>(bytes) / static_cast<double>(s.B * s.T);
+    return double(bytes) / (s.B * s.T);
 }
 
 Setup bf16_baseline(Setup s) {
@@ -434,7 +424,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const Recipe& r = s.recipe;
     const int64_t N = gpu_tokens(s), V = c.padded_V(), C = c.C, F = c.F;
     const int64_t Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols();
-    const int64_t compute = info(r.compute).bytes, params = static_cast<int64_t>(parameters(c).size());
+    const int64_t compute = info(r.compute).bytes, params = int64_t(parameters(c).size());
     const LinearFormats q = linear_formats(s);
     const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR;
     const bool groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
@@ -445,7 +435,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         return std::max(format.operand_bytes(rows, cols), format.operand_bytes(cols, rows));
     };
     int64_t weight = 0, all_weights = 0;  // FP8 operands; a weight in the compute dtype is used in place
+    int64_t chunks = 0;
     for (const Param& p : parameters(c)) {
+        chunks += ceil_div(p.size(), SHARD_CHUNK);
         if (!p.role.linear || !q.w.fp8()) continue;
         weight = std::max(weight, either_way(q.w, p.rows, p.cols));
         all_weights += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
@@ -532,7 +524,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          {{ROPE_BACKWARD | (c.arch.bias ? DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD : 0),
            "partial sums of bias gradients"}}},
         {W(EmbeddingPartials), s.B * s.T * C * 4, {{EMBEDDING_BACKWARD, "partial sums of its gradient"}}},
-        {W(GradientSquares), s.ranks * (shard_chunks(c) + 1) * 8,
+        {W(GradientSquares), s.ranks * (chunks + 1) * 8,
          {{norm, "sums of squared gradients, by chunks and ranks"}}},
     };
 #undef W
@@ -545,10 +537,10 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
     std::stable_sort(rows.begin(), rows.end(), larger);
     int64_t end = 0;
     for (size_t i = 0; i < rows.size(); i++) {
-        Place& here = places[static_cast<int>(rows[i].work)];
+        Place& here = places[int(rows[i].work)];
         here = {0, round_up(rows[i].bytes, GPU_ALIGNMENT)};
         for (size_t j = 0; j < i;) {
-            const Place& there = places[static_cast<int>(rows[j].work)];
+            const Place& there = places[int(rows[j].work)];
             const int64_t end_of_there = there.offset + there.bytes;
             const bool overlap = here.offset < end_of_there && there.offset < here.offset + here.bytes;
             if (overlap && (rows[i].phases() & rows[j].phases())) here.offset = end_of_there, j = 0;
@@ -581,17 +573,13 @@ int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     return round_up(offset, GPU_ALIGNMENT);
 }
 
-class Allocation {
-public:
+struct Allocation {
+    int64_t end = 0;
     Place take(int64_t bytes) {
-        const Place place{end_, bytes};
-        end_ += round_up(bytes, GPU_ALIGNMENT);
+        const Place place{end, bytes};
+        end += round_up(bytes, GPU_ALIGNMENT);
         return place;
     }
-    int64_t end() const { return end_; }
-
-private:
-    int64_t end_ = 0;
 };
 
 // Gradients that are not kept. All buckets share one place; with several ranks they alternate between two, so
@@ -614,12 +602,12 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::vector<Param> params = parameters(s.config);
     const OptimizerFormat& o = s.optimizer;
     const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
-    const int64_t first = memory.end();
+    const int64_t first = memory.end;
     for (const auto& [places, wanted] : moments)
         for (const Param& p : params)
             places->push_back(
                 {memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
-    layout.moments = {first, memory.end() - first};
+    layout.moments = {first, memory.end - first};
     // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
     const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
     for (const auto& [places, wanted] : moments)
@@ -629,7 +617,7 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
             if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
             if (o.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
         }
-    layout.scales = {first + layout.moments.bytes, memory.end() - first - layout.moments.bytes};
+    layout.scales = {first + layout.moments.bytes, memory.end - first - layout.moments.bytes};
 }
 
 }  // namespace
@@ -701,7 +689,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const GpuLayout layout = gpu_layout(s, facts);
     const int64_t tokens = s.B * s.T, parameters = parameter_count(s.config);
-    Place unused[static_cast<int>(Work::Count)];
+    Place unused[int(Work::Count)];
     int64_t always = 0, cached = 0;
     for (const WorkRow& row : work_rows(s, facts))
         if (row.phases() == ALWAYS) (row.work == Work::CachedWeights ? cached : always) += row.bytes;
@@ -782,7 +770,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         if (row.place.bytes) table.push_back(row);
     for (const WorkRow& row : work_rows(s, facts))
         for (const Use& use : row.uses)
-            if (const Place& place = layout.work[static_cast<int>(row.work)]; row.bytes && use.phases)
+            if (const Place& place = layout.work[int(row.work)]; row.bytes && use.phases)
                 table.push_back({row.name, use.contents, place, use.phases});
     return table;
 }
@@ -831,13 +819,9 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
 // -----------------------------------------------------------------------------------------------------------
 // What a GPU does not support
 
-namespace {
-
-std::string version_text(int number, int major) {
+static std::string version_text(int number, int major) {
     return std::to_string(number / major) + "." + std::to_string(number % major);
 }
-
-}  // namespace
 
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     Recipe changed = r;
@@ -909,7 +893,7 @@ std::string why_unsupported(const GpuFound& found) {
 
 namespace {
 
-double mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+double mib(int64_t bytes) { return bytes / double(1 << 20); }
 
 GpuFacts facts_without_gpu(const Setup& s) {  // weights are cached where memory allows
     GpuFacts facts;
@@ -999,9 +983,8 @@ void print_memory_plan(const Setup& s) {
         const char *recipe = t.recipe.name, *m = info(t.optimizer.m).name, *v = info(t.optimizer.v).name;
         return std::string("recipe ") + recipe + ", moments " + m + " " + v;
     };
-    std::printf("\nMemory plan: %lld parameters, %lld layers, %lld tokens per micro-batch\n\n",
-                static_cast<long long>(parameter_count(s.config)), static_cast<long long>(s.config.L),
-                static_cast<long long>(s.B * s.T));
+    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
+                parameter_count(s.config), s.config.L, s.B * s.T);
     std::printf("  %-33s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-33s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
@@ -1015,7 +998,7 @@ void print_memory_plan(const Setup& s) {
         std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(bytes), "", mib(baseline));
     };
     for (Category c : {Category::Weights, Category::Gradients, Category::Optimizer, Category::Activations})
-        sum(CATEGORY_NAMES[static_cast<int>(c)], total_bytes(plan, c), total_bytes(beside, c));
+        sum(CATEGORY_NAMES[int(c)], total_bytes(plan, c), total_bytes(beside, c));
     sum("total without workspace", total_bytes(plan), total_bytes(beside));
 
     const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_without_gpu(s));
@@ -1031,14 +1014,13 @@ void print_memory_plan(const Setup& s) {
     line("total", total_bytes(gpu));
     if (s.ranks > 1) {
         const Traffic bytes = traffic(s);
-        std::printf("\n  Each of %lld GPUs sends in a step (and receives)    MiB\n",
-                    static_cast<long long>(s.ranks));
+        std::printf("\n  Each of %ld GPUs sends in a step (and receives)    MiB\n", s.ranks);
         line("gradients", bytes.gradients);
         line("weights", bytes.weights);
     }
-    const double C = static_cast<double>(s.config.C);
+    const int64_t C = s.config.C;
     std::printf(
-        "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %.0f\n"
+        "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states: %.3f bytes per parameter (BF16: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
         optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));

@@ -56,7 +56,7 @@ struct MemoryRow {
     int64_t bytes;
     const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
     int64_t count;    // how many of these there are
-    double of_one() const { return static_cast<double>(bytes) / static_cast<double>(count); }
+    double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
 
@@ -75,42 +75,14 @@ Setup bf16_baseline(Setup s);
 // contains when; ./train --plan full prints that table. A buffer that a recipe does not need has 0 bytes.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch,
-    NormPartials,
-    Tokens,
-    Targets,
-    EmbeddingOrder,
-    EmbeddingChunks,
-    Losses,
-    NormStatistics,
-    RopeTable,
-    Scales,
-    Segments,
-    Results,
-    CachedWeights,
-    GatheredWeights,
-    ReceivedGradients,
-    RankScales,
+    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics,
+    RopeTable, Scales, Segments, Results, CachedWeights,
+    GatheredWeights, ReceivedGradients, RankScales,  // of several ranks
     // in some of its phases
-    Residual,
-    InputOperand,
-    ActivationOperand,
-    WeightOperand,
-    Qkv,
-    AttentionOutput,
-    GateUp,
-    Branch,
-    FinalNorm,
-    Logits,
-    HeadGradient,
-    GradientOperand,
-    GradientOperandTransposed,
-    ActivationGradient,
-    QkvGradient,
-    AttentionScratch,
-    ColumnPartials,
-    EmbeddingPartials,
-    GradientSquares,
+    Residual, InputOperand, ActivationOperand, WeightOperand, Qkv, AttentionOutput, GateUp, Branch,
+    FinalNorm, Logits, HeadGradient,
+    GradientOperand, GradientOperandTransposed, ActivationGradient, QkvGradient, AttentionScratch,
+    ColumnPartials, EmbeddingPartials, GradientSquares,
     Count
 };
 
@@ -142,7 +114,6 @@ struct ShardPlace {
 std::vector<ShardPlace> shard_places(const Setup& s);
 int64_t weight_elements(const Setup& s);  // of one rank, padded to groups of moments
 int64_t state_elements(const Setup& s);
-int64_t shard_chunks(const ModelConfig& c);
 
 // Matrices that are gathered together, one stage after the other, where weights are shared out: embeddings,
 // each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of
@@ -166,7 +137,7 @@ struct GpuLayout {
     int64_t tokens;                  // gpu_tokens()
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer
-    Place work[static_cast<int>(Work::Count)];
+    Place work[int(Work::Count)];
     // By parameter: where gradients are written. With several ranks, or if they are not kept, buckets share
     // places.
     std::vector<int64_t> gradients;

@@ -63,7 +63,7 @@ int number(const char* name, int least, int most) {
         throw Error(std::string("The environment variable ") + name + " is \"" + escaped(text) +
                     "\"; set it to a whole number from " + to_string(least) + " to " +
                     to_string(most) + ", or unset it.");
-    return static_cast<int>(value);
+    return int(value);
 }
 
 double now() {
@@ -78,7 +78,7 @@ bool send_all(int fd, const void* data, size_t size, int flags = 0) {
         const ssize_t sent = send(fd, at, size, flags | MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR) continue;
         if (sent <= 0) return false;
-        at += sent, size -= static_cast<size_t>(sent);
+        at += sent, size -= size_t(sent);
     }
     return true;
 }
@@ -88,7 +88,7 @@ bool receive_all(int fd, void* data, size_t size) {
         const ssize_t received = recv(fd, at, size, 0);
         if (received < 0 && errno == EINTR) continue;
         if (received <= 0) return false;
-        at += received, size -= static_cast<size_t>(received);
+        at += received, size -= size_t(received);
     }
     return true;
 }
@@ -136,7 +136,7 @@ int listen_at(const Launch& launch) {
     const bool one_host = launch.port == 0 || launch.address == "127.0.0.1" || launch.address == "localhost";
     sockaddr_in at{};
     at.sin_family = AF_INET;
-    at.sin_port = htons(static_cast<uint16_t>(launch.port));
+    at.sin_port = htons(uint16_t(launch.port));
     at.sin_addr.s_addr = htonl(one_host ? INADDR_LOOPBACK : INADDR_ANY);
     if (bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0 && listen(fd, SOMAXCONN) == 0) return fd;
     const int why = errno;
@@ -168,7 +168,7 @@ Launch find_launch(int64_t ranks_flag) {
                         to_string(launch.ranks) + " in the environment; leave out --ranks, or unset " +
                         launcher->ranks + ".");
         // A launcher that has started a single process leaves it to --ranks how many ranks there are.
-        return {0, static_cast<int>(ranks_flag), 0, "127.0.0.1", 0};
+        return {0, int(ranks_flag), 0, "127.0.0.1", 0};
     }
     if (launch.ranks == 1) return launch;
     launch.address = is_set("MASTER_ADDR") ? std::getenv("MASTER_ADDR") : "127.0.0.1";
@@ -226,7 +226,7 @@ struct Ranks::Connections {
         sockaddr_in at{};
         socklen_t size = sizeof(at);
         getsockname(listening, reinterpret_cast<sockaddr*>(&at), &size);
-        const int cores = static_cast<int>(std::thread::hardware_concurrency());
+        const int cores = int(std::thread::hardware_concurrency());
         const int threads = std::max(1, cores / launch.ranks);  // of each rank, if the user has not chosen
 #ifdef _OPENMP
         if (!is_set("OMP_NUM_THREADS")) omp_set_num_threads(threads);
@@ -234,7 +234,7 @@ struct Ranks::Connections {
         const pid_t parent = getpid();
         children.assign(data.size(), 0);
         for (int rank = 1; rank < launch.ranks; rank++) {
-            const pid_t child = children[size_t(rank)] = fork();
+            const pid_t child = children[rank] = fork();
             if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
             if (child > 0) continue;
             for (const char* name : {"COAT_RANK", "COAT_LOCAL_RANK"})
@@ -261,7 +261,7 @@ struct Ranks::Connections {
             for (int& guest : guests) missing -= greet(&guest);
             guests.erase(std::remove(guests.begin(), guests.end(), -1), guests.end());
             for (int rank = 1; rank < launch.ranks; rank++) {
-                pollfd watched{alarm[size_t(rank)], POLLIN, 0};  // a negative socket is ignored
+                pollfd watched{alarm[rank], POLLIN, 0};  // a negative socket is ignored
                 if (poll(&watched, 1, 0) > 0) hear(rank);
                 if (!children.empty() && watched.fd < 0) check_child(rank);
             }
@@ -303,7 +303,7 @@ struct Ranks::Connections {
 
     // A process that ends before it has connected has printed its own error, if its exit code is 1.
     void check_child(int rank) {
-        pid_t& child = children[size_t(rank)];
+        pid_t& child = children[rank];
         int status;
         if (child == 0 || waitpid(child, &status, WNOHANG) != child) return;
         child = 0;
@@ -314,7 +314,7 @@ struct Ranks::Connections {
 
     std::string missing_ranks() const {
         std::string list;
-        for (size_t rank = 1; rank < data.size(); rank++)
+        for (int rank = 1; rank < launch.ranks; rank++)
             if (data[rank] < 0) list += (list.empty() ? "" : ", ") + to_string(rank);
         return "Some ranks of " + to_string(launch.ranks) + " have not connected in time (" + list +
                "); start all, with the same MASTER_ADDR and COAT_PORT (" + to_string(launch.port) + ").";
@@ -349,7 +349,7 @@ struct Ranks::Connections {
         for (const addrinfo* at = found; at; at = at->ai_next) {
             const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
             if (fd < 0) throw std::system_error(errno, std::generic_category(), "socket");
-            limit_waiting(fd, std::max(1, static_cast<int>(deadline - now())));
+            limit_waiting(fd, std::max(1, int(deadline - now())));
             Answer answer{};
             if (connect(fd, at->ai_addr, at->ai_addrlen) == 0 && send_all(fd, &hello, sizeof(hello)) &&
                 receive_all(fd, &answer, sizeof(answer)) && answer == WELCOME) {
@@ -365,7 +365,7 @@ struct Ranks::Connections {
     // ---- alarms ----
 
     static bool tell(int fd, Alarm kind, const std::string& text = "") {
-        const auto size = static_cast<uint32_t>(text.size());
+        const auto size = uint32_t(text.size());
         std::string message(1, kind);
         if (kind == SENTENCE) message.append(reinterpret_cast<const char*>(&size), sizeof(size)) += text;
         return send_all(fd, message.data(), message.size());
@@ -388,26 +388,25 @@ struct Ranks::Connections {
                 return;
             poll(watched.data(), watched.size(), -1);
             for (size_t rank = 0; rank < watched.size(); rank++)
-                if (watched[rank].revents) hear(static_cast<int>(rank));
+                if (watched[rank].revents) hear(int(rank));
         }
     }
 
     // One message from the alarm connection with a rank, or its end. After its goodbye, rank 0 closes the
     // connections as soon as it has heard the goodbyes of all; the others wait for that.
     void hear(int rank) {
-        const auto at = static_cast<size_t>(rank);
         char kind = 0;
-        const bool open = receive_all(alarm[at], &kind, 1);
-        if (closing || (!open && goodbye[at])) lost = ended[at] = true;
-        else if (kind == GOODBYE) goodbye[at] = true, ended[at] = launch.rank == 0;
+        const bool open = receive_all(alarm[rank], &kind, 1);
+        if (closing || (!open && goodbye[rank])) lost = ended[rank] = true;
+        else if (kind == GOODBYE) goodbye[rank] = true, ended[rank] = launch.rank == 0;
         else if (launch.rank != 0) rank_0_has_ended(kind == STOP);
         else if (kind == STOP) sleep_ms(300), end_all("");  // that rank prints its error in the meantime
         else if (kind != SENTENCE) end_all(ended_unexpectedly(rank));
         else {
             uint32_t size = 0;
-            receive_all(alarm[at], &size, sizeof(size));
+            receive_all(alarm[rank], &size, sizeof(size));
             std::string sentence(size, ' ');
-            receive_all(alarm[at], sentence.data(), size);
+            receive_all(alarm[rank], sentence.data(), size);
             end_all("Rank " + to_string(rank) + ": " + sentence);
         }
     }
@@ -454,21 +453,21 @@ struct Ranks::Connections {
     void send_frame(int to, const std::vector<Bytes>& parts) {
         std::vector<uint64_t> head = {exchanges};
         for (const Bytes& part : parts) head.push_back(part.size());
-        bool sent = send_all(data[size_t(to)], head.data(), head.size() * sizeof(uint64_t), MSG_MORE);
+        bool sent = send_all(data[to], head.data(), head.size() * sizeof(uint64_t), MSG_MORE);
         for (size_t p = 0; p < parts.size() && sent; p++)
-            sent = send_all(data[size_t(to)], parts[p].data(), parts[p].size(), MSG_MORE);
-        set_option(data[size_t(to)], IPPROTO_TCP, TCP_NODELAY, 1);  // sends what MSG_MORE has kept back
+            sent = send_all(data[to], parts[p].data(), parts[p].size(), MSG_MORE);
+        set_option(data[to], IPPROTO_TCP, TCP_NODELAY, 1);  // sends what MSG_MORE has kept back
         if (!sent) end_of(to);
     }
 
     std::vector<Bytes> receive_frame(int from) {
         std::vector<uint64_t> head(1 + data.size());
-        if (!receive_all(data[size_t(from)], head.data(), head.size() * sizeof(uint64_t))) end_of(from);
+        if (!receive_all(data[from], head.data(), head.size() * sizeof(uint64_t))) end_of(from);
         if (head[0] != exchanges) throw std::logic_error("the ranks are in different calls of exchange()");
         std::vector<Bytes> parts;
         for (size_t p = 1; p < head.size(); p++) {
             parts.emplace_back(head[p]);
-            if (!receive_all(data[size_t(from)], parts.back().data(), parts.back().size())) end_of(from);
+            if (!receive_all(data[from], parts.back().data(), parts.back().size())) end_of(from);
         }
         return parts;
     }
@@ -492,7 +491,7 @@ Ranks::~Ranks() = default;
 // Rank 0 passes on what the others send. It reads everything first; the others send everything first. So no
 // rank waits for another that waits for it, whatever the sizes are.
 std::vector<Bytes> Ranks::exchange(std::vector<Bytes> to) {
-    const auto ranks = static_cast<size_t>(count()), me = static_cast<size_t>(rank());
+    const size_t ranks = count(), me = rank();
     if (to.size() != ranks) throw std::logic_error("exchange() needs an entry for each rank");
     if (ranks == 1) return to;
     Bytes own;
@@ -505,20 +504,15 @@ std::vector<Bytes> Ranks::exchange(std::vector<Bytes> to) {
         from = peers.receive_frame(0);
     } else {
         std::vector<std::vector<Bytes>> sent = {std::move(to)};  // by sender, then by receiver
-        for (size_t sender = 1; sender < ranks; sender++)
-            sent.push_back(peers.receive_frame(static_cast<int>(sender)));
+        for (size_t sender = 1; sender < ranks; sender++) sent.push_back(peers.receive_frame(sender));
         for (size_t receiver = ranks; receiver-- > 0;) {
             from.clear();
             for (auto& parts : sent) from.push_back(std::move(parts[receiver]));
-            if (receiver > 0) peers.send_frame(static_cast<int>(receiver), from);
+            if (receiver > 0) peers.send_frame(receiver, from);
         }
     }
     from[me] = std::move(own);
     return from;
-}
-
-std::vector<Bytes> Ranks::all_gather(const Bytes& mine) {
-    return exchange(std::vector<Bytes>(static_cast<size_t>(count()), mine));
 }
 
 void Ranks::fail(const std::string& sentence) {

@@ -6,7 +6,6 @@
 // everything goes this way, so that all rules of several ranks are tested without a GPU.
 #pragma once
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -50,8 +49,7 @@ public:
     // Every rank calls it at the same time. to[p] goes to rank p; the result has what each rank sent here.
     // Both have count() entries of any size.
     std::vector<Bytes> exchange(std::vector<Bytes> to);
-    // What every rank has, by rank.
-    std::vector<Bytes> all_gather(const Bytes& mine);
+    // What every rank has, by rank: a value, or a vector or string of values.
     template <class T>
     std::vector<T> all_gather(const T& mine);
 
@@ -67,13 +65,18 @@ private:
 
 template <class T>
 std::vector<T> Ranks::all_gather(const T& mine) {
-    static_assert(std::is_trivially_copyable<T>::value, "its bytes are sent");
-    Bytes bytes(sizeof(T));
-    std::memcpy(bytes.data(), &mine, sizeof(T));
-    const std::vector<Bytes> gathered = all_gather(bytes);
-    std::vector<T> values(gathered.size());
-    for (size_t p = 0; p < gathered.size(); p++) std::memcpy(&values[p], gathered[p].data(), sizeof(T));
-    return values;
+    std::vector<T> all;
+    if constexpr (std::is_trivially_copyable_v<T>) {
+        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
+    } else {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
+        const Bytes sent(bytes, bytes + mine.size() * sizeof(mine[0]));
+        for (const Bytes& theirs : exchange(std::vector<Bytes>(count(), sent))) {
+            const auto* values = reinterpret_cast<const typename T::value_type*>(theirs.data());
+            all.emplace_back(values, values + theirs.size() / sizeof(mine[0]));
+        }
+    }
+    return all;
 }
 
 }  // namespace coat

@@ -1,6 +1,6 @@
 // train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
 //
-// In order: generated text, the log, several ranks, the training loop, what the flags make of a run, and
+// In order: generated text, the log, the training loop, what the flags make of a run, and
 // main. This file knows models through coat.h's Model, files through data/, the command line through flags.h.
 // It contains no CUDA and no file format.
 #include "flags.h"
@@ -56,7 +56,7 @@ public:
         uint64_t z = state_ += 0x9E3779B97F4A7C15ull;
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
+        return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
     }
 
 private:
@@ -179,14 +179,7 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// What the ranks of a run tell each other
-
-std::vector<std::string> texts_of_ranks(Ranks& group, const std::string& mine) {
-    std::vector<std::string> all;
-    for (const Bytes& theirs : group.all_gather(Bytes(mine.begin(), mine.end())))
-        all.emplace_back(theirs.begin(), theirs.end());
-    return all;
-}
+// The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
 
 // Of several ranks, each has measured the moments that it keeps.
 void merge_moments(QuantReport& report, const Setup& setup) {
@@ -197,26 +190,19 @@ void merge_moments(QuantReport& report, const Setup& setup) {
         report.kinds[int(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
-        const auto* begin = reinterpret_cast<const uint8_t*>(k->data());
-        const Bytes mine(begin, begin + k->size() * sizeof(float));
+        const std::vector<std::vector<float>> all = setup.group->all_gather(*k);
         k->clear();
-        for (const Bytes& theirs : setup.group->all_gather(mine)) {
-            const auto* from = reinterpret_cast<const float*>(theirs.data());
-            k->insert(k->end(), from, from + theirs.size() / sizeof(float));
-        }
+        for (const std::vector<float>& theirs : all) k->insert(k->end(), theirs.begin(), theirs.end());
         std::sort(k->begin(), k->end());
     }
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
 
 volatile std::sig_atomic_t interrupted = 0;
 
 void finish_step_at_interrupt() {  // a second signal ends the program at once
     struct sigaction action = {}, before = {};
     action.sa_handler = [](int signal) { interrupted = signal; };
-    action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+    action.sa_flags = int(SA_RESETHAND | SA_RESTART);
     for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
     sigaction(SIGHUP, nullptr, &before);
     if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // under nohup it stays ignored
@@ -335,7 +321,10 @@ private:
             const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), adamw);
             count_step(result);
             print_step(result, adamw.lr, seconds() - before);
-            if (skipped_in_a_row_ == MOST_SKIPPED) diverged();
+            if (skipped_in_a_row_ == MOST_SKIPPED)
+                throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
+                            " steps in a row; begin again with a lower --lr, or from the weights of the "
+                            "last checkpoint with --model and another --out.");
 
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
@@ -355,13 +344,6 @@ private:
     int signal_of_ranks() const {
         const std::vector<int> signals = group_.all_gather(int(interrupted));
         return *std::max_element(signals.begin(), signals.end());
-    }
-
-    [[noreturn]] static void diverged() {
-        throw Error(
-            "The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-            " steps in a row; begin again with a lower --lr, or from the weights of the last checkpoint "
-            "with --model and another --out.");
     }
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
@@ -403,21 +385,18 @@ private:
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
-        const double rate = step_tokens_ / took, left = (seconds() - started_) / done * (steps_ - state_.step);
+        const double rate = step_tokens_ / took;
+        const double left = (seconds() - started_) / done * (steps_ - state_.step);
         std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left",
-                    int(std::to_string(steps_).size()), state_.step, steps_, result.loss, result.grad_norm, lr,
-                    took * 1e3, rate, duration(left).c_str());
+                    int(std::to_string(steps_).size()), state_.step, steps_, result.loss, result.grad_norm,
+                    lr, took * 1e3, rate, duration(left).c_str());
         if (result.skipped)
-            std::printf(" | skipped: %s (%ld so far)", result.targets ? "not finite" : "no token counts", skipped);
+            std::printf(" | skipped: %s (%ld so far)", result.targets ? "not finite" : "no token counts",
+                        skipped);
         std::printf("\n");
-        log_.write({{"kind", "step"},
-                    {"step", state_.step},
-                    {"loss", result.loss},
-                    {"grad_norm", result.grad_norm},
-                    {"lr", lr},
-                    {"ms", took * 1e3},
-                    {"tokens_per_second", rate},
-                    {"skipped", result.skipped}});
+        log_.write({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss},
+                    {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3},
+                    {"tokens_per_second", rate}, {"skipped", result.skipped}});
     }
 
     void validate() {
@@ -508,12 +487,8 @@ private:
         std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. "
                     "Validation loss %.4f -> %.4f nats per token.\n",
                     steps, duration(took).c_str(), rate, skipped, state_.first_validation, state_.validation);
-        log_.write({{"kind", "end"},
-                    {"step", state_.step},
-                    {"first_validation", state_.first_validation},
-                    {"validation", state_.validation},
-                    {"skipped", skipped},
-                    {"seconds", took},
+        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation},
+                    {"validation", state_.validation}, {"skipped", skipped}, {"seconds", took},
                     {"tokens_per_second", rate}});
     }
 
@@ -635,13 +610,11 @@ void choose_rows(Flags& flags, Setup& setup) {
 void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
     if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
     if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
-    const bool too_many = corpus->tokens_in_use > MAX_VOCABULARY;
-    throw Error(
-        "--data contains token " + std::to_string(corpus->tokens_in_use - 1) +
-        (too_many
-             ? ", but a vocabulary may have at most " + std::to_string(MAX_VOCABULARY) + " tokens"
-             : ", but the vocabulary of " + config.name + " has " + std::to_string(config.V) + " tokens") +
-        "; make the token files with this model's tokenizer (data/tokenize.py).");
+    const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
+                                  ? "a vocabulary may have at most " + std::to_string(MAX_VOCABULARY)
+                                  : "the vocabulary of " + config.name + " has " + std::to_string(config.V);
+    throw Error("--data contains token " + std::to_string(corpus->tokens_in_use - 1) + ", but " + limit +
+                " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
 
 void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
@@ -827,8 +800,8 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
         if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
         origin.in_out = is_in(origin.checkpoint, flags.text("out"));
     }
-    flags.set("out", texts_of_ranks(group, first ? flags.text("out") : "").front());
-    origin.checkpoint = texts_of_ranks(group, origin.checkpoint).front();
+    flags.set("out", group.all_gather(first ? flags.text("out") : std::string()).front());
+    origin.checkpoint = group.all_gather(origin.checkpoint).front();
     origin.in_out = group.all_gather(int(origin.in_out)).front();
     if (origin.checkpoint.empty()) return origin;
     origin.state = read_loop_state(origin.checkpoint);
@@ -850,7 +823,7 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
 
 // Ranks that were started by hand, or on several hosts, may have other flags or data.
 void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
-    const std::vector<std::string> all = texts_of_ranks(group, mine);
+    const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
             throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " \"" +
@@ -862,7 +835,7 @@ void require_same_data(Ranks& group, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
         mine += std::to_string(tokens->size()) + " " + sampled_hash(*tokens) + " ";
-    const std::vector<std::string> all = texts_of_ranks(group, mine);
+    const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
             throw Error("Rank " + std::to_string(rank) +
@@ -884,8 +857,7 @@ void require_same_data(const Origin& origin, const Corpus& corpus) {
                     " training tokens, but the checkpoint's run had " + std::to_string(origin.train_tokens) +
                     "; give the same data again.");
     if (origin.train_hash != sampled_hash(corpus.train))
-        throw Error(
-            "--data has other training tokens than the checkpoint's run had; give the same data again.");
+        throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
 }
 
 void require_same_buckets(const Origin& origin, const ModelConfig& config) {
@@ -903,14 +875,11 @@ void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup)
         std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(origin.checkpoint).c_str(),
                     origin.state.step, origin.state.tokens);
     if (corpus.vocabulary.empty())
-        std::printf(
-            "No samples will be printed: the token files have no vocabulary.json beside them "
-            "(data/tokenize.py writes it).\n");
+        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
+                    "(data/tokenize.py writes it).\n");
     else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
-        std::printf(
-            "The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
-            "data/tokenize.py makes token files.\n",
-            setup.config.V);
+        std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
+                    "data/tokenize.py makes token files.\n", setup.config.V);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1021,11 +990,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     try {
         return train(device, flags, *group, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
-        const std::string needs =
-            device.gpu()
-                ? ""
-                : ": this run needs " + std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace";
-        throw Error("The machine's memory ran out" + needs +
+        const std::string needed = std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace";
+        throw Error("The machine's memory ran out" + (device.gpu() ? "" : ": this run needs " + needed) +
                     "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }

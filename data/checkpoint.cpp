@@ -57,7 +57,7 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
 #pragma omp parallel for reduction(+ : bad)
     for (int64_t i = 0; i < t.size(); i++) {
         uint32_t bits = 0;
-        std::memcpy(&bits, data + i * t.bytes, static_cast<size_t>(t.bytes));
+        std::memcpy(&bits, data + i * t.bytes, size_t(t.bytes));
         float value;
         std::memcpy(&value, &bits, sizeof value);
         bad += (!history && (bits & ~f->sign) >= f->infinity) || (magnitudes && bits > f->sign) ||
@@ -82,10 +82,10 @@ ordered_json formats_of(const Setup& s) {
 // Each step is a bijection of the word and of the hash so far: a change in one word always changes the
 // result.
 uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
-    auto hash = static_cast<uint64_t>(bytes);
+    auto hash = uint64_t(bytes);
     auto add = [&](const uint8_t* from, int64_t count) {
         uint64_t word = 0;
-        std::memcpy(&word, from, static_cast<size_t>(count));
+        std::memcpy(&word, from, size_t(count));
         hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
         hash ^= hash >> 32;
     };
@@ -99,16 +99,16 @@ uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
 std::string hash_file(const std::string& path) {
     constexpr int64_t PART = 1 << 20;
     const MappedFile file(path);
-    std::vector<uint64_t> parts(static_cast<size_t>(ceil_div(file.bytes(), PART)));
+    std::vector<uint64_t> parts(size_t(ceil_div(file.bytes(), PART)));
 #pragma omp parallel for if (parts.size() > 16)
     for (size_t i = 0; i < parts.size(); i++) {
-        const int64_t begin = static_cast<int64_t>(i) * PART;
+        const int64_t begin = int64_t(i) * PART;
         parts[i] = hash_bytes(file.data() + begin, std::min(PART, file.bytes() - begin));
     }
     char text[17];
     const auto* bytes = reinterpret_cast<const uint8_t*>(parts.data());
-    const uint64_t hash = hash_bytes(bytes, static_cast<int64_t>(parts.size() * sizeof parts[0]));
-    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash));
+    const uint64_t hash = hash_bytes(bytes, int64_t(parts.size() * sizeof parts[0]));
+    std::snprintf(text, sizeof text, "%016lx", hash);
     return text;
 }
 
@@ -116,20 +116,12 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     ordered_json hashes;
     for (const auto& name : {WEIGHTS_FILE, OPTIMIZER_FILE}) hashes[name] = hash_file(path_in(folder, name));
     // JSON has no NaN: a loss of NaN becomes null.
-    write_json(path_in(folder, TRAINER_FILE), {{"format", "coat checkpoint"},
-                                               {"version", CHECKPOINT_VERSION},
-                                               {"formats", formats_of(setup)},
-                                               {"step", s.step},
-                                               {"updates", s.updates},
-                                               {"epoch", s.position.epoch},
-                                               {"window", s.position.window},
-                                               {"tokens", s.tokens},
-                                               {"first_validation", s.first_validation},
-                                               {"norm_correction", s.norm_correction},
-                                               {"settings", s.settings},
-                                               {"run", s.run},
-                                               {"validation", s.validation},
-                                               {"hashes", hashes}});
+    write_json(path_in(folder, TRAINER_FILE),
+               {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION},
+                {"formats", formats_of(setup)}, {"step", s.step}, {"updates", s.updates},
+                {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
+                {"first_validation", s.first_validation}, {"norm_correction", s.norm_correction},
+                {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
 }
 
 Fields read_trainer(const std::string& checkpoint) {
@@ -146,14 +138,6 @@ Fields read_trainer(const std::string& checkpoint) {
 void write_tensors(const std::string& folder, Model& model, const Companions& companions) {
     save_model_folder(folder, model, companions);
     save_optimizer(path_in(folder, OPTIMIZER_FILE), model);
-}
-
-void write_checkpoint(const std::string& folder, Model& model, const LoopState& state,
-                      const Companions& companions) {
-    fs::create_directory(folder);
-    write_tensors(folder, model, companions);
-    save_loop_state(folder, state, model.setup());
-    sync_folder(folder);
 }
 
 // Returns when all ranks are here. If one of them has failed, this one ends, too.
@@ -273,10 +257,10 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
 }
 
 std::vector<Checkpoint> checkpoints_of_run(const std::string& run, const std::string& out) {
-    std::vector<Checkpoint> found = checkpoints(out);
-    found.erase(std::remove_if(found.begin(), found.end(), [&](auto& c) { return c.state.run != run; }),
-                found.end());
-    return found;
+    std::vector<Checkpoint> own;
+    for (const Checkpoint& c : checkpoints(out))
+        if (c.state.run == run) own.push_back(c);
+    return own;
 }
 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
@@ -330,7 +314,7 @@ void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::string best;  // empty if the new checkpoint is the best
     for (const Checkpoint& c : older)
         if (loss(c.state) < lowest) lowest = loss(c.state), best = c.folder;
-    for (size_t i = static_cast<size_t>(std::max(keep, 1)) - 1; i < older.size(); i++)
+    for (size_t i = size_t(std::max(keep, 1)) - 1; i < older.size(); i++)
         if (older[i].folder != best) remove_checkpoint(older[i]);
 }
 
@@ -351,7 +335,7 @@ auto with_advice(const std::string& folder, Function&& f) {
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const Companions& companions, int keep) {
     char name[32];
-    std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(state.step));
+    std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
     if (setup.rank) return write_tensors("", model, {}), wait_for_ranks(setup), folder;
@@ -361,7 +345,10 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         if (failed) throw fs::filesystem_error("", out, failed);
         remove_leftovers(out);
         try {
-            write_checkpoint(temporary, model, state, companions);
+            fs::create_directory(temporary);
+            write_tensors(temporary, model, companions);
+            save_loop_state(temporary, state, setup);
+            sync_folder(temporary);
             move_into_place(temporary, folder, state.run);
         } catch (...) {
             std::error_code ignored;  // the first error is the one to report

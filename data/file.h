@@ -48,7 +48,7 @@ public:
     int descriptor() const { return file_; }
     void read(int64_t at, void* to, int64_t bytes) const {
         for (char* next = static_cast<char*>(to); bytes > 0;) {
-            const ssize_t got = ::pread(file_, next, static_cast<size_t>(bytes), at);
+            const ssize_t got = ::pread(file_, next, size_t(bytes), at);
             if (got < 0 && errno == EINTR) continue;
             if (got < 0) fail();
             if (got == 0) throw Error(path_ + " became shorter while it was in use; restore the file.");
@@ -75,7 +75,7 @@ public:
         const InputFile file(path);
         bytes_ = file.bytes();
         if (!bytes_) return;
-        const auto length = static_cast<size_t>(bytes_);
+        const auto length = size_t(bytes_);
         void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file.descriptor(), 0);
         if (memory == MAP_FAILED) file.fail();
         memory_ = std::shared_ptr<void>(memory, [length](void* m) { ::munmap(m, length); });
@@ -106,7 +106,7 @@ public:
     }
     void write(const void* data, int64_t bytes) {
         for (const char* next = static_cast<const char*>(data); bytes > 0;) {
-            const ssize_t written = ::write(file_, next, static_cast<size_t>(bytes));
+            const ssize_t written = ::write(file_, next, size_t(bytes));
             if (written < 0 && errno == EINTR) continue;
             if (written < 0) fail();
             next += written, bytes -= written;

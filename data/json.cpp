@@ -39,7 +39,7 @@ Counts count(const char* text, int64_t bytes) {
 
 int64_t names_in(const json& value) {
     if (!value.is_structured()) return 0;
-    int64_t names = value.is_object() ? static_cast<int64_t>(value.size()) : 0;
+    int64_t names = value.is_object() ? int64_t(value.size()) : 0;
     for (const json& inner : value) names += names_in(inner);
     return names;
 }
@@ -54,7 +54,7 @@ json parse_json(const void* data, int64_t bytes, std::string* why, int64_t max_v
     else if (counts.values > max_values) *why = "has more than " + std::to_string(max_values) + " values";
     if (!why->empty()) return json();
     // The library takes a zero byte for the end of the text.
-    const bool zero = bytes && std::memchr(text, 0, static_cast<size_t>(bytes));
+    const bool zero = bytes && std::memchr(text, 0, size_t(bytes));
     json value = zero ? json() : json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
     if (!value.is_object()) *why = "is not a JSON object";
     // Parsers differ on which of two equal names counts.
@@ -75,7 +75,7 @@ std::string Fields::excerpt(const json& value) { return escaped(value.dump()); }
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
     const std::string text = value.dump(2) + "\n";
     OutputFile file(path);
-    file.write(text.data(), static_cast<int64_t>(text.size()));
+    file.write(text.data(), int64_t(text.size()));
     file.finish();
 }
 

@@ -94,12 +94,12 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
     std::memcpy(&length, file_.data(), sizeof length);
     const std::string header_has = "its header says that it has " + std::to_string(length) + " bytes, ";
     if (length > MAX_HEADER) reject(path, header_has + "more than 100 MB");
-    const auto start = LENGTH_BYTES + static_cast<int64_t>(length);
+    const auto start = LENGTH_BYTES + int64_t(length);
     if (start > file_.bytes()) reject(path, header_has + "but the file has " + std::to_string(file_.bytes()));
     const uint8_t* text = file_.data() + LENGTH_BYTES;
     if (length == 0 || text[0] != '{') reject(path, "its header is not a JSON object");
     std::string why;
-    Json header = parse_json(text, static_cast<int64_t>(length), &why, MAX_VALUES);
+    Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
     if (!why.empty()) reject(path, "its header " + why);
 
     if (const auto metadata = header.find("__metadata__"); metadata != header.end()) {
@@ -164,11 +164,10 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
         left_ += bytes;
     }
     text = "{" + text + "}";
-    text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)),
-                ' ');  // aligns the tensors to 8
+    text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8
     const uint64_t length = text.size();
     file_.write(&length, sizeof length);
-    file_.write(text.data(), static_cast<int64_t>(length));
+    file_.write(text.data(), int64_t(length));
 }
 
 void SafetensorsWriter::write(const void* data, int64_t bytes) {

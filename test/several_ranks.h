@@ -4,31 +4,15 @@
 #include <atomic>
 #include <exception>
 #include <thread>
-#include <arpa/inet.h>
 #include <omp.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include "../data/checkpoint.h"
 #include "../ranks.h"
 #include "files.h"
+#include "ports.h"
 #include "tiny.h"
 
 namespace coat::test::several_ranks {
-
-inline int free_port() {  // below those that the kernel gives to others
-    static int next = 20000 + getpid() % 5000;
-    for (;; next++) {
-        const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        sockaddr_in at{};
-        at.sin_family = AF_INET;
-        at.sin_port = htons(static_cast<uint16_t>(next));
-        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        const bool free = bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) == 0;
-        close(fd);
-        if (free) return next++;
-    }
-}
 
 // Calls body(setup) for every rank, each in its thread. One rank has no group, as in ./train.
 inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,

@@ -11,12 +11,11 @@
 #include <cstdlib>
 #include <optional>
 #include <thread>
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <sys/socket.h>
 
 #include "../ranks.h"
 #include "files.h"
+#include "ports.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -59,29 +58,6 @@ void check_launch(const Launch& launch, int rank, int ranks, int local, const st
     CHECK(launch.address == address);
     CHECK(launch.port == port);
 }
-
-sockaddr_in loopback(int port) {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_port = htons(static_cast<uint16_t>(port));
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return at;
-}
-
-// A socket that is bound to a port on which nothing listens. The kernel does not give such ports to others.
-struct Bound {
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port;
-    Bound() {
-        static int next = static_cast<int>( 15000 + getpid() * 101LL % 13000);
-        for (sockaddr_in at{};;) {
-            at = loopback(port = next++);
-            if (bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0) return;
-            REQUIRE(next < 29000);
-        }
-    }
-    ~Bound() { close(fd); }
-};
-int free_port() { return Bound().port; }
 
 // Runs `body` with each of several ranks, in threads.
 void with_ranks(int count, const std::function<void(Ranks&)>& body, int late_ms = 0) {
