@@ -567,9 +567,10 @@ int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     int64_t offset = 0, each = info(gradient_format(s)).bytes;
     const std::vector<Param> params = parameters(s.config);
     const std::vector<ShardPlace> shards = shard_places(s);
-    for (size_t i = 0; i < params.size(); i++)
-        offset =
-            std::max(offset, layers_alive(s.config, params[i]) * layer_bytes - shards[i].state_at * each);
+    for (size_t i = 0; i < params.size(); i++) {
+        const int64_t alive = layers_alive(s.config, params[i]) * layer_bytes;
+        offset = std::max(offset, alive - shards[i].state_at * each);
+    }
     return round_up(offset, GPU_ALIGNMENT);
 }
 
@@ -604,9 +605,10 @@ void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
     const int64_t first = memory.end;
     for (const auto& [places, wanted] : moments)
-        for (const Param& p : params)
-            places->push_back(
-                {memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
+        for (const Param& p : params) {
+            const Place codes = memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes);
+            places->push_back({codes.offset, 0, 0});
+        }
     layout.moments = {first, memory.end - first};
     // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
     const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
@@ -960,20 +962,17 @@ void print_precision_plan(const Setup& s) {
                    std::to_string(r.history) + " steps, with a margin of " + std::to_string(r.margin) +
                    " powers of two. Without any amax, as in the first step, they are scaled just in time.");
     if (q.x.fp8() && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
-        print_note(
-            "Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in wgrad, "
-            "along the tokens.");
+        print_note("Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in "
+                   "wgrad, along the tokens.");
     if (q.fallback)
-        print_note("Linear layers fall back to " + std::string(info(r.compute).name) +
-                   " for the whole run, also "
-                   "for samples and evaluation: --batch x --seq is " +
-                   std::to_string(s.B * s.T) + " tokens, which is not a multiple of 16.");
+        print_note("Linear layers fall back to " + std::string(info(r.compute).name) + " for the whole run, "
+                   "also for samples and evaluation: --batch x --seq is " + std::to_string(s.B * s.T) +
+                   " tokens, which is not a multiple of 16.");
     if (!s.keep_gradients)
-        print_note(
-            "Backward updates each linear layer once its gradient is complete, before the norm of all "
-            "gradients is known. So --clip goes by an estimate: the norm so far, times its growth from "
-            "there in the last step. The first step runs twice to measure this growth. If a gradient is "
-            "not finite, its bucket and all later ones of the step are not updated.");
+        print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
+                   "gradients is known. So --clip goes by an estimate: the norm so far, times its growth "
+                   "from there in the last step. The first step runs twice to measure this growth. If a "
+                   "gradient is not finite, its bucket and all later ones of the step are not updated.");
 }
 
 void print_memory_plan(const Setup& s) {

@@ -49,40 +49,33 @@ using Json = nlohmann::ordered_json;
 // -----------------------------------------------------------------------------------------------------------
 // Generated text
 
-class Random {  // splitmix64
-public:
-    explicit Random(uint64_t seed) : state_(seed) {}
-    double uniform() {  // in [0, 1)
-        uint64_t z = state_ += 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
-    }
-
-private:
-    uint64_t state_;
-};
+double uniform(uint64_t* state) {  // in [0, 1), by splitmix64
+    uint64_t z = *state += 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
 
 // A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
-int32_t draw(const std::vector<float>& logits, double temperature, Random& random) {
+int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* random) {
     const auto best = std::max_element(logits.begin(), logits.end());
-    if (temperature == 0) return static_cast<int32_t>(best - logits.begin());
+    if (temperature == 0) return int32_t(best - logits.begin());
     const double top = *best;
     double total = 0;
     std::vector<double> sums;
     for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
-    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, random.uniform() * total);
+    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
     return int32_t(chosen - sums.begin());
 }
 
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature, uint64_t seed) {
+std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
+                              uint64_t random) {
     constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
-    const size_t end = std::min(static_cast<size_t>(model.setup().T), std::max(LONGEST, tokens.size() + 64));
-    Random random(seed);
+    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
     std::vector<float> logits(model.setup().config.V);
     while (tokens.size() < end) {
         model.next_logits(tokens.data(), tokens.size(), logits.data());
-        tokens.push_back(draw(logits, temperature, random));
+        tokens.push_back(draw(logits, temperature, &random));
     }
     return tokens;
 }
@@ -288,10 +281,9 @@ public:
         if (without == train_.windows())
             throw Error("No token of --data counts in the loss; write it again with data/tokenize.py.");
         if (without)
-            std::printf("%lld of the %lld windows of --seq %lld to train on have no token that counts in the "
-                        "loss (data/tokenize.py --seq %lld makes windows that have).\n",
-                        static_cast<long long>(without), static_cast<long long>(train_.windows()),
-                        static_cast<long long>(setup_.T), static_cast<long long>(setup_.T));
+            std::printf("%ld of the %ld windows of --seq %ld to train on have no token that counts in the "
+                        "loss (data/tokenize.py --seq %ld makes windows that have).\n",
+                        without, train_.windows(), setup_.T, setup_.T);
         try {
             return loop();
         } catch (...) {
@@ -328,7 +320,10 @@ private:
 
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
-            if (const int signal = signal_of_ranks(); signal && !last) return stop_early(signal);
+            // A signal to one rank stops all of them after the same step.
+            const std::vector<int> signals = group_.all_gather(int(interrupted));
+            const int signal = *std::max_element(signals.begin(), signals.end());
+            if (signal && !last) return stop_early(signal);
             if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
             if (every("sample-every") || (last && flags_.count("sample-every"))) sample();
             if (saves) save();
@@ -338,12 +333,6 @@ private:
         print_quantization();
         print_end();
         return 0;
-    }
-
-    // A signal to one rank stops all of them after the same step.
-    int signal_of_ranks() const {
-        const std::vector<int> signals = group_.all_gather(int(interrupted));
-        return *std::max_element(signals.begin(), signals.end());
     }
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
@@ -916,7 +905,8 @@ int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& 
     Companions companions;
     if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
     if (!device.gpu()) require_memory(setup, flags.count("ranks"));
-    const Prompt prompt = choose_prompt(flags, prompt_given, group, corpus, setup, from_folder ? weights : "");
+    const std::string& folder = from_folder ? weights : "";
+    const Prompt prompt = choose_prompt(flags, prompt_given, group, corpus, setup, folder);
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
     else if (from_folder) load_weights(weights, *model);

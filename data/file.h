@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <utility>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -75,7 +76,7 @@ public:
         const InputFile file(path);
         bytes_ = file.bytes();
         if (!bytes_) return;
-        const auto length = size_t(bytes_);
+        const size_t length = bytes_;
         void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file.descriptor(), 0);
         if (memory == MAP_FAILED) file.fail();
         memory_ = std::shared_ptr<void>(memory, [length](void* m) { ::munmap(m, length); });
@@ -114,9 +115,7 @@ public:
     }
     void finish() {  // waits until the bytes are on disk
         if (::fsync(file_)) fail();
-        const int file = file_;
-        file_ = -1;
-        if (::close(file)) fail();
+        if (::close(std::exchange(file_, -1))) fail();
     }
 
 private:
