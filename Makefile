@@ -7,7 +7,7 @@
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
-# machine. OPT="-O3 -g" adds what debuggers and profilers need; it takes half as long again.
+# machine. OPT="-O2 -g" adds what debuggers and profilers need, in half as much time again.
 
 CXX  ?= g++
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
