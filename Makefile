@@ -95,6 +95,8 @@ $(O)/%.cu.o: %.cu $(O)/flags
 
 space := $() $()
 $(O)/reference.cpp.o: private OPT = -O3
+# Without kernels: nvcc then reads these files once, not for host and device.
+$(call object,model.cu gpu/copies.cu gpu/nccl.cu): private NVCCFLAGS += -x c++
 $(O)/train.cpp.o: DEFINES = $(WITH_GPU)
 $(O)/data/tokens.cpp.o: DEFINES = -DCOAT_HEADERS='"$(subst $(space),:,$(strip $(COAT_HEADERS)))"'
 $(call object,$(TESTS)): | need-doctest
