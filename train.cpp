@@ -905,7 +905,7 @@ int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& 
     Companions companions;
     if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
     if (!device.gpu()) require_memory(setup, flags.count("ranks"));
-    const std::string& folder = from_folder ? weights : "";
+    const std::string folder = from_folder ? weights : "";
     const Prompt prompt = choose_prompt(flags, prompt_given, group, corpus, setup, folder);
     const std::unique_ptr<Model> model = device.make(setup);
     if (resumes) load_checkpoint(weights, *model);
