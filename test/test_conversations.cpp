@@ -272,7 +272,7 @@ TEST_CASE("train: with a mask, two ranks have the losses of one with twice the m
         "--device cpu --data tokens --batch 2 --seq 32 --sample-every 0 --recipe fp32 --steps 3 ";
     require_success(train(folder, run + "--accumulate 4 --out '' --log log"));
     const auto one = logged(folder, "step"), validated = logged(folder, "validation");
-    const std::string port = "MASTER_PORT=" + std::to_string(several_ranks::free_port()) + " ";
+    const std::string port = "MASTER_PORT=" + std::to_string(free_port()) + " ";
     require_success(shell(folder, port + "'" + program() + "' " + run +
                                       "--accumulate 2 --ranks 2 --shard all --out '' --log log"));
     const auto two = logged(folder, "step");
