@@ -497,10 +497,18 @@ def h100():
     return ranks("h100")
 
 
+def architectures():
+    result = load("architectures")
+    return origin("architectures", result) + table(
+        ["model and recipe, 4 x 2048", "tokens/s", "ms a step", "GPU memory in use"],
+        [[name, f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.0f}", memory_of(row)]
+         for name, row in result["rows"].items()])
+
+
 TABLES = {
     f.__name__.replace("_", " "): f
     for f in (speed, peers, bench, cpu, default, gpt2, convergence, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100)}
+              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
 def renew_page():

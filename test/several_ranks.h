@@ -2,6 +2,7 @@
 // the test sees the whole tensors.
 #pragma once
 #include <atomic>
+#include <deque>
 #include <exception>
 #include <thread>
 #include <omp.h>
@@ -19,7 +20,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
                        const std::function<void(const Setup&)>& body) {
     const int port = free_port();
     std::vector<std::thread> threads;
-    std::vector<std::string> errors(static_cast<size_t>(ranks));
+    std::deque<std::string> errors(static_cast<size_t>(ranks));
     for (int64_t rank = 0; rank < ranks; rank++)
         threads.emplace_back([&, rank] {
             omp_set_num_threads(1);
