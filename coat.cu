@@ -28,7 +28,7 @@
 //   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
 //
 // Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
-// dev/ladders/quantize_transpose.cu shows how section 4 became fast, starting from four lines.
+// dev/ladders/quantize_transpose.cu shows how part 4 of this file became fast, starting from four lines.
 #include "coat.cuh"
 
 #include "gpu/layers.cuh"
@@ -43,6 +43,9 @@ namespace {
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
+//
+// This kernel is that of --attention groups (test/test_coat_fused.cu). quantize() in groups is write_kernel in
+// part 2; in a training step, residual_add and quantize_gate_up write groups, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)

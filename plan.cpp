@@ -149,6 +149,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const std::string weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
     const std::string dw = std::string(info(gradient_format(s)).name) + " gradient";
 
+    const std::string activation = c.arch.gated ? "SiLU(gate) x up" : "GELU";
     std::vector<PrecisionRow> table = {
         {"", "embedding", "tokens", compute, sum, none},
         {layers, "norm 1", nonlinear, compute, x, saved},
@@ -159,7 +160,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         {layers, "residual add", compute, none, sum, none},
         {layers, "norm 2", nonlinear, compute, x, saved},
         {layers, linear(up + " projection"), x, q.w.text(), compute, none},
-        {layers, c.arch.gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, x, saved},
+        {layers, activation, nonlinear, none, x, saved},
         {layers, linear("down projection"), x, q.w.text(), compute, none},
         {layers, "residual add", compute, none, sum, none},
         {"", "final norm", compute, compute, compute, compute + " input"},
@@ -168,7 +169,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
         // Every linear layer has the same pair of GEMMs in backward.
         {"backward", linear("linear layers, dgrad"), q.g.text(), q.w.text(), compute, none},
         {"backward", linear("linear layers, wgrad"), q.g.text() + " x " + x, none, dw, none},
-        {"backward", "norms, activations", nonlinear + ", " + compute, compute, compute, none},
+        {"backward", activation, nonlinear + ", " + compute, none, q.g.text(), none},
+        {"backward", "norms", nonlinear + ", " + compute, compute, compute, none},
         {"backward", "attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute, none},
         {"backward", "head", compute, compute, compute, none},
         {"update", "AdamW, weights", weights, none, s.master ? weights : weights + ", stochastic", none},
@@ -315,7 +317,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = {
         {Category::Weights, "weights" + format(compute), weight_elements(s) * info(compute).bytes,
          "parameter", live},
-        {Category::Weights, "rest of the FP32 master weights", remainder, "parameter", live},
+        {Category::Weights, "remainder of the FP32 master weights", remainder, "parameter", live},
         {Category::Gradients, kept + format(gradient), gradients, "parameter", live},
         {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
         {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
@@ -753,7 +755,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
                            s.ranks > 1 ? (2 * e.largest + e.embedding) * info(gradient_format(s)).bytes : 0};
     const std::vector<BufferRow> all = {
         {"weights", "weights", layout.weights, ALWAYS},
-        {"remainder", "rest of the FP32 master weights", layout.remainder, ALWAYS},
+        {"remainder", "remainder of the FP32 master weights", layout.remainder, ALWAYS},
         {"moments", "first and second moments", layout.moments, ALWAYS},
         {"scales", "max and k of the moments", layout.scales, ALWAYS},
         {"delayed", "amaxes of earlier steps", layout.delayed, ALWAYS},
@@ -1020,7 +1022,7 @@ void print_memory_plan(const Setup& s) {
     const int64_t C = s.config.C;
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
-        "  optimizer states: %.3f bytes per parameter (BF16: %.3f)\n",
+        "  optimizer states: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
         optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));
 }

@@ -167,8 +167,8 @@ int64_t gpu_tokens(const Setup& s);
 // those are no longer needed when the gradients are written. With more micro-batches they may not, because
 // the sums must outlive a forward pass.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
-// memory_plan() with the rows that a GPU adds. Its total, less GPU_CONTEXT and page_tables(), is the size of the
-// allocation.
+// memory_plan() with the rows that a GPU adds. Its total, less GPU_CONTEXT and page_tables(), is the size of
+// the allocation.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
 
 // Every buffer of the allocation, and what it contains in which phases of a step; a buffer with several uses

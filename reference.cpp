@@ -1,7 +1,7 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for Llama and GPT-2, in any recipe of coat.h. It knows
+// moments. This file is the whole training step for the models and recipes of coat.h. It knows
 // nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
 // there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
@@ -313,9 +313,9 @@ float expand(Format fp8, float x, float max, float k) {
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// sign(y) max (|y| / FMAX)^(1/k). The root of the power is multiplied twice: in a group with a very large
-// range the power alone underflows in FP32, but not its product with max. A result below FP32 becomes its
-// smallest positive value: a second moment that is not zero never becomes zero.
+// sign(y) max (|y| / FMAX)^(1/k). We multiply max by the square root of the power, twice: in a group with a
+// very large range the power alone underflows in FP32, but its product with max does not. A result below FP32
+// becomes its smallest positive value: a second moment that is not zero never becomes zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
@@ -1091,8 +1091,7 @@ private:
 //
 // With several ranks, each computes the gradients of its own micro-batches. It sums the gradients of what it
 // owns of each parameter (coat.h, owned()). It updates what it owns, or everything with --shard none. This is
-// the reference of the arithmetic, not of the memory: whatever
-// is shared out, the network has all weights on every rank.
+// the reference of the arithmetic, not of the memory: each rank has all weights.
 
 class Reference : public Model {
 public:

@@ -2,7 +2,7 @@
 //
 // A corpus is two streams of tokens: one to train on, one held out for validation. Text is read as bytes
 // (vocabulary 256). Token files have llm.c's format: uint16 (magic 20240520) or uint32 (magic 20240801). A
-// file NAME.mask beside NAME.bin has a byte for each token: 0 if the token does not count as a target, else 1.
+// file NAME.mask beside NAME.bin has a byte for each token: 0 if it does not count as a target, else 1.
 // Without --data the corpus is the C and C++ headers of the compiler that built the program: every machine
 // that can build it has them.
 #pragma once
