@@ -975,6 +975,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     most.rank = setup.ranks - 1;
     print_memory_plan(most);
     if (plan_only && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
+    for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
+        if (plan_only && !reason.empty()) std::printf("On a GPU this is an error: %s\n", reason.c_str());
     if (plan_only) return 0;
     print_start(origin, *corpus, setup);
     try {

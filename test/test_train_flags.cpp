@@ -158,6 +158,9 @@ TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without alloca
     CHECK(number_after(ended.out, "optimizer states: ") >= 2.0);
     CHECK(ended.out.find("C bytes per token and layer") != std::string::npos);
     CHECK(ended.out.find("bytes per parameter") != std::string::npos);
+    const char* const error = "On a GPU this is an error: --m-format fp16 in groups of 128";
+    CHECK(train(folder, "--plan --m-format fp16").out.find(error) != std::string::npos);
+    CHECK(train(folder, "--plan").out.find("On a GPU this") == std::string::npos);
     for (const ModelConfig& c : models())
         for (const Recipe& r : recipes())
             CHECK(
