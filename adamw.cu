@@ -86,8 +86,8 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
 
 namespace {
 
-// Sum of squares of a chunk, in FP32 unless it leaves the middle of FP32's range, where squares would
-// overflow or vanish.
+// Sum of squares of a thread's chunk of 8, in FP32 unless it leaves the middle of FP32's range, where squares
+// would overflow or vanish.
 __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
 #pragma unroll
@@ -99,7 +99,8 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each chunk. The warps take turns with the chunks of all segments.
+// One warp for each chunk of SHARD_CHUNK elements ("chunks" below). The warps take turns with those of all
+// segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 template <class T>
 __global__ void __launch_bounds__(NORM_THREADS)

@@ -144,6 +144,26 @@ TEST_CASE("train: the learning rate and weight decay follow their flags") {
           weights_and_state(folder.path / "decay1/step-000002"));
 }
 
+TEST_CASE("train: README.md has what the plan says that memory flags save") {
+    RunFolder folder;
+    const auto total = [&](const std::string& flags) {
+        const std::string out = train(folder, "--plan --model llama-2-7b --seq 2048 " + flags).out;
+        return number_after(out, "\n  total                       ");
+    };
+    const std::string readme = read_file("README.md");
+    for (const auto& [flags, batch, sign] :
+         {std::tuple{"--attention groups", "8", -1}, {"--master none", "8", -1},
+          {"--gradients none", "8", -1}, {"--gradients none", "1", -1}, {"--recompute off", "8", 1}}) {
+        const std::string with = std::string("--batch ") + batch + " ";
+        const double mib = sign * (total(with + flags) - total(with));
+        std::string text = std::to_string(std::llround(mib));
+        if (text.size() > 3) text.insert(text.size() - 3, ",");
+        CAPTURE(flags);
+        CAPTURE(text);
+        CHECK(readme.find(text + (sign < 0 ? " MiB less" : " MiB more")) != std::string::npos);
+    }
+}
+
 TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without allocating it") {
     RunFolder folder;
     // The weights of 7B alone are 13 GB: with an address space of 1 GB none of them can be allocated.
