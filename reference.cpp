@@ -1125,8 +1125,7 @@ public:
         const int64_t N = setup_.B * setup_.T;
         check(tokens, targets, setup_.accumulate * N);
         int64_t counted = 0;
-        for (const auto& of_rank : all_gather(std::vector{counted_targets(targets, setup_.accumulate * N)}))
-            counted += of_rank[0];
+        for (int64_t theirs : all_gather(counted_targets(targets, setup_.accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
         network_.begin();
         double squares = 0;  // sum over the gradients so far
@@ -1136,8 +1135,8 @@ public:
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (const auto& finite : all_gather(std::vector<char>{network_.finite}))
-                network_.finite = network_.finite && finite[0];
+            for (char finite : all_gather(char(network_.finite)))
+                network_.finite = network_.finite && finite;
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
             skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
@@ -1270,18 +1269,10 @@ private:
         bytes.insert(bytes.end(), begin, begin + n * int64_t(sizeof(T)));
     }
 
-    // The values of all ranks, in their order.
+    // A value, or a vector of values, of all ranks in their order.
     template <class T>
-    std::vector<std::vector<T>> all_gather(const std::vector<T>& mine) const {
-        if (!setup_.group) return {mine};
-        Bytes bytes;
-        append(bytes, mine.data(), int64_t(mine.size()));
-        std::vector<std::vector<T>> all;
-        for (const Bytes& theirs : setup_.group->all_gather(bytes)) {
-            const T* begin = reinterpret_cast<const T*>(theirs.data());
-            all.emplace_back(begin, begin + theirs.size() / sizeof(T));
-        }
-        return all;
+    std::vector<T> all_gather(const T& mine) const {
+        return setup_.group ? setup_.group->all_gather(mine) : std::vector<T>{mine};
     }
 
     // Makes arrays whole of which every rank has the part that it owns: one array for each parameter, with
