@@ -239,21 +239,22 @@ class Wrong(Exception):
 
 
 def read_lines(paths):
-    """(file:line, text) of every conversation, each text once."""
-    lines = {}
+    """(file:line, text) of every conversation, each text once; and how many lines repeat another."""
+    lines, read = {}, 0
     for path in paths:
         try:
             with open(path, encoding="utf-8") as f:
                 for number, line in enumerate(f, 1):
                     if line.strip():
                         lines.setdefault(line.strip(), f"{path}:{number}")
+                        read += 1
         except UnicodeDecodeError:
             sys.exit(f"{path} is not UTF-8 text; convert it first.")
         except OSError as problem:
             sys.exit(f"{path} cannot be read ({problem.strerror}); give another file.")
     if len(lines) < 2:
         sys.exit("Give at least two conversations: one is held out for validation.")
-    return [(where, line) for line, where in lines.items()]
+    return [(where, line) for line, where in lines.items()], read - len(lines)
 
 
 def read_optional(path):
@@ -526,21 +527,23 @@ def write_texts(tokenizer, arguments, parts, pieces, end):
 def write_conversations(tokenizer, arguments, pieces, special, end):
     named = tokenizer.token_to_id(named_tokens(arguments.tokenizer).get("eos_token", ""))
     end = end if named is None else named
-    parts = divide_whole(read_lines(arguments.text), arguments.hold_out)
-    packed, total = {}, {}
+    all_lines, repeated = read_lines(arguments.text)
+    parts = divide_whole(all_lines, arguments.hold_out)
+    packed, total = {}, {"repeated": repeated}
     for name, lines in zip(("train", "val"), parts):
         found, counts = tokenize_lines(tokenizer, lines, arguments, special, end)
         if not found:
             sys.exit(f"None of the {len(lines)} conversations for {name}.bin has an answer within --seq tokens.")
         tokens, mask = packed[name] = pack(found, arguments.seq, end or 0)
         require_model_has(tokens, arguments, pieces)
-        total = {what: total.get(what, 0) + n for what, n in counts.items()}
+        total.update({what: total.get(what, 0) + n for what, n in counts.items()})
         used, windows = sum(len(c[0]) for c in found), len(tokens) // arguments.seq
         print(
             f"{name}.bin: {len(found):,} conversations in {windows:,} windows of {arguments.seq:,} tokens; "
             f"{used / len(tokens):.0%} of the tokens are text, {sum(mask) / len(tokens):.0%} count in the loss"
         )
     for what, about in {
+        "repeated": "left out: the same line came before",
         "cut": f"longer than --seq {arguments.seq} and cut after so many tokens",
         "late": f"left out: the first answer comes after --seq {arguments.seq} tokens",
         "empty": "left out: they have no answer, or an empty one",

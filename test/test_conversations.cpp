@@ -169,12 +169,13 @@ TEST_CASE("tokenize.py: conversations without an answer or longer than --seq are
     const ChatFolder folder;
     const std::string good = completion("abc", "x");
     const Ended ended = folder.tokenize(
-        good + completion("12345678901234567890", "x") + completion("held", "out") +
+        good + good + completion("12345678901234567890", "x") + completion("held", "out") +
             completion("123", std::string(20, 'y')) + completion("z", " ") +
             R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" +
             R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]})",
         "--seq 10 --hold-out 0.2");
     require_success(ended);
+    CHECK(contains(ended.out, "1 conversations are left out: the same line came before.\n"));
     CHECK(contains(ended.out, "1 conversations are longer than --seq 10 and cut after so many tokens.\n"));
     CHECK(contains(ended.out, "1 conversations are left out: the first answer comes after --seq 10 tokens."));
     CHECK(contains(ended.out, "3 conversations are left out: they have no answer, or an empty one.\n"));
