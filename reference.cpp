@@ -600,12 +600,14 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
     std::vector<Real> cosine(T * half), sine(T * half);
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t i = 0; i < half; i++) {
-            const double angle = double(t) * rope_frequency(c, i);
+    for (int64_t i = 0; i < half; i++) {
+        const double frequency = rope_frequency(c, i);
+        for (int64_t t = 0; t < T; t++) {
+            const double angle = double(t) * frequency;
             cosine[t * half + i] = Real(std::cos(angle));
             sine[t * half + i] = Real(inverse ? -std::sin(angle) : std::sin(angle));
         }
+    }
 #pragma omp parallel for
     for (int64_t n = 0; n < B * T; n++)
         for (int64_t head = 0; head < c.NH + c.NKV; head++) {  // q's heads, then k's; v is not rotated

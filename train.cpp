@@ -113,7 +113,7 @@ Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
     while (!printed.empty() && printed.back() == '\n') printed.pop_back();
     printed.erase(0, printed.rfind('\n') + 1);  // the last line: the tokens, or why there are none
     if (status == 0) {
-        const nlohmann::json table = parse_json(printed.data(), static_cast<int64_t>(printed.size()), &why);
+        const nlohmann::json table = parse_json(printed.data(), printed.size(), &why);
         if (why.empty()) return {Vocabulary::of(table, folder), table.at("prompt")};
     }
     const bool no_python = status == -1 || (WIFEXITED(status) && WEXITSTATUS(status) == 127);
@@ -975,9 +975,11 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     most.rank = setup.ranks - 1;
     print_memory_plan(most);
     if (plan_only && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
-    for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
-        if (plan_only && !reason.empty()) std::printf("On a GPU this is an error: %s\n", reason.c_str());
-    if (plan_only) return 0;
+    if (plan_only) {
+        for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
+            if (!reason.empty()) std::printf("On a GPU this is an error: %s\n", reason.c_str());
+        return 0;
+    }
     print_start(origin, *corpus, setup);
     try {
         return train(device, flags, *group, *corpus, setup, origin, prompt_given);

@@ -191,7 +191,7 @@ GROUPS = {
                 "13b colossal 4", "30b coat 4", "7b coat 2", "13b coat 1", "30b coat 1", "7b coat largest",
                 "7b fsdp-float8 5", "7b fsdp 5 again")], TABLE_7),
     "architectures": Group(
-        "Llama 3.1 and Qwen2.5: speed and memory, and the time of the head; two minutes",
+        "Llama 3.1 and Qwen2.5: speed and memory; two minutes",
         [Job(f"{model} {way}", f"--model {model} --batch 4 {flags}".strip(), model)
          for model in ("llama-3.1-8b", "qwen2.5-7b") for way, flags in (("coat", ""), ("bf16", BF16))], TABLE_7),
     "bench": Group(
