@@ -71,6 +71,7 @@ HEADERS = f"--data {corpus.FOLDER}/headers/train.bin,{corpus.FOLDER}/headers/val
 STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
 PART = STEPS * 2 // 5
 SAVED = {"bf16": f"{BUILD}/gpt2-bf16", "coat": f"{BUILD}/gpt2-coat"}  # checkpoints that other groups read
+LONG = f"--model gpt2 {TEXT} --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300"
 EVALUATE = f"--recipe bf16 --steps 0 {TEXT} --batch 64 --seq 1024"
 
 
@@ -193,7 +194,8 @@ GROUPS = {
     "architectures": Group(
         "Llama 3.1 and Qwen2.5: speed and memory; two minutes",
         [Job(f"{model} {way}", f"--model {model} --batch 4 {flags}".strip(), model)
-         for model in ("llama-3.1-8b", "qwen2.5-7b") for way, flags in (("coat", ""), ("bf16", BF16))], TABLE_7),
+         for model in ("llama-3.1-8b", "qwen2.5-7b") for way, flags in (("coat", ""), ("bf16", BF16))],
+        TABLE_7),
     "bench": Group(
         "every operator of a step; three minutes",
         [Job("bench", program="build/bench --json build/bench.json")], build=("build/bench",)),
@@ -209,8 +211,17 @@ GROUPS = {
          *(converge(f"bf16 seed {n}", f"--recipe bf16 --seed {n}") for n in (2, 3)),
          *(converge(*part) for part in PARTS.items()), FP8LM,
          *group_sizes({"activations": 8, "moments": 32}, until=PART)],
-        f"--model gpt2 {TEXT} --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
-        f"--eval-every {STEPS // 20} --sample-every 0", text="python"),
+        f"{LONG} --eval-every {STEPS // 20} --sample-every 0", text="python"),
+    "seeds": Group(
+        "GPT-2 on 0.2 billion tokens, seeds 2 and 3; each run five minutes",
+        [converge(f"{r} seed {n}", f"--recipe {r} --seed {n}")
+         for r in ("bf16", "coat", "te") for n in (2, 3)],
+        f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
+    "passes": Group(
+        "the default run of a GPU over two passes of its text, three seeds; each run 40 seconds",
+        [Job(f"{r} seed {n}", f"--recipe {r} --seed {n}")
+         for n in (1, 2, 3) for r in ("bf16", "te", "deepseek", "coat")],
+        "--device gpu --steps 2000 --eval-every 500 --sample-every 0"),
     "finetune": Group(
         "fine-tuning of two convergence runs; each run one minute",
         [Job(f"{start}, then {recipe}", f"--model {folder}/step-{STEPS:06} --recipe {recipe}")

@@ -256,6 +256,56 @@ def convergence():
                           *(f"steps {end - steps // 10} to {end}" for end in ends)], cells)
 
 
+def paired(pairs, last):
+    """A table of differences from BF16, each between two runs that differ only in the recipe. `pairs` has
+    (recipe, seed, row, row of bf16); training losses are means over the last `last` steps."""
+    kinds = {"training loss": lambda row: statistics.mean(row["train"][-last:]), "validation loss": losses,
+             "validation, evaluated in BF16": lambda row: row.get("evaluated_in_bf16")}
+    found = {}
+    for recipe, seed, row, base in pairs:
+        for kind, loss in kinds.items():
+            if loss(row) is not None:
+                theirs = losses(base) if "BF16" in kind else loss(base)
+                found.setdefault((kind, recipe), {})[seed] = loss(row) - theirs
+    seeds = sorted({seed for of in found.values() for seed in of})
+    rows = []
+    for (kind, recipe), of in sorted(found.items(), key=lambda item: list(kinds).index(item[0][0])):
+        error = cell(" ({:.4f})", statistics.stdev(of.values()) / len(of) ** 0.5 if len(of) > 1 else None)
+        rows.append([f"{kind}: {recipe}", *(cell("{:+.4f}", of.get(seed)) for seed in seeds),
+                     f"{statistics.mean(of.values()):+.4f}{error}"])
+    return table(["minus `bf16` of the same seed", *(f"seed {seed}" for seed in seeds),
+                  "mean (standard error)"], rows)
+
+
+def seeds():
+    result, pairs = load("seeds"), []
+    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3))):
+        rows = load(group)["rows"]
+        for recipe in ("coat", "te"):
+            for n in numbers:
+                row, base = (rows.get(r + (f" seed {n}" if n > 1 else "")) for r in (recipe, "bf16"))
+                pairs += [(recipe, n, row, base)] if row and base else []
+    text = result["text"]
+    lines = origin("seeds", result) + paragraph(
+        f"Seed 1 is that of the table above. The text of seeds 2 and 3 is {text['text']}: {text['files']:,} "
+        f"files, {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million training tokens.")
+    return lines + paired(pairs, 305)  # the last tenth
+
+
+def passes():
+    result = load("passes")
+    runs = {tuple(name.split(" seed ")): row for name, row in result["rows"].items()}
+    pairs = [(recipe, seed, row, runs["bf16", seed]) for (recipe, seed), row in runs.items()
+             if recipe != "bf16"]
+    rows = [[recipe, *(f"{value(runs[recipe, seed]):.4f}" for value in
+                       (lambda row: statistics.mean(row["train"][-100:]), losses)
+                       for seed in sorted({seed for _, seed in runs}))]
+            for recipe in dict.fromkeys(recipe for recipe, _ in runs)]
+    return origin("passes", result) + table(
+        ["", *(f"{kind}, seed {seed}" for kind in ("training", "validation") for seed in (1, 2, 3))],
+        rows) + paired(pairs, 100)
+
+
 def ablations():
     result, losses_of, flags = load("ablations"), {}, {}
     for name, row in result["rows"].items():
@@ -507,8 +557,8 @@ def architectures():
 
 TABLES = {
     f.__name__.replace("_", " "): f
-    for f in (speed, peers, bench, cpu, default, gpt2, convergence, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
+    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, passes, ablations,
+              finetune, ranges, moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
 def renew_page():
