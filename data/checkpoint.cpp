@@ -125,8 +125,7 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
 }
 
 Fields read_trainer(const std::string& checkpoint) {
-    const std::string path = path_in(checkpoint, TRAINER_FILE);
-    const Fields f{path, read_json(path)};
+    const Fields f = read_json(path_in(checkpoint, TRAINER_FILE));
     if (f.text("format") != "coat checkpoint")
         f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
     if (f.natural("version") != CHECKPOINT_VERSION)
@@ -256,13 +255,6 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
     return found;
 }
 
-std::vector<Checkpoint> checkpoints_of_run(const std::string& run, const std::string& out) {
-    std::vector<Checkpoint> own;
-    for (const Checkpoint& c : checkpoints(out))
-        if (c.state.run == run) own.push_back(c);
-    return own;
-}
-
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
 void remove_checkpoint(const Checkpoint& c) {
     fs::rename(c.folder, c.folder + ".tmp");
@@ -279,20 +271,16 @@ void remove_leftovers(const std::string& out) {  // of runs that were killed
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
 // run, so that one of the two names always has a complete checkpoint, and otherwise to .other.
 void move_into_place(const std::string& complete, const std::string& folder, const std::string& run) {
-    auto exists = [](const std::string& path) {  // also a link that leads nowhere
-        std::error_code unreadable;
-        return fs::exists(fs::symlink_status(path, unreadable));
-    };
     const std::string out = fs::path(folder).parent_path().string(),
                       name = fs::path(folder).filename().string();
-    if (exists(folder)) {
+    if (has_entry(folder)) {
         bool own = false;
-        for (const Checkpoint& c : checkpoints_of_run(run, out)) {
-            own |= c.name == name;
-            if (c.name == name + ".old") remove_checkpoint(c);
+        for (const Checkpoint& c : checkpoints(out)) {
+            own |= c.state.run == run && c.name == name;
+            if (c.state.run == run && c.name == name + ".old") remove_checkpoint(c);
         }
         std::string aside = folder + (own ? ".old" : ".other");
-        while (exists(aside)) aside += ".other";
+        while (has_entry(aside)) aside += ".other";
         fs::rename(folder, aside);
     }
     fs::rename(complete, folder);
@@ -302,7 +290,8 @@ void move_into_place(const std::string& complete, const std::string& folder, con
 // Checkpoints of later steps stay: the run was resumed from a step before them.
 void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::vector<Checkpoint> older;
-    for (const Checkpoint& c : checkpoints_of_run(state.run, out)) {
+    for (const Checkpoint& c : checkpoints(out)) {
+        if (c.state.run != state.run) continue;
         if (is_step(c.name, ".old")) remove_checkpoint(c);
         else if (c.state.step < state.step) older.push_back(c);
     }

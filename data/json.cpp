@@ -1,6 +1,7 @@
 // data/json.cpp - parses JSON within limits (json.h).
 #include "json.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "file.h"
@@ -13,30 +14,27 @@ namespace {
 
 constexpr int MAX_DEPTH = 32;
 
-struct Counts {  // what a text contains if it is valid JSON
-    int depth = 0;
+// What a text contains if it is valid JSON, without parsing it.
+struct Counts {
+    int depth = 0, deepest = 0;
     int64_t values = 1, names = 0;
+
+    Counts(const char* text, int64_t bytes) {
+        bool in_string = false;
+        for (int64_t i = 0; i < bytes; i++) {
+            const char c = text[i];
+            if (c == '"') in_string = !in_string;
+            if (in_string) i += c == '\\';  // skip the escaped character
+            else if (c == '{' || c == '[') deepest = std::max(deepest, ++depth), values++;
+            else if (c == '}' || c == ']') depth--;
+            else if (c == ',') values++;
+            else if (c == ':') names++;
+        }
+    }
 };
 
-Counts count(const char* text, int64_t bytes) {
-    Counts counts;
-    int depth = 0;
-    bool in_string = false;
-    for (int64_t i = 0; i < bytes; i++) {
-        const char c = text[i];
-        if (c == '"') in_string = !in_string;
-        if (in_string) {
-            i += c == '\\';  // skip the escaped character
-            continue;
-        }
-        if (c == '{' || c == '[') counts.depth = std::max(counts.depth, ++depth), counts.values++;
-        if (c == '}' || c == ']') depth--;
-        if (c == ',') counts.values++;
-        if (c == ':') counts.names++;
-    }
-    return counts;
-}
-
+// The names in all objects of a value. An object has each name once, so there are fewer than in the text if
+// one of them stands there twice.
 int64_t names_in(const json& value) {
     if (!value.is_structured()) return 0;
     int64_t names = value.is_object() ? int64_t(value.size()) : 0;
@@ -48,9 +46,10 @@ int64_t names_in(const json& value) {
 
 json parse_json(const void* data, int64_t bytes, std::string* why, int64_t max_values) {
     const char* text = static_cast<const char*>(data);
-    const Counts counts = count(text, bytes);
+    const Counts counts(text, bytes);
+    const std::string depth = std::to_string(MAX_DEPTH);
     why->clear();
-    if (counts.depth > MAX_DEPTH) *why = "is nested more than " + std::to_string(MAX_DEPTH) + " levels deep";
+    if (counts.deepest > MAX_DEPTH) *why = "is nested more than " + depth + " levels deep";
     else if (counts.values > max_values) *why = "has more than " + std::to_string(max_values) + " values";
     if (!why->empty()) return json();
     // The library takes a zero byte for the end of the text.
@@ -62,21 +61,16 @@ json parse_json(const void* data, int64_t bytes, std::string* why, int64_t max_v
     return value;
 }
 
-json read_json(const std::string& path) {
+Fields read_json(const std::string& path) {
     const MappedFile file(path);
     std::string why;
     json value = parse_json(file.data(), file.bytes(), &why);
     if (!why.empty()) throw Error(path + " " + why + "; download or save it again.");
-    return value;
+    return {path, std::move(value)};
 }
 
-std::string Fields::excerpt(const json& value) { return escaped(value.dump()); }
-
 void write_json(const std::string& path, const nlohmann::ordered_json& value) {
-    const std::string text = value.dump(2) + "\n";
-    OutputFile file(path);
-    file.write(text.data(), int64_t(text.size()));
-    file.finish();
+    write_file(path, value.dump(2) + "\n");
 }
 
 }  // namespace coat

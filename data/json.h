@@ -18,9 +18,6 @@ namespace coat {
 // JSON object").
 nlohmann::json parse_json(const void* text, int64_t bytes, std::string* why, int64_t max_values = 5'000'000);
 
-nlohmann::json read_json(const std::string& path);  // Error if the file is not one JSON object
-void write_json(const std::string& path, const nlohmann::ordered_json& value);  // and syncs it
-
 // The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.
 struct Fields {
     std::string path;  // of the file, for errors
@@ -29,45 +26,51 @@ struct Fields {
     [[noreturn]] void reject(const std::string& field, const std::string& what) const {
         throw Error(path + ": field " + field + " " + what + ".");
     }
-    static std::string excerpt(const nlohmann::json& value);
+    static std::string excerpt(const nlohmann::json& value) { return escaped(value.dump()); }
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
     const nlohmann::json& at(const std::string& field) const {
         if (!has(field)) reject(field, "is missing; download or save the folder again");
         return object[field];
     }
+    // The field's value as a T, which `ok` accepts; `kind` says what it accepts.
+    template <class T, class Accept>
+    T value(const std::string& field, const char* kind, Accept ok) const {
+        const nlohmann::json& found = at(field);
+        if (!ok(found)) reject(field, std::string("must be ") + kind + ", not " + excerpt(found));
+        return found.get<T>();
+    }
     int64_t natural(const std::string& field) const {
         constexpr uint64_t MAX = 1'000'000'000'000'000;  // far below 2^63: sums do not overflow
-        const nlohmann::json& value = at(field);
-        if (!value.is_number_unsigned() || value.get<uint64_t>() > MAX)
-            reject(field, "must be a whole number up to 10^15, not " + excerpt(value));
-        return value.get<int64_t>();
+        return value<int64_t>(field, "a whole number up to 10^15", [](const nlohmann::json& x) {
+            return x.is_number_unsigned() && x.get<uint64_t>() <= MAX;
+        });
     }
     int64_t natural(const std::string& field, int64_t otherwise) const {
         return has(field) ? natural(field) : otherwise;
     }
-    float positive(const std::string& field, float otherwise) const {
-        if (!has(field)) return otherwise;
-        const float number = object[field].is_number() ? object[field].get<float>() : 0;
-        if (!(number > 0 && std::isfinite(number)))
-            reject(field, "must be a positive number, not " + excerpt(object[field]));
-        return number;
+    float positive(const std::string& field) const {
+        return value<float>(field, "a positive number", [](const nlohmann::json& x) {
+            return x.is_number() && x.get<float>() > 0 && std::isfinite(x.get<float>());
+        });
     }
-    float positive(const std::string& field) const { return at(field), positive(field, 0); }
+    float positive(const std::string& field, float otherwise) const {
+        return has(field) ? positive(field) : otherwise;
+    }
     bool boolean(const std::string& field, bool otherwise) const {
-        if (!has(field)) return otherwise;
-        if (!object[field].is_boolean()) reject(field, "must be a boolean, not " + excerpt(object[field]));
-        return object[field].get<bool>();
+        auto ok = [](const nlohmann::json& x) { return x.is_boolean(); };
+        return has(field) ? value<bool>(field, "a boolean", ok) : otherwise;
     }
     std::string text(const std::string& field) const {
-        if (!at(field).is_string()) reject(field, "must be text, not " + excerpt(object[field]));
-        return object[field].get<std::string>();
+        return value<std::string>(field, "text", [](const nlohmann::json& x) { return x.is_string(); });
     }
     // The object in this field; one without fields if it is missing.
     Fields inner(const std::string& field) const {
-        if (!has(field)) return {path, nlohmann::json::object()};
-        if (!object[field].is_object()) reject(field, "must be an object, not " + excerpt(object[field]));
-        return {path, object[field]};
+        auto ok = [](const nlohmann::json& x) { return x.is_object(); };
+        return {path, has(field) ? value<nlohmann::json>(field, "an object", ok) : nlohmann::json::object()};
     }
 };
+
+Fields read_json(const std::string& path);  // Error if the file is not one JSON object
+void write_json(const std::string& path, const nlohmann::ordered_json& value);  // and syncs it
 
 }  // namespace coat

@@ -147,7 +147,7 @@ static bool append_bytes(const std::string& utf8, std::string* bytes) {
     return true;
 }
 
-Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path), path); }
+Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path).object, path); }
 
 Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
     auto require = [&](bool ok) {
