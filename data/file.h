@@ -38,13 +38,12 @@ class InputFile {
 public:
     explicit InputFile(const std::string& path) : path_(path) {
         file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking: path may be a pipe
-        if (file_ < 0) fail();
         struct stat status;
-        const bool known = ::fstat(file_, &status) == 0, regular = known && S_ISREG(status.st_mode);
-        if (regular) bytes_ = status.st_size;
-        else ::close(file_);
-        if (!known) fail();
-        if (!regular) throw Error(path + " is not a regular file; give a file.");
+        if (file_ < 0 || ::fstat(file_, &status)) fail();
+        bytes_ = status.st_size;
+        if (S_ISREG(status.st_mode)) return;
+        ::close(file_);
+        throw Error(path + " is not a regular file; give a file.");
     }
     InputFile(const InputFile&) = delete;
     InputFile& operator=(const InputFile&) = delete;

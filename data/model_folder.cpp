@@ -131,19 +131,19 @@ const std::vector<Implemented> LLAMA_IMPLEMENTED = {
     {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
 const std::vector<Implemented> GPT2_IMPLEMENTED = {
-    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},
-    {"scale_attn_by_inverse_layer_idx", {false}},
-    {"add_cross_attention", {false}},
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}},
     {"quantization_config", {}},
 };
 
 void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
     for (const auto& [field, values] : table) {
         if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
+        std::string known;
+        for (const json& v : values)
+            known += (known.empty() ? " (only " : ", ") + (v.is_string() ? v.get<std::string>() : v.dump());
         f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
-                            (values.empty() ? "" : " (only " + json(values).dump() + ")") +
-                            "; give another model");
+                            known + (known.empty() ? "" : ")") + "; give another model");
     }
 }
 
@@ -154,18 +154,11 @@ double shortest(float x) {
     return std::strtod(text, nullptr);
 }
 
-// transformers 5 calls rope_scaling rope_parameters; of the two it, too, prefers a rope_scaling with fields.
-Fields rope_fields(const Fields& f) {
-    const Fields scaling = f.inner("rope_scaling");
-    return scaling.object.empty() ? f.inner("rope_parameters") : scaling;
-}
-
 RopeScaling read_rope_scaling(const Fields& rope) {
     require_implemented(rope, {{"partial_rotary_factor", {1.0}}});
     const std::string field = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
     if (!rope.has(field)) return {};
-    const std::vector<json> types(std::begin(ROPE_TYPES), std::end(ROPE_TYPES));
-    require_implemented(rope, {{field.c_str(), types}});
+    require_implemented(rope, {{field.c_str(), {std::begin(ROPE_TYPES), std::end(ROPE_TYPES)}}});
     RopeScaling s;
     while (rope.text(field) != ROPE_TYPES[s.type]) s.type = RopeScaling::Type(s.type + 1);
     if (s.type != RopeScaling::Default) s.factor = rope.positive("factor");
@@ -190,7 +183,9 @@ ordered_json rope_json(const RopeScaling& s) {
 // Llama, and the models that are a Llama but for a column of coat.h's Architecture.
 ModelConfig read_llama(const Fields& f) {
     require_implemented(f, LLAMA_IMPLEMENTED);
-    const Fields rope = rope_fields(f);
+    // transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling with fields.
+    Fields rope = f.inner("rope_scaling");
+    if (rope.object.empty()) rope = f.inner("rope_parameters");
     ModelConfig c{};
     c.L = f.natural("num_hidden_layers");
     c.C = f.natural("hidden_size");
@@ -237,6 +232,7 @@ ModelConfig read_qwen2(const Fields& f) {
 
 json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json(); }
 
+// GPT-2 has sizes of other names, and defaults of transformers' GPT2Config.
 ModelConfig read_gpt2(const Fields& f) {
     require_implemented(f, GPT2_IMPLEMENTED);
     if (!f.has("activation_function") && f.has("hidden_act"))
@@ -262,8 +258,7 @@ ordered_json gpt2_json(const ModelConfig& c) {
 }
 
 // How config.json describes an architecture.
-struct ConfigFormat {
-    Architecture arch;
+struct ConfigFormat : Architecture {
     const char* causal_lm;                      // the class in transformers
     ModelConfig (*read)(const Fields&);         // all but name and architecture
     ordered_json (*write)(const ModelConfig&);  // without the fields that all architectures have
@@ -280,14 +275,8 @@ const std::vector<ConfigFormat> CONFIG_FORMATS = {
     {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json},
 };
 
-const ConfigFormat* find_format(const std::string& model_type) {
-    for (const ConfigFormat& f : CONFIG_FORMATS)
-        if (f.arch.name == model_type) return &f;
-    return nullptr;
-}
-
 ordered_json config_json(const ModelConfig& c) {
-    const ConfigFormat& f = *find_format(c.arch.name);
+    const ConfigFormat& f = find_row(CONFIG_FORMATS, c.arch.name, "model_type");
     ordered_json j = {{"architectures", {f.causal_lm}}, {"model_type", c.arch.name}};
     j.update(f.write(c));
     j["tie_word_embeddings"] = c.tied;
@@ -329,6 +318,7 @@ const std::vector<std::string> COMPANION_FILES = {
 // Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
 // (reference.h, split_master). No arithmetic changes it.
 
+// F16 has 5 bits of exponent with bias 15, and 10 of mantissa; FP32 has 8 with bias 127, and 23.
 uint32_t f32_of_f16(uint16_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 0x1F, mantissa = half & 0x3FF;
     if (exponent == 0x1F) return sign | 0x7F800000 | mantissa << 13;  // infinity and NaN
@@ -349,7 +339,8 @@ uint32_t f32_bits(Format format, const uint8_t* data, int64_t i) {
     return format == Format::F32 ? bits : format == Format::BF16 ? bits << 16 : f32_of_f16(bits);
 }
 
-// The weight files of a folder: one, or the shards that the index lists.
+// The weight files of a folder: one, or the shards that the index lists. Large models come in shards of some
+// GB each, and a tensor is in exactly one of them.
 struct WeightFiles {
     std::string folder;
     std::vector<std::unique_ptr<Safetensors>> files;
@@ -435,13 +426,12 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
 
 // Writes one parameter from its sources: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
 // bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
-void write_parameter(Model& model, const Source* begin, const Source* end) {
+void write_parameter(Model& model, const Param& p, const std::vector<Source>& sources) {
     constexpr uint32_t EXPONENT = 0x7F800000;
-    const Param& p = begin->piece.param;
     std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
     std::vector<int16_t> remainder(p.size());
-    for (; begin != end; begin++) {
-        const Source& s = *begin;
+    for (const Source& s : sources) {
+        if (s.piece.param.name != p.name) continue;
         int64_t bad = 0;
 #pragma omp parallel for reduction(+ : bad)
         for (int64_t i = 0; i < s.piece.size(); i++) {
@@ -466,17 +456,12 @@ ModelConfig read_model_config(const std::string& folder) {
     if (!fs::is_directory(folder))
         throw Error(folder + " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
-    const std::string type = f.text("model_type");
-    const ConfigFormat* format = find_format(type);
-    if (!format) {
-        std::string known;
-        for (const ConfigFormat& row : CONFIG_FORMATS)
-            known += (known.empty() ? "" : ", ") + std::string(row.arch.name);
-        f.reject("model_type", "is \"" + escaped(type) + "\", which this program does not implement (only " +
-                                   known + "); give another model");
-    }
-    ModelConfig c = format->read(f);
-    c.arch = format->arch;
+    std::vector<json> types;
+    for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
+    require_implemented(f, {{"model_type", types}});
+    const ConfigFormat& format = find_row(CONFIG_FORMATS, f.text("model_type"), "model_type");
+    ModelConfig c = format.read(f);
+    c.arch = format;
     c.name = folder;
     validate(c);
     return c;
@@ -488,12 +473,9 @@ void check_weights(const std::string& folder, const ModelConfig& config) {
 
 void load_weights(const std::string& folder, Model& model) {
     const WeightFiles files = open_weights(folder);
-    const std::vector<Source> sources = find_sources(files, model.setup().config);
-    const Source* end = sources.data() + sources.size();
-    for (const Source *first = sources.data(), *next = first; first != end; first = next) {
-        while (next != end && next->piece.param.name == first->piece.param.name) next++;
-        write_parameter(model, first, next);
-    }
+    const ModelConfig& c = model.setup().config;
+    const std::vector<Source> sources = find_sources(files, c);
+    for (const Param& p : parameters(c)) write_parameter(model, p, sources);
 }
 
 Companions read_companions(const std::string& folder) {
@@ -530,19 +512,20 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
     // transformers needs the format "pt".
     SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});
-    auto piece = table.begin();
     for (const StateTensor& t : weights) {
         const std::vector<uint32_t> words = whole_tensor(model, t);
         const auto* whole = reinterpret_cast<const uint16_t*>(words.data());
-        for (; piece != table.end() && piece->param.name == t.name; piece++) {
-            std::vector<uint16_t> part(piece->size());
-            for (int64_t i = 0; i < piece->size(); i++) part[i] = whole[piece->index_in_param(i)];
-            file.write(part.data(), piece->size() * 2);
+        for (const Piece& piece : table) {
+            if (piece.param.name != t.name) continue;
+            std::vector<uint16_t> part(piece.size());
+            for (int64_t i = 0; i < piece.size(); i++) part[i] = whole[piece.index_in_param(i)];
+            file.write(part.data(), piece.size() * 2);
         }
     }
     file.finish();
 }
 
+// Rank 0 reads its own part to the begin of the result; those of the others follow in the order of the ranks.
 std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     const int64_t bytes = kept(setup, t).count * t.bytes;
@@ -560,6 +543,7 @@ std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
     return whole;
 }
 
+// Compares what config.json would say, so that a field counts only if it is part of the shape.
 void require_same_config(const std::string& folder, const ModelConfig& config) {
     const ordered_json theirs = config_json(read_model_config(folder)), ours = config_json(config);
     for (const auto& [field, value] : ours.items())

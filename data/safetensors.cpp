@@ -48,32 +48,18 @@ int64_t bytes_of(const TensorInfo& t) {
     return bytes;
 }
 
-// One tensor of the header, by its bytes [begin, end) after the header.
+// A tensor of the header, by its bytes [begin, end) after the header.
 using Range = std::pair<int64_t, int64_t>;
 std::pair<Range, TensorInfo> parse_entry(const std::string& path, const std::string& name,
                                          const Json& entry) {
-    const std::string tensor = "tensor '" + escaped(name) + "'";
-    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string())
-        reject(path, tensor + " has no dtype");
-    auto counts = [&](const char* field) {
-        std::vector<int64_t> values;
-        if (!entry.contains(field) || !entry[field].is_array())
-            reject(path, tensor + " has no list " + field);
-        for (const Json& n : entry[field]) {
-            if (!n.is_number_unsigned() || n.get<uint64_t>() > INT64_MAX)
-                reject(path, tensor + " has a value in " + field + " that is not a whole number");
-            values.push_back(n.get<int64_t>());
-        }
-        return values;
-    };
-    const TensorInfo info{name, entry["dtype"].get<std::string>(), counts("shape")};
-    const std::vector<int64_t> offsets = counts("data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1])
-        reject(path, tensor + " has data_offsets that are no range");
-    const int64_t bytes = offsets[1] - offsets[0];
-    if (bytes_of(info) != bytes)
-        reject(path, tensor + " of dtype '" + escaped(info.dtype) + "' and shape " + shape_text(info.shape) +
-                         " does not have the " + std::to_string(bytes) + " bytes of its data_offsets");
+    const Fields f{path + ": tensor '" + escaped(name) + "'", entry};
+    const TensorInfo info{name, f.text("dtype"), f.naturals("shape")};
+    const std::vector<int64_t> offsets = f.naturals("data_offsets");
+    const int64_t bytes = bytes_of(info);
+    if (offsets.size() != 2 || bytes < 0 || offsets[1] - offsets[0] != bytes)
+        f.reject("data_offsets", "must be a range of the bytes of dtype '" + escaped(info.dtype) +
+                                     "' and shape " + shape_text(info.shape) + ", not " +
+                                     Fields::excerpt(entry["data_offsets"]) + "; download it again");
     return {{offsets[0], offsets[1]}, info};
 }
 
@@ -93,18 +79,14 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
     Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
     if (!why.empty()) reject(path, "its header " + why);
 
-    if (const auto metadata = header.find("__metadata__"); metadata != header.end()) {
-        if (!metadata->is_object()) reject(path, "its metadata is not a JSON object");
-        for (const auto& [key, value] : metadata->items()) {
-            if (!value.is_string())
-                reject(path, "the value of '" + escaped(key) + "' in its metadata is not text");
-            metadata_[key] = value.get<std::string>();
-        }
-        header.erase(metadata);
-    }
+    const Fields metadata = Fields{path, header}.inner("__metadata__");
+    for (const auto& [key, value] : metadata.object.items()) metadata_[key] = metadata.text(key);
+    header.erase("__metadata__");
     if (header.size() > MAX_TENSORS)
         reject(path, "it has " + std::to_string(header.size()) + " tensors, and at most " +
                          std::to_string(MAX_TENSORS) + " are supported");
+    // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
+    // file. So no byte belongs to two tensors or to none.
     std::multimap<Range, TensorInfo> by_range;
     for (const auto& [name, entry] : header.items()) by_range.insert(parse_entry(path, name, entry));
     int64_t end = 0;  // of the tensors so far
@@ -139,6 +121,7 @@ const Tensor& Safetensors::require(const std::string& name, const std::string& d
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
                                      const std::map<std::string, std::string>& metadata)
     : file_(path) {
+    // All offsets follow from the table, so the header is complete before the first byte of a tensor.
     // The outer object is written by hand: adding to an ordered_json takes quadratic time.
     std::string text = metadata.empty() ? "" : "\"__metadata__\":" + Json(metadata).dump();
     std::set<std::string> names;

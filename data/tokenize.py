@@ -64,11 +64,8 @@ def package(name):
 
 
 def files_below(path):
-    if os.path.isfile(path):
-        return [path]
     if not os.path.isdir(path):
-        what = "is not a file" if os.path.exists(path) else "does not exist"
-        raise Wrong(f"{path} {what}; give text files or folders of them.")
+        return [path]
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -141,8 +138,8 @@ def load_tokenizer(tokenizers, name):
         Tokenizer = tokenizers.Tokenizer
         return Tokenizer.from_file(name) if os.path.exists(name) else Tokenizer.from_pretrained(name)
     except Exception as problem:  # the library raises bare Exceptions
-        cure = "give a tokenizer.json, or a name on the hub"
-        raise Wrong(f"--tokenizer {name} cannot be loaded ({problem}); {cure}.") from None
+        what = f"--tokenizer {name} cannot be loaded ({problem})"
+        raise Wrong(f"{what}; give a tokenizer.json, or a name on the hub.") from None
 
 
 def train_bpe(tokenizers, texts, size):
@@ -160,6 +157,8 @@ def train_bpe(tokenizers, texts, size):
     return tokenizer
 
 
+# A byte-level BPE (GPT-2, Llama 3) spells each byte as a character. SentencePiece (Llama 2) spells text, but
+# with U+2581 for a space, and a byte that is no character as <0xE9>.
 def byte_of_character():
     """GPT-2's alphabet: a printable byte of Latin-1 is its own character, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -399,7 +398,7 @@ def tokenize_lines(tokenizer, lines, arguments, special, end):
 
 def pack(conversations, T, padding):
     """(tokens, mask) of windows of T tokens. A conversation goes into the first open window that has room."""
-    windows = []
+    windows = []  # first fit: the rests of windows that are nearly full serve short conversations
     for tokens, mask in conversations:
         window = next((w for w in windows[-OPEN_WINDOWS:] if len(w[0]) + len(tokens) <= T), None)
         if window is None:
@@ -438,6 +437,7 @@ def write_tokens(path, tokens, size, mask=None):
     beside = path[: -len(".bin")] + ".mask"
     if os.path.exists(beside):
         os.remove(beside)  # of other tokens
+    # Little-endian, as the machines that ./train runs on.
     header = array.array("i", [*MAGICS[width], len(tokens)] + [0] * 253)
     write(path, header.tobytes(), array.array(width, tokens).tobytes())
     if mask is not None:
@@ -449,14 +449,13 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("text", nargs="*", help="text files (UTF-8), folders of them, or conversations (*.jsonl)")
-    kind = parser.add_mutually_exclusive_group(required=True)
-    about = "a model's folder, a file tokenizer.json, or a name on Hugging Face's hub"
-    kind.add_argument("--tokenizer", metavar="NAME", help=about)
-    about = "train a byte-level BPE of so many tokens"
-    kind.add_argument("--train-bpe", metavar="SIZE", type=int, help=about)
+    kind = parser.add_mutually_exclusive_group(required=True).add_argument
+    kind("--tokenizer", metavar="NAME",
+         help="a model's folder, a file tokenizer.json, or a name on Hugging Face's hub")
+    kind("--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of so many tokens")
     add("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
-    about = "part for validation (default: %(default)s)"
-    add("--hold-out", metavar="PART", type=float, default=0.1, help=about)
+    add("--hold-out", metavar="PART", type=float, default=0.1,
+        help="part for validation (default: %(default)s)")
     add("--seq", metavar="N", type=int, help="tokens of a window of conversations: ./train's --seq")
     add("--processes", metavar="N", type=int, default=os.cpu_count() or 1, help="default: one for each core")
     add("--prompt", metavar="TEXT", help="print its tokens and the vocabulary as JSON (for ./train)")

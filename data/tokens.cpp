@@ -26,6 +26,7 @@ namespace fs = std::filesystem;
 // -----------------------------------------------------------------------------------------------------------
 // TokenStream
 
+// Tokens of a file may lie at any alignment, so they are copied as bytes.
 template <class Token>
 static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
     for (int64_t i = 0; i < count; i++) {
@@ -44,7 +45,7 @@ TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(
         read(at, n, tokens.data());
         for (int64_t i = 0; i < n; i++) largest = std::max<int64_t>(largest, uint32_t(tokens[i]));
     }
-    segments_[0].largest = largest;
+    segments_[0].largest = largest;  // a larger one later means that the file was changed
 }
 
 TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count)
@@ -240,17 +241,12 @@ bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 // All regular files below a folder that are not hidden, sorted.
 std::vector<std::string> files_under(const std::string& folder) {
     std::vector<std::string> paths;
-    try {
-        fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
-        for (; entry != end; ++entry) {
-            const bool hidden = entry->path().filename().string()[0] == '.';
-            std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
-            if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
-            if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
-        }
-    } catch (const fs::filesystem_error& e) {
-        throw Error("Cannot read folder " + folder + " (" + e.code().message() +
-                    "); check the path and its permissions.");
+    fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
+    for (; entry != end; ++entry) {
+        const bool hidden = entry->path().filename().string()[0] == '.';
+        std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
+        if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
+        if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
     }
     std::sort(paths.begin(), paths.end());
     return paths;
@@ -352,6 +348,7 @@ TokenStream read_token_file(const std::string& path) {
                                                 " tokens need " + std::to_string(count * format->bytes) +
                                                 " bytes, but it has " + std::to_string(bytes));
     TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
+    // From here on tokens are int32, and a negative one would mean NO_TARGET.
     require(tokens.largest() <= INT32_MAX, "is damaged: it has token " + std::to_string(tokens.largest()));
     const std::string beside = fs::path(path).replace_extension(".mask").string();
     if (!fs::exists(beside)) return tokens;
@@ -362,6 +359,7 @@ TokenStream read_token_file(const std::string& path) {
     return tokens;
 }
 
+// Files with "train" in their names, and those with neither name, are trained on.
 Corpus load_tokens(const std::string& data, const std::vector<std::string>& paths) {
     Corpus c;
     TokenStream unnamed;
@@ -469,6 +467,7 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shu
                     " needs; give more text, or a smaller --batch or --seq.");
 }
 
+// Every epoch has a permutation of its own, with a key made of the seed and the epoch.
 int64_t Loader::window(int64_t at) const {
     const int64_t epoch = at / windows_, i = at % windows_;
     return shuffle_ ? permute(mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(epoch + 1)), windows_, i) : i;
