@@ -281,8 +281,8 @@ void move_into_place(const std::string& complete, const std::string& folder, con
     sync_folder(out);
 }
 
-// Checkpoints of later steps stay: the run was resumed from a step before them.
-// Of the earlier ones stay the newest, and the one with the lowest validation loss.
+// Of this run's checkpoints of earlier steps stay the newest, so that there are `keep`, and the one with the
+// lowest validation loss. Those of later steps stay: the run was resumed from a step before them.
 void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {
@@ -302,59 +302,54 @@ void remove_older(const std::string& out, const LoopState& state, int keep) {
         if (older[i].folder != best) remove_checkpoint(older[i]);
 }
 
-// Turns an exception of std::filesystem, which names the cause, into an Error that also says what to do.
-template <class Function>
-auto with_advice(const std::string& folder, Function&& f) {
-    try {
-        return f();
-    } catch (const fs::filesystem_error& e) {
-        throw Error("Cannot use " + (e.path1().empty() ? folder : e.path1().string()) + " (" +
-                    e.code().message() +
-                    "); check the disk and permissions, or give another folder with --out.");
-    }
+// An exception of std::filesystem names the cause; the Error also says what to do.
+Error with_advice(const fs::filesystem_error& e, const std::string& folder) {
+    const std::string path = e.path1().empty() ? folder : e.path1().string();
+    return Error("Cannot use " + path + " (" + e.code().message() +
+                 "); check the disk and permissions, or give another folder with --out.");
 }
 
 }  // namespace
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions, int keep) {
+                            const Companions& companions, int keep) try {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
     if (setup.rank) return write_tensors("", model, {}), wait_for_ranks(setup), folder;
-    return with_advice(out, [&] {
-        std::error_code failed;
-        create_folders(out, failed);
-        if (failed) throw fs::filesystem_error("", out, failed);
-        remove_leftovers(out);
-        try {
-            fs::create_directory(temporary);
-            write_tensors(temporary, model, companions);
-            save_loop_state(temporary, state, setup);
-            sync_folder(temporary);
-            move_into_place(temporary, folder, state.run);
-        } catch (...) {
-            std::error_code ignored;  // the first error is the one to report
-            fs::remove_all(temporary, ignored);
-            throw;
-        }
-        remove_older(out, state, keep);
-        wait_for_ranks(setup);
-        return folder;
-    });
+    std::error_code failed;
+    create_folders(out, failed);
+    if (failed) throw fs::filesystem_error("", out, failed);
+    remove_leftovers(out);
+    try {
+        fs::create_directory(temporary);
+        write_tensors(temporary, model, companions);
+        save_loop_state(temporary, state, setup);
+        sync_folder(temporary);
+        move_into_place(temporary, folder, state.run);
+    } catch (...) {
+        std::error_code ignored;  // the first error is the one to report
+        fs::remove_all(temporary, ignored);
+        throw;
+    }
+    remove_older(out, state, keep);
+    wait_for_ranks(setup);
+    return folder;
+} catch (const fs::filesystem_error& e) {
+    throw with_advice(e, out);
 }
 
-std::string find_checkpoint(const std::string& folder, const Warn& warn) {
-    return with_advice(folder, [&] {
-        if (!fs::is_directory(folder))
-            throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
-        if (is_complete(folder)) return folder;
-        const std::vector<Checkpoint> found = checkpoints(folder, warn);
-        if (found.empty())
-            throw Error(folder + " has no complete checkpoint; give a folder that a run wrote with --out.");
-        return found.back().folder;
-    });
+std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
+    if (!fs::is_directory(folder))
+        throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
+    if (is_complete(folder)) return folder;
+    const std::vector<Checkpoint> found = checkpoints(folder, warn);
+    if (found.empty())
+        throw Error(folder + " has no complete checkpoint; give a folder that a run wrote with --out.");
+    return found.back().folder;
+} catch (const fs::filesystem_error& e) {
+    throw with_advice(e, folder);
 }
 
 }  // namespace coat

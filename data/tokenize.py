@@ -33,7 +33,6 @@ import array
 import fractions
 import functools
 import importlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -44,7 +43,7 @@ MAGICS = {"H": (20240520, 1), "I": (20240801, 1)}  # (magic, version) by the typ
 MAX_TOKENS = 2**31 - 1  # the number of tokens in the header is an int32
 MAX_VOCABULARY = 2**22  # as in coat.h
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
-LINES = 256  # conversations that a process tokenizes at once
+LINES = 256  # conversations that are sent to a process at once
 OPEN_WINDOWS = 64  # that the next conversation may still go into
 
 
@@ -115,7 +114,7 @@ def divide_whole(texts, part):
     before = [int((i + (every - 1) // 2) * share) for i in range(len(texts) + 1)]
     held = [later > earlier for earlier, later in zip(before, before[1:])]
     held[-1] |= not any(held)
-    return [t for t, out in zip(texts, held) if not out], list(itertools.compress(texts, held))
+    return [t for t, out in zip(texts, held) if not out], [t for t, out in zip(texts, held) if out]
 
 
 def chunks(text):
@@ -225,7 +224,7 @@ def call_work(item):
     return work_of_processes(item)
 
 
-def in_parallel(work, items, processes):
+def in_parallel(work, items, processes, at_once=1):
     """work(item) of every item, in their order, by several processes. Long work shows its progress."""
     global work_of_processes
     work_of_processes = work
@@ -233,7 +232,7 @@ def in_parallel(work, items, processes):
     end, pause = ("\r", 0.5) if sys.stderr.isatty() else ("\n", 30)
     shown = time.monotonic()
     with multiprocessing.get_context("fork").Pool(max(1, min(processes, len(items)))) as pool:
-        for done, result in enumerate(pool.imap(call_work, items), 1):
+        for done, result in enumerate(pool.imap(call_work, items, at_once), 1):
             yield result
             if time.monotonic() > shown + pause:
                 shown = time.monotonic()
@@ -373,20 +372,17 @@ def tokens_of_row(tokenizer, row, folder, special, end):
 def tokenize_lines(tokenizer, lines, arguments, special, end):
     """[(tokens, mask), ...] of the conversations that can be used; how many are cut, too long, unanswered."""
 
-    def of_lines(part):
-        rows = []
-        for where, line in part:
-            try:
-                rows.append(tokens_of_row(tokenizer, json.loads(line), arguments.tokenizer, special, end))
-            except json.JSONDecodeError as problem:
-                raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
-            except Wrong as problem:
-                raise Wrong(f"{where}: {problem}") from None
-        return rows
+    def of_line(numbered):
+        where, line = numbered
+        try:
+            return tokens_of_row(tokenizer, json.loads(line), arguments.tokenizer, special, end)
+        except json.JSONDecodeError as problem:
+            raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
+        except Wrong as problem:
+            raise Wrong(f"{where}: {problem}") from None
 
     found, counts, T = [], {"cut": 0, "late": 0, "empty": 0}, arguments.seq
-    parts = [lines[i : i + LINES] for i in range(0, len(lines), LINES)]
-    for row in itertools.chain.from_iterable(in_parallel(of_lines, parts, arguments.processes)):
+    for row in in_parallel(of_line, lines, arguments.processes, LINES):
         tokens, mask = row or ([], b"")
         if any(mask[:T]):
             counts["cut"] += len(tokens) > T
