@@ -15,11 +15,8 @@ namespace coat {
 inline size_t utf8_character(const std::string& text, size_t at, uint32_t* point) {
     constexpr uint32_t SMALLEST[] = {0, 0, 0x80, 0x800, 0x10000};  // code point that needs so many bytes
     const auto first = static_cast<unsigned char>(text[at]);
-    const size_t length = first < 0x80       ? 1
-                          : first >> 5 == 6  ? 2
-                          : first >> 4 == 14 ? 3
-                          : first >> 3 == 30 ? 4
-                                             : 0;
+    const size_t length = first < 0x80 ? 1 : first >> 5 == 6 ? 2 : first >> 4 == 14 ? 3
+                          : first >> 3 == 30 ? 4 : 0;
     if (length == 0 || length > text.size() - at) return 0;
     *point = length == 1 ? first : first & (0x7Fu >> length);
     for (size_t k = 1; k < length; k++) {
@@ -47,9 +44,10 @@ inline std::string printable(const std::string& text, Lines lines = Lines::One) 
     uint32_t point = 0;
     for (size_t i = 0, length; i < text.size(); i += length ? length : 1) {
         length = utf8_character(text, i, &point);
-        const bool control = point < 0x20 || (point >= 0x7F && point < 0xA0);
-        const bool direction = point == 0x61C || (point >= 0x200E && point <= 0x200F) ||
-                               (point >= 0x2028 && point <= 0x202E) || (point >= 0x2066 && point <= 0x2069);
+        auto within = [&](uint32_t first, uint32_t last) { return point >= first && point <= last; };
+        const bool control = within(0, 0x1F) || within(0x7F, 0x9F);
+        const bool direction = point == 0x61C || within(0x200E, 0x200F) || within(0x2028, 0x202E) ||
+                               within(0x2066, 0x2069);
         if (text[i] == '\n') out += lines == Lines::Many ? "\n" : "\\n";
         else if (length && !control && !direction) out.append(text, i, length);
         else if (text[i] == '\t' && lines == Lines::Many) out += '\t';

@@ -5,6 +5,8 @@
 // disk at every moment; a first reader may skip it.
 #include "checkpoint.h"
 
+#include <set>
+
 #include "../plan.h"
 #include "../ranks.h"
 #include "json.h"
@@ -17,7 +19,6 @@ using nlohmann::ordered_json;
 
 namespace {
 
-constexpr int CHECKPOINT_VERSION = 1;
 const std::string OPTIMIZER_FILE = "optimizer.safetensors", TRAINER_FILE = "trainer.json";
 
 // -----------------------------------------------------------------------------------------------------------
@@ -83,15 +84,12 @@ ordered_json formats_of(const Setup& s) {
 // result.
 uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
     auto hash = uint64_t(bytes);
-    auto add = [&](const uint8_t* from, int64_t count) {
+    for (int64_t at = 0; at < bytes; at += 8) {
         uint64_t word = 0;
-        std::memcpy(&word, from, size_t(count));
+        std::memcpy(&word, data + at, bytes - at < 8 ? bytes - at : 8);
         hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
         hash ^= hash >> 32;
-    };
-    int64_t at = 0;
-    for (; at + 8 <= bytes; at += 8) add(data + at, 8);
-    if (at < bytes) add(data + at, bytes - at);
+    }
     return hash;
 }
 
@@ -117,21 +115,18 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     for (const auto& name : {WEIGHTS_FILE, OPTIMIZER_FILE}) hashes[name] = hash_file(path_in(folder, name));
     // JSON has no NaN: a loss of NaN becomes null.
     write_json(path_in(folder, TRAINER_FILE),
-               {{"format", "coat checkpoint"}, {"version", CHECKPOINT_VERSION},
-                {"formats", formats_of(setup)}, {"step", s.step}, {"updates", s.updates},
-                {"epoch", s.position.epoch}, {"window", s.position.window}, {"tokens", s.tokens},
+               {{"format", "coat checkpoint"}, {"version", 1}, {"formats", formats_of(setup)},
+                {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch},
+                {"window", s.position.window}, {"tokens", s.tokens},
                 {"first_validation", s.first_validation}, {"norm_correction", s.norm_correction},
                 {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
 }
 
 Fields read_trainer(const std::string& checkpoint) {
-    const std::string path = path_in(checkpoint, TRAINER_FILE);
-    const Fields f{path, read_json(path)};
+    const Fields f = read_json(path_in(checkpoint, TRAINER_FILE));
     if (f.text("format") != "coat checkpoint")
         f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
-    if (f.natural("version") != CHECKPOINT_VERSION)
-        f.reject("version",
-                 "must be " + std::to_string(CHECKPOINT_VERSION) + "; use the program that wrote it");
+    if (f.natural("version") != 1) f.reject("version", "must be 1; use the program that wrote it");
     return f;
 }
 
@@ -183,6 +178,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
         if (const std::string theirs = formats.text(flag); theirs != ours)
             throw Error(checkpoint + " is of a run with --" + flag + " " + escaped(theirs) + ", not " +
                         ours.get<std::string>() + "; resume with --" + flag + " " + escaped(theirs) + ".");
+    // All files are checked before the first write: an error leaves the model as it was.
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) {
@@ -212,6 +208,7 @@ struct Checkpoint {
     fs::file_time_type written;
 };
 
+// The four files alone do not make a checkpoint: their contents are checked when they are read.
 bool is_complete(const fs::path& folder) {
     std::error_code unreadable;
     for (const std::string& file : {CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE})
@@ -225,12 +222,7 @@ bool is_step(const std::string& name, const std::string& end) {
     return name.rfind("step-", 0) == 0 && digits_end > 5 && name.substr(digits_end) == end;
 }
 
-std::vector<fs::path> entries(const std::string& folder) {
-    std::vector<fs::path> paths;
-    for (const auto& entry : fs::directory_iterator(folder)) paths.push_back(entry.path());
-    std::sort(paths.begin(), paths.end());
-    return paths;
-}
+std::set<fs::path> entries(const std::string& folder) { return {fs::directory_iterator(folder), {}}; }
 
 // All checkpoints in a folder that can be read, in the order in which they were written. (A run may resume
 // from an earlier step, so the order of the steps is another one.)
@@ -250,17 +242,10 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
                 warn(path.string() + " cannot be read as a checkpoint and is skipped: " + e.what());
         }
     }
-    std::stable_sort(found.begin(), found.end(), [](const Checkpoint& a, const Checkpoint& b) {
+    std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) {
         return std::pair(a.written, a.state.step) < std::pair(b.written, b.state.step);
     });
     return found;
-}
-
-std::vector<Checkpoint> checkpoints_of_run(const std::string& run, const std::string& out) {
-    std::vector<Checkpoint> own;
-    for (const Checkpoint& c : checkpoints(out))
-        if (c.state.run == run) own.push_back(c);
-    return own;
 }
 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
@@ -279,30 +264,29 @@ void remove_leftovers(const std::string& out) {  // of runs that were killed
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
 // run, so that one of the two names always has a complete checkpoint, and otherwise to .other.
 void move_into_place(const std::string& complete, const std::string& folder, const std::string& run) {
-    auto exists = [](const std::string& path) {  // also a link that leads nowhere
-        std::error_code unreadable;
-        return fs::exists(fs::symlink_status(path, unreadable));
-    };
-    const std::string out = fs::path(folder).parent_path().string(),
-                      name = fs::path(folder).filename().string();
-    if (exists(folder)) {
+    const fs::path path = folder;
+    const std::string out = path.parent_path().string(), name = path.filename().string();
+    if (has_entry(folder)) {
         bool own = false;
-        for (const Checkpoint& c : checkpoints_of_run(run, out)) {
+        for (const Checkpoint& c : checkpoints(out)) {
+            if (c.state.run != run) continue;
             own |= c.name == name;
             if (c.name == name + ".old") remove_checkpoint(c);
         }
         std::string aside = folder + (own ? ".old" : ".other");
-        while (exists(aside)) aside += ".other";
+        while (has_entry(aside)) aside += ".other";
         fs::rename(folder, aside);
     }
     fs::rename(complete, folder);
     sync_folder(out);
 }
 
-// Checkpoints of later steps stay: the run was resumed from a step before them.
+// Of this run's checkpoints of earlier steps stay the newest, so that there are `keep`, and the one with the
+// lowest validation loss. Those of later steps stay: the run was resumed from a step before them.
 void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::vector<Checkpoint> older;
-    for (const Checkpoint& c : checkpoints_of_run(state.run, out)) {
+    for (const Checkpoint& c : checkpoints(out)) {
+        if (c.state.run != state.run) continue;
         if (is_step(c.name, ".old")) remove_checkpoint(c);
         else if (c.state.step < state.step) older.push_back(c);
     }
@@ -318,59 +302,54 @@ void remove_older(const std::string& out, const LoopState& state, int keep) {
         if (older[i].folder != best) remove_checkpoint(older[i]);
 }
 
-// Turns an exception of std::filesystem, which names the cause, into an Error that also says what to do.
-template <class Function>
-auto with_advice(const std::string& folder, Function&& f) {
-    try {
-        return f();
-    } catch (const fs::filesystem_error& e) {
-        throw Error("Cannot use " + (e.path1().empty() ? folder : e.path1().string()) + " (" +
-                    e.code().message() +
-                    "); check the disk and permissions, or give another folder with --out.");
-    }
+// An exception of std::filesystem names the cause; the Error also says what to do.
+Error with_advice(const fs::filesystem_error& e, const std::string& folder) {
+    const std::string path = e.path1().empty() ? folder : e.path1().string();
+    return Error("Cannot use " + path + " (" + e.code().message() +
+                 "); check the disk and permissions, or give another folder with --out.");
 }
 
 }  // namespace
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions, int keep) {
+                            const Companions& companions, int keep) try {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
     if (setup.rank) return write_tensors("", model, {}), wait_for_ranks(setup), folder;
-    return with_advice(out, [&] {
-        std::error_code failed;
-        create_folders(out, failed);
-        if (failed) throw fs::filesystem_error("", out, failed);
-        remove_leftovers(out);
-        try {
-            fs::create_directory(temporary);
-            write_tensors(temporary, model, companions);
-            save_loop_state(temporary, state, setup);
-            sync_folder(temporary);
-            move_into_place(temporary, folder, state.run);
-        } catch (...) {
-            std::error_code ignored;  // the first error is the one to report
-            fs::remove_all(temporary, ignored);
-            throw;
-        }
-        remove_older(out, state, keep);
-        wait_for_ranks(setup);
-        return folder;
-    });
+    std::error_code failed;
+    create_folders(out, failed);
+    if (failed) throw fs::filesystem_error("", out, failed);
+    remove_leftovers(out);
+    try {
+        fs::create_directory(temporary);
+        write_tensors(temporary, model, companions);
+        save_loop_state(temporary, state, setup);
+        sync_folder(temporary);
+        move_into_place(temporary, folder, state.run);
+    } catch (...) {
+        std::error_code ignored;  // the first error is the one to report
+        fs::remove_all(temporary, ignored);
+        throw;
+    }
+    remove_older(out, state, keep);
+    wait_for_ranks(setup);
+    return folder;
+} catch (const fs::filesystem_error& e) {
+    throw with_advice(e, out);
 }
 
-std::string find_checkpoint(const std::string& folder, const Warn& warn) {
-    return with_advice(folder, [&] {
-        if (!fs::is_directory(folder))
-            throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
-        if (is_complete(folder)) return folder;
-        const std::vector<Checkpoint> found = checkpoints(folder, warn);
-        if (found.empty())
-            throw Error(folder + " has no complete checkpoint; give a folder that a run wrote with --out.");
-        return found.back().folder;
-    });
+std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
+    if (!fs::is_directory(folder))
+        throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
+    if (is_complete(folder)) return folder;
+    const std::vector<Checkpoint> found = checkpoints(folder, warn);
+    if (found.empty())
+        throw Error(folder + " has no complete checkpoint; give a folder that a run wrote with --out.");
+    return found.back().folder;
+} catch (const fs::filesystem_error& e) {
+    throw with_advice(e, folder);
 }
 
 }  // namespace coat

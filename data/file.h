@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <string>
 #include <utility>
 #include <fcntl.h>
@@ -27,26 +26,30 @@ inline std::string path_in(const std::string& folder, const std::string& file) {
     return (std::filesystem::path(folder) / file).string();
 }
 
+// Whether the path has an entry in its folder: also if that is a link that leads nowhere.
+inline bool has_entry(const std::string& path) {
+    std::error_code unknown;
+    return std::filesystem::exists(std::filesystem::symlink_status(path, unknown));
+}
+
 // A file that is read piece by piece. If it becomes shorter while it is open, the read is an Error; a mapped
 // file would end the program with SIGBUS.
 class InputFile {
 public:
     explicit InputFile(const std::string& path) : path_(path) {
         file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking: path may be a pipe
-        if (file_ < 0) fail();
         struct stat status;
-        const bool known = ::fstat(file_, &status) == 0, regular = known && S_ISREG(status.st_mode);
-        if (regular) bytes_ = status.st_size;
-        else ::close(file_);
-        if (!known) fail();
-        if (!regular) throw Error(path + " is not a regular file; give a file.");
+        if (file_ < 0 || ::fstat(file_, &status)) fail();
+        bytes_ = status.st_size;
+        if (S_ISREG(status.st_mode)) return;
+        ::close(file_);
+        throw Error(path + " is not a regular file; give a file.");
     }
     InputFile(const InputFile&) = delete;
     InputFile& operator=(const InputFile&) = delete;
     ~InputFile() { ::close(file_); }
     const std::string& path() const { return path_; }
     int64_t bytes() const { return bytes_; }
-    int descriptor() const { return file_; }
     void read(int64_t at, void* to, int64_t bytes) const {
         for (char* next = static_cast<char*>(to); bytes > 0;) {
             const ssize_t got = ::pread(file_, next, size_t(bytes), at);
@@ -58,6 +61,9 @@ public:
     }
     // A hint that these bytes are read soon: the system fetches them in the background.
     void prefetch(int64_t at, int64_t bytes) const { ::posix_fadvise(file_, at, bytes, POSIX_FADV_WILLNEED); }
+
+protected:
+    int descriptor() const { return file_; }
     [[noreturn]] void fail() const {
         throw Error("Cannot read " + path_ + " (" + std::strerror(errno) + "); check path and permissions.");
     }
@@ -69,26 +75,20 @@ private:
 };
 
 // A whole file as memory, read only. Pages are read when they are touched, so the file may be larger than
-// memory. Copies share the mapping. data() is null if the file is empty.
-class MappedFile {
+// memory. data() is null if the file is empty.
+class MappedFile : public InputFile {
 public:
-    explicit MappedFile(const std::string& path) : path_(path) {
-        const InputFile file(path);
-        bytes_ = file.bytes();
-        if (!bytes_) return;
-        const size_t length = bytes_;
-        void* memory = ::mmap(nullptr, length, PROT_READ, MAP_SHARED, file.descriptor(), 0);
-        if (memory == MAP_FAILED) file.fail();
-        memory_ = std::shared_ptr<void>(memory, [length](void* m) { ::munmap(m, length); });
+    explicit MappedFile(const std::string& path) : InputFile(path) {
+        if (bytes()) memory_ = ::mmap(nullptr, size_t(bytes()), PROT_READ, MAP_SHARED, descriptor(), 0);
+        if (memory_ == MAP_FAILED) fail();
     }
-    const std::string& path() const { return path_; }
-    int64_t bytes() const { return bytes_; }
-    const uint8_t* data() const { return static_cast<const uint8_t*>(memory_.get()); }
+    ~MappedFile() {
+        if (memory_) ::munmap(memory_, size_t(bytes()));
+    }
+    const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }
 
 private:
-    std::string path_;
-    std::shared_ptr<void> memory_;
-    int64_t bytes_ = 0;
+    void* memory_ = nullptr;
 };
 
 // A file that is written. Without finish() the destructor removes it.
@@ -126,6 +126,12 @@ private:
     std::string path_;
     int file_ = -1;
 };
+
+inline void write_file(const std::string& path, const std::string& bytes) {
+    OutputFile file(path);
+    file.write(bytes.data(), int64_t(bytes.size()));
+    file.finish();
+}
 
 // A new or renamed file survives a power failure only once its folder is synced. Some file systems cannot
 // sync a folder and return EINVAL; that is no error.

@@ -19,116 +19,94 @@ using nlohmann::ordered_json;
 namespace {
 
 // -----------------------------------------------------------------------------------------------------------
-// Names. Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two.
+// Names. Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two. They
+// follow each other in the tables as in the parameter. Weight and bias have the same name but for its end.
 
-struct Rows {
-    int64_t first, count;
-};
-using RowsOf = Rows (*)(const ModelConfig&, const Param&);
+using RowCount = int64_t (*)(const ModelConfig&, const Param&);
 
 // A vector counts as a column: a bias of q, k and v has their rows, too.
 int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
-Rows all(const ModelConfig&, const Param& p) { return {0, p.size() / cols_of(p)}; }
+int64_t all(const ModelConfig&, const Param& p) { return p.size() / cols_of(p); }
 // Without the rows that pad our vocabulary.
-Rows live(const ModelConfig& c, const Param&) { return {0, c.V}; }
-Rows q(const ModelConfig& c, const Param&) { return {0, c.q_cols()}; }
-Rows k(const ModelConfig& c, const Param&) { return {c.q_cols(), c.kv_cols()}; }
-Rows v(const ModelConfig& c, const Param&) { return {c.q_cols() + c.kv_cols(), c.kv_cols()}; }
-Rows gate(const ModelConfig& c, const Param&) { return {0, c.F}; }
-Rows up(const ModelConfig& c, const Param&) { return {c.F, c.F}; }
+int64_t live(const ModelConfig& c, const Param&) { return c.V; }
+int64_t q(const ModelConfig& c, const Param&) { return c.q_cols(); }
+int64_t kv(const ModelConfig& c, const Param&) { return c.kv_cols(); }
+int64_t half(const ModelConfig& c, const Param&) { return c.F; }  // of gate_up
 
 struct Name {
-    const char *ours, *theirs;  // '#' stands for the number of the layer
-    RowsOf rows;
-    bool transposed;  // GPT-2's Conv1D stores its weight as (in, out)
-};
-
-const std::vector<Name> LLAMA_NAMES = {
-    {"embedding", "model.embed_tokens.weight", live, false},
-    {"layers.#.norm1.weight", "model.layers.#.input_layernorm.weight", all, false},
-    {"layers.#.qkv", "model.layers.#.self_attn.q_proj.weight", q, false},
-    {"layers.#.qkv", "model.layers.#.self_attn.k_proj.weight", k, false},
-    {"layers.#.qkv", "model.layers.#.self_attn.v_proj.weight", v, false},
-    {"layers.#.qkv.bias", "model.layers.#.self_attn.q_proj.bias", q, false},  // Qwen2
-    {"layers.#.qkv.bias", "model.layers.#.self_attn.k_proj.bias", k, false},
-    {"layers.#.qkv.bias", "model.layers.#.self_attn.v_proj.bias", v, false},
-    {"layers.#.attention_out", "model.layers.#.self_attn.o_proj.weight", all, false},
-    {"layers.#.norm2.weight", "model.layers.#.post_attention_layernorm.weight", all, false},
-    {"layers.#.gate_up", "model.layers.#.mlp.gate_proj.weight", gate, false},
-    {"layers.#.gate_up", "model.layers.#.mlp.up_proj.weight", up, false},
-    {"layers.#.down", "model.layers.#.mlp.down_proj.weight", all, false},
-    {"final_norm.weight", "model.norm.weight", all, false},
-    {"head", "lm_head.weight", live, false},
-};
-
-const std::vector<Name> GPT2_NAMES = {
-    {"embedding", "transformer.wte.weight", live, false},
-    {"positions", "transformer.wpe.weight", all, false},
-    {"layers.#.norm1.weight", "transformer.h.#.ln_1.weight", all, false},
-    {"layers.#.norm1.bias", "transformer.h.#.ln_1.bias", all, false},
-    {"layers.#.qkv", "transformer.h.#.attn.c_attn.weight", all, true},
-    {"layers.#.qkv.bias", "transformer.h.#.attn.c_attn.bias", all, false},
-    {"layers.#.attention_out", "transformer.h.#.attn.c_proj.weight", all, true},
-    {"layers.#.attention_out.bias", "transformer.h.#.attn.c_proj.bias", all, false},
-    {"layers.#.norm2.weight", "transformer.h.#.ln_2.weight", all, false},
-    {"layers.#.norm2.bias", "transformer.h.#.ln_2.bias", all, false},
-    {"layers.#.gate_up", "transformer.h.#.mlp.c_fc.weight", all, true},
-    {"layers.#.gate_up.bias", "transformer.h.#.mlp.c_fc.bias", all, false},
-    {"layers.#.down", "transformer.h.#.mlp.c_proj.weight", all, true},
-    {"layers.#.down.bias", "transformer.h.#.mlp.c_proj.bias", all, false},
-    {"final_norm.weight", "transformer.ln_f.weight", all, false},
-    {"final_norm.bias", "transformer.ln_f.bias", all, false},
-    {"head", "lm_head.weight", live, false},
+    const char *ours, *theirs;
+    RowCount rows = all;
 };
 
 struct Family {
-    const std::vector<Name>& names;
+    std::string layers;                // what stands before the number of a layer
     std::string prefix;                // files of the bare model leave it out of the names
+    bool conv1d;                       // GPT-2's Conv1D stores the weight of a linear layer as (in, out)
+    std::vector<Name> names;
     std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
 };
-const Family LLAMA_FAMILY = {LLAMA_NAMES, "model.", {".rotary_emb.inv_freq"}};
-const Family GPT2_FAMILY = {GPT2_NAMES, "transformer.", {".attn.bias", ".attn.masked_bias"}};
+
+const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
+    {"embedding", "model.embed_tokens", live},
+    {"norm1", "input_layernorm"},
+    {"qkv", "self_attn.q_proj", q}, {"qkv", "self_attn.k_proj", kv}, {"qkv", "self_attn.v_proj", kv},
+    {"attention_out", "self_attn.o_proj"},
+    {"norm2", "post_attention_layernorm"},
+    {"gate_up", "mlp.gate_proj", half}, {"gate_up", "mlp.up_proj", half},
+    {"down", "mlp.down_proj"},
+    {"final_norm", "model.norm"},
+    {"head", "lm_head", live},
+}, {".rotary_emb.inv_freq"}};
+
+const Family GPT2_FAMILY = {"transformer.h.", "transformer.", true, {
+    {"embedding", "transformer.wte", live},
+    {"positions", "transformer.wpe"},
+    {"norm1", "ln_1"}, {"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"},
+    {"norm2", "ln_2"}, {"gate_up", "mlp.c_fc"}, {"down", "mlp.c_proj"},
+    {"final_norm", "transformer.ln_f"},
+    {"head", "lm_head", live},
+}, {".attn.bias", ".attn.masked_bias"}};
 
 const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
 
-// One tensor of a Hugging Face file: some rows of one parameter.
+// One tensor of a Hugging Face file: rows [first, first + rows) of one parameter.
 struct Piece {
     std::string theirs;
     Param param;
-    Rows rows;
+    int64_t first, rows;
     bool transposed;
 
     std::vector<int64_t> shape() const {  // in the file
-        if (param.rows == 1) return {rows.count};
-        return transposed ? std::vector<int64_t>{param.cols, rows.count}
-                          : std::vector<int64_t>{rows.count, param.cols};
+        if (param.rows == 1) return {rows};
+        return transposed ? std::vector<int64_t>{param.cols, rows} : std::vector<int64_t>{rows, param.cols};
     }
-    int64_t size() const { return rows.count * cols_of(param); }
+    int64_t size() const { return rows * cols_of(param); }
     // The index in the whole parameter of element i of the file's tensor.
     int64_t index_in_param(int64_t i) const {
-        if (!transposed) return rows.first * cols_of(param) + i;
-        return (rows.first + i % rows.count) * param.cols + i / rows.count;
+        if (!transposed) return first * cols_of(param) + i;
+        return (first + i % rows) * param.cols + i / rows;
     }
 };
 
 // All pieces of a model, in the order of its parameters.
 std::vector<Piece> pieces(const ModelConfig& c) {
+    const Family& f = family(c);
     std::vector<Piece> result;
     for (const Param& p : parameters(c)) {
-        std::string ours = p.name, layer;
-        if (ours.rfind("layers.", 0) == 0) {
-            const size_t begin = 7, end = ours.find('.', begin);
-            layer = ours.substr(begin, end - begin);
-            ours.replace(begin, end - begin, "#");
-        }
-        const size_t before = result.size();
-        for (const Name& name : family(c).names) {
+        // "layers.3.qkv.bias" has the layer "3.", the name "qkv" and the end ".bias".
+        const size_t number = p.name.rfind("layers.", 0) == 0 ? 7 : 0,
+                     begin = number ? p.name.find('.', number) + 1 : 0;
+        const std::string layer = p.name.substr(number, begin - number),
+                          ours = p.name.substr(begin, p.name.find('.', begin) - begin),
+                          end = ends_with(p.name, ".bias") ? ".bias" : ".weight";
+        int64_t first = 0;
+        for (const Name& name : f.names) {
             if (name.ours != ours) continue;
-            std::string theirs = name.theirs;
-            if (!layer.empty()) theirs.replace(theirs.find('#'), 1, layer);
-            result.push_back({theirs, p, name.rows(c, p), name.transposed});
+            const std::string theirs = (number ? f.layers + layer : "") + name.theirs + end;
+            result.push_back({theirs, p, first, name.rows(c, p), f.conv1d && p.role.linear});
+            first += result.back().rows;
         }
-        if (result.size() == before) throw std::logic_error("no Hugging Face name for parameter " + p.name);
+        if (!first) throw std::logic_error("no Hugging Face name for parameter " + p.name);
     }
     return result;
 }
@@ -146,19 +124,19 @@ const std::vector<Implemented> LLAMA_IMPLEMENTED = {
     {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
 const std::vector<Implemented> GPT2_IMPLEMENTED = {
-    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}},
-    {"scale_attn_weights", {true}},
-    {"scale_attn_by_inverse_layer_idx", {false}},
-    {"add_cross_attention", {false}},
+    {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
+    {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}},
     {"quantization_config", {}},
 };
 
 void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
     for (const auto& [field, values] : table) {
         if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
+        std::string known;
+        for (const json& v : values)
+            known += (known.empty() ? " (only " : ", ") + (v.is_string() ? v.get<std::string>() : v.dump());
         f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
-                            (values.empty() ? "" : " (only " + json(values).dump() + ")") +
-                            "; give another model");
+                            known + (known.empty() ? "" : ")") + "; give another model");
     }
 }
 
@@ -169,18 +147,11 @@ double shortest(float x) {
     return std::strtod(text, nullptr);
 }
 
-// transformers 5 calls rope_scaling rope_parameters; of the two it, too, prefers a rope_scaling with fields.
-Fields rope_fields(const Fields& f) {
-    const Fields scaling = f.inner("rope_scaling");
-    return scaling.object.empty() ? f.inner("rope_parameters") : scaling;
-}
-
 RopeScaling read_rope_scaling(const Fields& rope) {
     require_implemented(rope, {{"partial_rotary_factor", {1.0}}});
     const std::string field = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
     if (!rope.has(field)) return {};
-    const std::vector<json> types(std::begin(ROPE_TYPES), std::end(ROPE_TYPES));
-    require_implemented(rope, {{field.c_str(), types}});
+    require_implemented(rope, {{field.c_str(), {std::begin(ROPE_TYPES), std::end(ROPE_TYPES)}}});
     RopeScaling s;
     while (rope.text(field) != ROPE_TYPES[s.type]) s.type = RopeScaling::Type(s.type + 1);
     if (s.type != RopeScaling::Default) s.factor = rope.positive("factor");
@@ -205,7 +176,9 @@ ordered_json rope_json(const RopeScaling& s) {
 // Llama, and the models that are a Llama but for a column of coat.h's Architecture.
 ModelConfig read_llama(const Fields& f) {
     require_implemented(f, LLAMA_IMPLEMENTED);
-    const Fields rope = rope_fields(f);
+    // transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling with fields.
+    Fields rope = f.inner("rope_scaling");
+    if (rope.object.empty()) rope = f.inner("rope_parameters");
     ModelConfig c{};
     c.L = f.natural("num_hidden_layers");
     c.C = f.natural("hidden_size");
@@ -252,6 +225,7 @@ ModelConfig read_qwen2(const Fields& f) {
 
 json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json(); }
 
+// GPT-2 has sizes of other names, and defaults of transformers' GPT2Config.
 ModelConfig read_gpt2(const Fields& f) {
     require_implemented(f, GPT2_IMPLEMENTED);
     if (!f.has("activation_function") && f.has("hidden_act"))
@@ -270,23 +244,14 @@ ModelConfig read_gpt2(const Fields& f) {
 }
 
 ordered_json gpt2_json(const ModelConfig& c) {
-    return {{"n_embd", c.C},
-            {"n_inner", c.F},
-            {"n_layer", c.L},
-            {"n_head", c.NH},
-            {"vocab_size", c.V},
-            {"n_positions", c.max_T},
-            {"activation_function", "gelu_new"},
-            {"layer_norm_epsilon", shortest(c.norm_eps)},
-            {"resid_pdrop", 0.0},
-            {"embd_pdrop", 0.0},
-            {"attn_pdrop", 0.0},
-            {"scale_attn_weights", true}};
+    return {{"n_embd", c.C}, {"n_inner", c.F}, {"n_layer", c.L}, {"n_head", c.NH}, {"vocab_size", c.V},
+            {"n_positions", c.max_T}, {"activation_function", "gelu_new"},
+            {"layer_norm_epsilon", shortest(c.norm_eps)}, {"resid_pdrop", 0.0}, {"embd_pdrop", 0.0},
+            {"attn_pdrop", 0.0}, {"scale_attn_weights", true}};
 }
 
 // How config.json describes an architecture.
-struct ConfigFormat {
-    Architecture arch;
+struct ConfigFormat : Architecture {
     const char* causal_lm;                      // the class in transformers
     ModelConfig (*read)(const Fields&);         // all but name and architecture
     ordered_json (*write)(const ModelConfig&);  // without the fields that all architectures have
@@ -303,14 +268,8 @@ const std::vector<ConfigFormat> CONFIG_FORMATS = {
     {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json},
 };
 
-const ConfigFormat* find_format(const std::string& model_type) {
-    for (const ConfigFormat& f : CONFIG_FORMATS)
-        if (f.arch.name == model_type) return &f;
-    return nullptr;
-}
-
 ordered_json config_json(const ModelConfig& c) {
-    const ConfigFormat& f = *find_format(c.arch.name);
+    const ConfigFormat& f = find_row(CONFIG_FORMATS, c.arch.name, "model_type");
     ordered_json j = {{"architectures", {f.causal_lm}}, {"model_type", c.arch.name}};
     j.update(f.write(c));
     j["tie_word_embeddings"] = c.tied;
@@ -348,46 +307,33 @@ const std::vector<std::string> COMPANION_FILES = {
     "vocab.json",     "merges.txt",            "tokenizer.model",         "chat_template.jinja",
     "chat_template.json", "generation_config.json"};
 
-void write_companions(const std::string& folder, const Companions& companions) {
-    for (const auto& [name, bytes] : companions.files) {
-        OutputFile file(path_in(folder, name));
-        file.write(bytes.data(), static_cast<int64_t>(bytes.size()));
-        file.finish();
-    }
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
 // (reference.h, split_master). No arithmetic changes it.
 
+// F16 has 5 bits of exponent with bias 15, and 10 of mantissa; FP32 has 8 with bias 127, and 23.
 uint32_t f32_of_f16(uint16_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 0x1F, mantissa = half & 0x3FF;
     if (exponent == 0x1F) return sign | 0x7F800000 | mantissa << 13;  // infinity and NaN
     if (exponent) return sign | (exponent + 112) << 23 | mantissa << 13;
-    const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;  // exact
+    const float subnormal = float(mantissa) * 0x1p-24f;  // exact
     uint32_t bits;
     std::memcpy(&bits, &subnormal, sizeof bits);
     return sign | bits;
 }
 
-template <class T>
-T load(const uint8_t* data, int64_t i) {  // element i, at any alignment
-    T value;
-    std::memcpy(&value, data + i * static_cast<int64_t>(sizeof value), sizeof value);
-    return value;
+constexpr Format SOURCE_FORMATS[] = {Format::BF16, Format::F16, Format::F32};
+
+// Element i of a tensor in a file, at any alignment.
+uint32_t f32_bits(Format format, const uint8_t* data, int64_t i) {
+    uint32_t bits = 0;
+    if (format == Format::F32) std::memcpy(&bits, data + 4 * i, 4);
+    else std::memcpy(&bits, data + 2 * i, 2);  // the lower half: files and machine are little-endian
+    return format == Format::F32 ? bits : format == Format::BF16 ? bits << 16 : f32_of_f16(bits);
 }
 
-struct SourceFormat {
-    const char* dtype;
-    uint32_t (*f32_bits)(const uint8_t* data, int64_t i);
-};
-constexpr SourceFormat SOURCE_FORMATS[] = {
-    {"BF16", [](const uint8_t* data, int64_t i) { return uint32_t{load<uint16_t>(data, i)} << 16; }},
-    {"F16", [](const uint8_t* data, int64_t i) { return f32_of_f16(load<uint16_t>(data, i)); }},
-    {"F32", [](const uint8_t* data, int64_t i) { return load<uint32_t>(data, i); }},
-};
-
-// The weight files of a folder: one, or the shards that the index lists.
+// The weight files of a folder: one, or the shards that the index lists. Large models come in shards of some
+// GB each, and a tensor is in exactly one of them.
 struct WeightFiles {
     std::string folder;
     std::vector<std::unique_ptr<Safetensors>> files;
@@ -411,7 +357,7 @@ WeightFiles open_weights(const std::string& folder) {
     auto require = [&](bool ok, const std::string& what) {
         if (!ok) throw Error(index + " " + what + "; download the folder again.");
     };
-    const json map = Fields{index, read_json(index)}.inner("weight_map").object;
+    const json map = read_json(index).inner("weight_map").object;
     require(!map.empty(), "has no weight_map");
     std::set<std::string> shards;
     for (const auto& [tensor, shard] : map.items()) {
@@ -432,7 +378,7 @@ WeightFiles open_weights(const std::string& folder) {
 // A piece, and the bytes of a file that fill it.
 struct Source {
     Piece piece;
-    const SourceFormat* format;
+    Format format;
     const uint8_t* data;
     std::string path;
 };
@@ -440,7 +386,7 @@ struct Source {
 // The sources of all parameters, in the order of the parameters. A tensor that no piece asks for is an error:
 // it means another architecture than config.json says, such as one with biases.
 std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c) {
-    const auto& [names, prefix, ignored] = family(c);
+    const std::string& prefix = family(c).prefix;
     std::vector<Source> sources;
     std::set<std::string> known;
     if (c.tied) known.insert("lm_head.weight");  // some files repeat the embedding under this name
@@ -454,15 +400,15 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         const Safetensors& file = *found->second;
         const std::string dtype = file.find(name)->dtype;
         const auto format = std::find_if(std::begin(SOURCE_FORMATS), std::end(SOURCE_FORMATS),
-                                         [&](const SourceFormat& f) { return dtype == f.dtype; });
+                                         [&](Format f) { return dtype == info(f).safetensors; });
         if (format == std::end(SOURCE_FORMATS))
             throw Error(file.path() + " has tensor " + name + " as " + dtype +
                         "; give weights in BF16, F16 or F32.");
-        sources.push_back({piece, format, file.require(name, dtype, piece.shape()).data, file.path()});
+        sources.push_back({piece, *format, file.require(name, dtype, piece.shape()).data, file.path()});
         known.insert(name);
     }
     for (const auto& [name, file] : files.file_of) {
-        for (const std::string& end : ignored)
+        for (const std::string& end : family(c).ignored)
             if (ends_with(name, end)) known.insert(name);
         if (!known.count(name))
             throw Error(file->path() + " has tensor " + escaped(name) +
@@ -473,20 +419,19 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
 
 // Writes one parameter from its sources: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
 // bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
-void write_parameter(Model& model, const Source* begin, const Source* end) {
+void write_parameter(Model& model, const Param& p, const std::vector<Source>& sources) {
     constexpr uint32_t EXPONENT = 0x7F800000;
-    const Param& p = begin->piece.param;
-    std::vector<uint16_t> weight(static_cast<size_t>(p.size()));  // rows that pad the vocabulary stay zero
-    std::vector<int16_t> remainder(static_cast<size_t>(p.size()));
-    for (const Source* source = begin; source != end; source++) {
-        const Source& s = *source;
+    std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
+    std::vector<int16_t> remainder(p.size());
+    for (const Source& s : sources) {
+        if (s.piece.param.name != p.name) continue;
         int64_t bad = 0;
 #pragma omp parallel for reduction(+ : bad)
         for (int64_t i = 0; i < s.piece.size(); i++) {
-            const uint32_t bits = s.format->f32_bits(s.data, i), rounded = bits + 0x8000;
-            const auto at = static_cast<size_t>(s.piece.index_in_param(i));
-            weight[at] = static_cast<uint16_t>(rounded >> 16);
-            remainder[at] = static_cast<int16_t>(bits & 0xFFFF);
+            const uint32_t bits = f32_bits(s.format, s.data, i), rounded = bits + 0x8000;
+            const int64_t at = s.piece.index_in_param(i);
+            weight[at] = uint16_t(rounded >> 16);
+            remainder[at] = int16_t(bits & 0xFFFF);
             bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
         if (bad)
@@ -503,19 +448,13 @@ void write_parameter(Model& model, const Source* begin, const Source* end) {
 ModelConfig read_model_config(const std::string& folder) {
     if (!fs::is_directory(folder))
         throw Error(folder + " is not a folder; give a Hugging Face model folder.");
-    const std::string path = path_in(folder, CONFIG_FILE);
-    const Fields f{path, read_json(path)};
-    const std::string type = f.text("model_type");
-    const ConfigFormat* format = find_format(type);
-    if (!format) {
-        std::string known;
-        for (const ConfigFormat& row : CONFIG_FORMATS)
-            known += (known.empty() ? "" : ", ") + std::string(row.arch.name);
-        f.reject("model_type", "is \"" + escaped(type) + "\", which this program does not implement (only " +
-                                   known + "); give another model");
-    }
-    ModelConfig c = format->read(f);
-    c.arch = format->arch;
+    const Fields f = read_json(path_in(folder, CONFIG_FILE));
+    std::vector<json> types;
+    for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
+    require_implemented(f, {{"model_type", types}});
+    const ConfigFormat& format = find_row(CONFIG_FORMATS, f.text("model_type"), "model_type");
+    ModelConfig c = format.read(f);
+    c.arch = format;
     c.name = folder;
     validate(c);
     return c;
@@ -527,29 +466,25 @@ void check_weights(const std::string& folder, const ModelConfig& config) {
 
 void load_weights(const std::string& folder, Model& model) {
     const WeightFiles files = open_weights(folder);
-    const std::vector<Source> sources = find_sources(files, model.setup().config);
-    const Source* end = sources.data() + sources.size();
-    for (const Source *first = sources.data(), *next = first; first != end; first = next) {
-        while (next != end && next->piece.param.name == first->piece.param.name) next++;
-        write_parameter(model, first, next);
-    }
+    const ModelConfig& c = model.setup().config;
+    const std::vector<Source> sources = find_sources(files, c);
+    for (const Param& p : parameters(c)) write_parameter(model, p, sources);
 }
 
 Companions read_companions(const std::string& folder) {
     Companions companions;
-    companions.config = read_json(path_in(folder, CONFIG_FILE));
+    companions.config = read_json(path_in(folder, CONFIG_FILE)).object;
     int64_t left = COMPANIONS_MIB << 20;
     for (const std::string& name : COMPANION_FILES) {
         const std::string path = path_in(folder, name);
-        std::error_code unknown;  // a link that leads nowhere exists, and opening it is an Error
-        if (!fs::exists(fs::symlink_status(path, unknown))) continue;
+        if (!has_entry(path)) continue;  // opening a link that leads nowhere is an Error
         const InputFile file(path);
         if (file.bytes() > left)
             throw Error(folder + " has more than " + std::to_string(COMPANIONS_MIB) +
                         " MiB in its tokenizer files, the last of them " + name +
                         "; remove what is not the tokenizer's, or give another folder.");
         std::string& bytes = companions.files[name];
-        bytes.resize(static_cast<size_t>(file.bytes()));
+        bytes.resize(file.bytes());
         file.read(0, bytes.data(), file.bytes());
         left -= file.bytes();
     }
@@ -564,36 +499,36 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
         return;
     }
     write_json(path_in(folder, CONFIG_FILE), merged_config(c, companions.config));
-    write_companions(folder, companions);
+    for (const auto& [name, bytes] : companions.files) write_file(path_in(folder, name), bytes);
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
-    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors,
-                           {{"format", "pt"}});  // transformers needs "pt"
-    auto piece = table.begin();
+    // transformers needs the format "pt".
+    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});
     for (const StateTensor& t : weights) {
         const std::vector<uint32_t> words = whole_tensor(model, t);
         const auto* whole = reinterpret_cast<const uint16_t*>(words.data());
-        for (; piece != table.end() && piece->param.name == t.name; piece++) {
-            std::vector<uint16_t> part(static_cast<size_t>(piece->size()));
-            for (int64_t i = 0; i < piece->size(); i++)
-                part[static_cast<size_t>(i)] = whole[piece->index_in_param(i)];
-            file.write(part.data(), piece->size() * 2);
+        for (const Piece& piece : table) {
+            if (piece.param.name != t.name) continue;
+            std::vector<uint16_t> part(piece.size());
+            for (int64_t i = 0; i < piece.size(); i++) part[i] = whole[piece.index_in_param(i)];
+            file.write(part.data(), piece.size() * 2);
         }
     }
     file.finish();
 }
 
+// Rank 0 reads its own part to the begin of the result; those of the others follow in the order of the ranks.
 std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
     const int64_t bytes = kept(setup, t).count * t.bytes;
-    std::vector<uint32_t> whole(setup.rank ? 0 : static_cast<size_t>(ceil_div(t.total_bytes(), 4)));
+    std::vector<uint32_t> whole(setup.rank ? 0 : ceil_div(t.total_bytes(), 4));
     if (setup.rank == 0) model.read(t.name, whole.data());
     Setup first = setup;
     first.rank = 0;
     if (kept(first, t).count == t.size()) return whole;  // nothing to send
-    std::vector<Bytes> parts(static_cast<size_t>(setup.ranks));
-    if (setup.rank) parts[0].resize(static_cast<size_t>(bytes)), model.read(t.name, parts[0].data());
+    std::vector<Bytes> parts(setup.ranks);
+    if (setup.rank) parts[0].resize(bytes), model.read(t.name, parts[0].data());
     parts = setup.group->exchange(std::move(parts));
     auto* to = reinterpret_cast<uint8_t*>(whole.data()) + bytes;
     for (const Bytes& part : parts)  // rank 0 sends itself nothing; elsewhere all are empty
@@ -601,6 +536,7 @@ std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
     return whole;
 }
 
+// Compares what config.json would say, so that a field counts only if it is part of the shape.
 void require_same_config(const std::string& folder, const ModelConfig& config) {
     const ordered_json theirs = config_json(read_model_config(folder)), ours = config_json(config);
     for (const auto& [field, value] : ours.items())

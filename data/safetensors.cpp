@@ -5,7 +5,6 @@
 // their own.
 #include "safetensors.h"
 
-#include <algorithm>
 #include <set>
 
 #include "../coat.h"
@@ -22,14 +21,10 @@ constexpr uint64_t MAX_HEADER = 100'000'000;  // bytes; the official reader has 
 constexpr size_t MAX_TENSORS = 100'000;
 constexpr int64_t MAX_VALUES = 16 * MAX_TENSORS;  // in the JSON of the header: a matrix has 8
 
-struct Dtype {
-    const char* name;
-    int bytes;
-};
-constexpr Dtype DTYPES[] = {
-    {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
-    {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
-    {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8},     {"C64", 8},
+const std::map<std::string, int> BYTES_OF_DTYPE = {  // of one element
+    {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
+    {"I16", 2}, {"U16", 2}, {"F16", 2}, {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4},
+    {"I64", 8}, {"U64", 8}, {"F64", 8}, {"C64", 8},
 };
 
 [[noreturn]] void reject(const std::string& path, const std::string& why) {
@@ -45,45 +40,27 @@ std::string shape_text(const std::vector<int64_t>& shape) {  // "[50257, 768]"
 
 // Bytes of a tensor; -1 if its dtype is unknown or the product overflows.
 int64_t bytes_of(const TensorInfo& t) {
-    const auto type =
-        std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](auto& d) { return t.dtype == d.name; });
-    if (type == std::end(DTYPES)) return -1;
-    int64_t bytes = type->bytes;
+    const auto type = BYTES_OF_DTYPE.find(t.dtype);
+    if (type == BYTES_OF_DTYPE.end()) return -1;
+    int64_t bytes = type->second;
     for (int64_t n : t.shape)
         if (n < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
     return bytes;
 }
 
-// One tensor of the header and its bytes [begin, end) after the header.
-struct Entry {
-    TensorInfo info;
-    int64_t begin, end;
-};
-
-Entry parse_entry(const std::string& path, const std::string& name, const Json& entry) {
-    const std::string tensor = "tensor '" + escaped(name) + "'";
-    if (!entry.is_object() || !entry.contains("dtype") || !entry["dtype"].is_string())
-        reject(path, tensor + " has no dtype");
-    auto counts = [&](const char* field) {
-        std::vector<int64_t> values;
-        if (!entry.contains(field) || !entry[field].is_array())
-            reject(path, tensor + " has no list " + field);
-        for (const Json& n : entry[field]) {
-            if (!n.is_number_unsigned() || n.get<uint64_t>() > INT64_MAX)
-                reject(path, tensor + " has a value in " + field + " that is not a whole number");
-            values.push_back(n.get<int64_t>());
-        }
-        return values;
-    };
-    const TensorInfo info{name, entry["dtype"].get<std::string>(), counts("shape")};
-    const std::vector<int64_t> offsets = counts("data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1])
-        reject(path, tensor + " has data_offsets that are no range");
-    if (bytes_of(info) != offsets[1] - offsets[0])
-        reject(path, tensor + " of dtype '" + escaped(info.dtype) + "' and shape " + shape_text(info.shape) +
-                         " does not have the " + std::to_string(offsets[1] - offsets[0]) +
-                         " bytes of its data_offsets");
-    return {info, offsets[0], offsets[1]};
+// A tensor of the header, by its bytes [begin, end) after the header.
+using Range = std::pair<int64_t, int64_t>;
+std::pair<Range, TensorInfo> parse_entry(const std::string& path, const std::string& name,
+                                         const Json& entry) {
+    const Fields f{path + ": tensor '" + escaped(name) + "'", entry};
+    const TensorInfo info{name, f.text("dtype"), f.naturals("shape")};
+    const std::vector<int64_t> offsets = f.naturals("data_offsets");
+    const int64_t bytes = bytes_of(info);
+    if (offsets.size() != 2 || bytes < 0 || offsets[1] - offsets[0] != bytes)
+        f.reject("data_offsets", "must be a range of the bytes of dtype '" + escaped(info.dtype) +
+                                     "' and shape " + shape_text(info.shape) + ", not " +
+                                     Fields::excerpt(entry["data_offsets"]) + "; download it again");
+    return {{offsets[0], offsets[1]}, info};
 }
 
 }  // namespace
@@ -102,31 +79,24 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
     Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
     if (!why.empty()) reject(path, "its header " + why);
 
-    if (const auto metadata = header.find("__metadata__"); metadata != header.end()) {
-        if (!metadata->is_object()) reject(path, "its metadata is not a JSON object");
-        for (const auto& [key, value] : metadata->items()) {
-            if (!value.is_string())
-                reject(path, "the value of '" + escaped(key) + "' in its metadata is not text");
-            metadata_[key] = value.get<std::string>();
-        }
-        header.erase(metadata);
-    }
+    const Fields metadata = Fields{path, header}.inner("__metadata__");
+    for (const auto& [key, value] : metadata.object.items()) metadata_[key] = metadata.text(key);
+    header.erase("__metadata__");
     if (header.size() > MAX_TENSORS)
         reject(path, "it has " + std::to_string(header.size()) + " tensors, and at most " +
                          std::to_string(MAX_TENSORS) + " are supported");
-    std::vector<Entry> entries;
-    for (const auto& [name, entry] : header.items()) entries.push_back(parse_entry(path, name, entry));
-    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
-        return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-    });
-    int64_t end = 0;
-    for (const Entry& e : entries) {
-        if (e.begin != end)
-            reject(path, "tensor '" + escaped(e.info.name) + "' " +
-                             (e.begin < end ? "overlaps the one before" : "begins after a gap"));
-        end = e.end;
-        index_[e.info.name] = tensors_.size();
-        tensors_.push_back({e.info, file_.data() + start + e.begin, e.end - e.begin});
+    // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
+    // file. So no byte belongs to two tensors or to none.
+    std::multimap<Range, TensorInfo> by_range;
+    for (const auto& [name, entry] : header.items()) by_range.insert(parse_entry(path, name, entry));
+    int64_t end = 0;  // of the tensors so far
+    for (const auto& [range, info] : by_range) {
+        if (range.first != end)
+            reject(path, "tensor '" + escaped(info.name) + "' " +
+                             (range.first < end ? "overlaps the one before" : "begins after a gap"));
+        end = range.second;
+        index_[info.name] = tensors_.size();
+        tensors_.push_back({info, file_.data() + start + range.first, range.second - range.first});
     }
     if (end != file_.bytes() - start)
         reject(path, "its tensors have " + std::to_string(end) + " bytes, but " +
@@ -151,6 +121,7 @@ const Tensor& Safetensors::require(const std::string& name, const std::string& d
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
                                      const std::map<std::string, std::string>& metadata)
     : file_(path) {
+    // All offsets follow from the table, so the header is complete before the first byte of a tensor.
     // The outer object is written by hand: adding to an ordered_json takes quadratic time.
     std::string text = metadata.empty() ? "" : "\"__metadata__\":" + Json(metadata).dump();
     std::set<std::string> names;

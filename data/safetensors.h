@@ -22,7 +22,7 @@ struct Tensor : TensorInfo {
     int64_t bytes;
 };
 
-// A mapped file. Copies share the mapping.
+// A safetensors file, mapped.
 class Safetensors {
 public:
     explicit Safetensors(const std::string& path);  // Error if the header does not describe the file

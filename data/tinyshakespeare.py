@@ -24,51 +24,37 @@ def is_right(text):
     return len(text) == BYTES and hashlib.sha256(text).hexdigest() == SHA256
 
 
-def already_there(path):
-    try:
-        with open(path, "rb") as f:
-            return is_right(f.read(BYTES + 1))
-    except FileNotFoundError:
-        return False
-    except OSError as problem:
-        sys.exit(f"{path} cannot be read ({problem.strerror}); give another file.")
-
-
-def download(path):
+def download():
     try:
         with urllib.request.urlopen(URL, timeout=30) as answer:
             text = answer.read(BYTES + 1)
     except (OSError, http.client.HTTPException) as problem:
-        sys.exit(
-            f"{URL} cannot be reached ({getattr(problem, 'reason', problem)}); copy that file here as {path}, "
-            "or run ./train without --data."
-        )
+        what = f"cannot be reached ({getattr(problem, 'reason', problem)})"
+        sys.exit(f"{URL} {what}; copy that file here, or run ./train without --data.")
     if not is_right(text):
         sys.exit(f"{URL} sent another text ({len(text)} bytes, or another checksum); try again later.")
     return text
 
 
-def write(path, text):
-    """Writes to another name first, so that no half-written file stays."""
+def main():
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    default = "tinyshakespeare.txt"
+    parser.add_argument("file", nargs="?", default=default, help="where to write it (default: %(default)s)")
+    path = parser.parse_args().file
     try:
-        with open(path + ".tmp", "wb") as f:
+        if os.path.exists(path):
+            with open(path, "rb") as f:
+                if is_right(f.read(BYTES + 1)):
+                    return print(f"{path} exists and has the right checksum.")
+        text = download()
+        with open(path + ".tmp", "wb") as f:  # to another name first, so that no half-written file stays
             f.write(text)
         os.replace(path + ".tmp", path)
     except OSError as problem:
         if os.path.isfile(path + ".tmp"):
             os.remove(path + ".tmp")
-        sys.exit(f"{path} cannot be written ({problem.strerror}); free some space, or give another file.")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = "tinyshakespeare.txt"
-    parser.add_argument("file", nargs="?", default=default, help="where to write it (default: %(default)s)")
-    path = parser.parse_args().file
-    if already_there(path):
-        print(f"{path} exists and has the right checksum.")
-        return
-    write(path, download(path))
+        sys.exit(f"{path} cannot be read or written ({problem.strerror}); free space, or give another file.")
     print(f"{path}: {BYTES:,} bytes, checksum verified. Train with ./train --data {path} --prompt ROMEO:")
 
 

@@ -26,51 +26,56 @@ namespace fs = std::filesystem;
 // -----------------------------------------------------------------------------------------------------------
 // TokenStream
 
+// Tokens of a file may lie at any alignment, so they are copied as bytes.
 template <class Token>
 static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
     for (int64_t i = 0; i < count; i++) {
         Token token;
-        std::memcpy(&token, bytes + i * static_cast<int64_t>(sizeof token), sizeof token);
-        tokens[i] = static_cast<int32_t>(token);
+        std::memcpy(&token, bytes + i * int64_t(sizeof token), sizeof token);
+        tokens[i] = int32_t(token);
     }
 }
 
-TokenStream::TokenStream(Segment segment) {
-    if (!segment.count) return;
-    count_ = segment.count;
-    segments_.push_back(std::move(segment));
+// Reads the whole source once, for its largest token.
+TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(segments_[0].count) {
     int64_t largest = -1;
     std::vector<int32_t> tokens(1 << 16);
-    for (int64_t first = 0, n; first < count_; first += n) {
-        n = std::min(count_ - first, static_cast<int64_t>(tokens.size()));
-        read(first, n, tokens.data());
-        for (int64_t i = 0; i < n; i++)
-            largest = std::max<int64_t>(largest, static_cast<uint32_t>(tokens[static_cast<size_t>(i)]));
+    for (int64_t at = 0, n; at < count_; at += n) {
+        n = std::min<int64_t>(count_ - at, tokens.size());
+        read(at, n, tokens.data());
+        for (int64_t i = 0; i < n; i++) largest = std::max<int64_t>(largest, uint32_t(tokens[i]));
     }
-    segments_[0].largest = largest;
+    segments_[0].largest = largest;  // a larger one later means that the file was changed
 }
 
 TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count)
-    : TokenStream(Segment{std::move(memory), nullptr, 0, width, 0, count}) {}
+    : TokenStream(Segment{std::move(memory), nullptr, 0, width, 0, count, INT64_MAX}) {}
 
-TokenStream::TokenStream(std::shared_ptr<const InputFile> file, int64_t at, int width, int64_t count)
-    : TokenStream(Segment{nullptr, std::move(file), at, width, 0, count}) {}
+TokenStream::TokenStream(std::shared_ptr<const InputFile> file, int64_t start, int width, int64_t count)
+    : TokenStream(Segment{nullptr, std::move(file), start, width, 0, count, INT64_MAX}) {}
+
+// Calls use(segment, at, n) for each segment that has some of the tokens [first, first + count): those are
+// the tokens [at, at + n) of its source.
+template <class Use>
+void TokenStream::for_each_segment(int64_t first, int64_t count, Use use) const {
+    for (const Segment& s : segments_) {
+        const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
+        if (begin < end) use(s, s.first + begin, end - begin);
+        first -= s.count;  // counted from the next segment on
+    }
+}
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
-    std::vector<uint8_t> buffer;
-    for (const Segment& s : segments_) {
-        const int64_t n = std::min(count, s.first + s.count - first), at = s.at + (first - s.first) * s.width;
-        if (n <= 0) continue;
-        if (s.file) {
-            buffer.resize(static_cast<size_t>(n * s.width));
-            s.file->read(at, buffer.data(), n * s.width);
-        }
-        const uint8_t* bytes = s.file ? buffer.data() : static_cast<const uint8_t*>(s.memory.get()) + at;
+    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+        const int64_t start = s.start + at * s.width;
+        std::vector<uint8_t> buffer(s.file ? n * s.width : 0);
+        if (s.file) s.file->read(start, buffer.data(), n * s.width);
+        const uint8_t* bytes = s.file ? buffer.data() : static_cast<const uint8_t*>(s.memory.get()) + start;
         (s.width == 1 ? widen<uint8_t> : s.width == 2 ? widen<uint16_t> : widen<uint32_t>)(bytes, n, tokens);
-        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return static_cast<uint32_t>(t) > s.largest; }))
+        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return uint32_t(t) > s.largest; }))
             throw Error(s.file->path() + " was overwritten while it was in use; restore the file.");
-        tokens += n, first += n, count -= n;
-    }
+        tokens += n;
+    });
 }
 
 void TokenStream::set_mask(std::shared_ptr<const InputFile> mask) { segments_.at(0).mask = std::move(mask); }
@@ -80,24 +85,19 @@ bool TokenStream::masked() const {
 }
 
 void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
-    std::vector<uint8_t> counts;
-    for (const Segment& s : segments_) {
-        const int64_t n = std::min(count, s.first + s.count - first);
-        if (n <= 0) continue;
-        counts.assign(static_cast<size_t>(n), 1);
-        if (s.mask) s.mask->read(s.mask_at + first - s.first, counts.data(), n);
+    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+        std::vector<uint8_t> counts(n, 1);
+        if (s.mask) s.mask->read(at, counts.data(), n);
         for (int64_t i = 0; i < n; i++)
-            if (!counts[static_cast<size_t>(i)]) targets[i] = NO_TARGET;
-        targets += n, first += n, count -= n;
-    }
+            if (!counts[i]) targets[i] = NO_TARGET;
+        targets += n;
+    });
 }
 
 void TokenStream::prefetch(int64_t first, int64_t count) const {
-    for (const Segment& s : segments_) {
-        const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
-        if (s.file && begin < end)
-            s.file->prefetch(s.at + (begin - s.first) * s.width, (end - begin) * s.width);
-    }
+    for_each_segment(first, count, [](const Segment& s, int64_t at, int64_t n) {
+        if (s.file) s.file->prefetch(s.start + at * s.width, n * s.width);
+    });
 }
 
 int32_t TokenStream::operator[](int64_t i) const {
@@ -108,25 +108,17 @@ int32_t TokenStream::operator[](int64_t i) const {
 
 TokenStream TokenStream::part(int64_t first, int64_t count) const {
     TokenStream result;
-    for (Segment s : segments_) {
-        const int64_t begin = std::max(first, s.first), end = std::min(first + count, s.first + s.count);
-        if (begin >= end) continue;
-        s.at += (begin - s.first) * s.width;
-        s.mask_at += begin - s.first;
-        s.first = result.count_;
-        s.count = end - begin;
-        result.count_ += s.count;
+    for_each_segment(first, count, [&](Segment s, int64_t at, int64_t n) {
+        s.first = at, s.count = n;
         result.segments_.push_back(std::move(s));
-    }
+        result.count_ += n;
+    });
     return result;
 }
 
 void TokenStream::append(const TokenStream& other) {
-    for (Segment s : other.segments_) {
-        s.first = count_;
-        count_ += s.count;
-        segments_.push_back(std::move(s));
-    }
+    segments_.insert(segments_.end(), other.segments_.begin(), other.segments_.end());
+    count_ += other.count_;
 }
 
 int64_t TokenStream::largest() const {
@@ -140,7 +132,7 @@ int64_t TokenStream::largest() const {
 
 Vocabulary Vocabulary::bytes() {
     Vocabulary v;
-    for (int byte = 0; byte < 256; byte++) v.pieces_.push_back(std::string(1, static_cast<char>(byte)));
+    for (int byte = 0; byte < 256; byte++) v.pieces_.emplace_back(1, char(byte));
     v.special_.assign(256, false);
     return v;
 }
@@ -149,14 +141,14 @@ Vocabulary Vocabulary::bytes() {
 // only UTF-8. Appends the bytes; false on other code points.
 static bool append_bytes(const std::string& utf8, std::string* bytes) {
     for (size_t i = 0; i < utf8.size(); i++) {
-        const auto c = static_cast<uint8_t>(utf8[i]);
+        const auto c = uint8_t(utf8[i]);
         if (c >= 0x80 && ((c != 0xC2 && c != 0xC3) || ++i == utf8.size())) return false;
-        *bytes += static_cast<char>(c < 0x80 ? c : (c & 3) << 6 | (utf8[i] & 0x3F));
+        *bytes += char(c < 0x80 ? c : (c & 3) << 6 | (utf8[i] & 0x3F));
     }
     return true;
 }
 
-Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path), path); }
+Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path).object, path); }
 
 Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
     auto require = [&](bool ok) {
@@ -187,8 +179,8 @@ Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) 
 std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
     std::string text;
     for (int32_t t : tokens) {
-        const bool known = t >= 0 && t < size() && !pieces_[static_cast<size_t>(t)].empty();
-        text += known ? pieces_[static_cast<size_t>(t)] : "<" + std::to_string(t) + ">";
+        const bool known = t >= 0 && t < size() && !pieces_[t].empty();
+        text += known ? pieces_[t] : "<" + std::to_string(t) + ">";
     }
     return text;
 }
@@ -196,8 +188,7 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
 int64_t Vocabulary::text_bytes(const int32_t* tokens, int64_t n) const {
     int64_t bytes = special_.empty() ? -1 : 0;
     for (int64_t i = 0; i < n && bytes >= 0; i++)
-        if (const auto t = static_cast<size_t>(tokens[i]); t < special_.size() && !special_[t])
-            bytes += static_cast<int64_t>(pieces_[t].size());
+        if (const auto t = size_t(tokens[i]); t < special_.size() && !special_[t]) bytes += pieces_[t].size();
     return bytes;
 }
 
@@ -205,26 +196,23 @@ int64_t Vocabulary::text_bytes(const int32_t* tokens, int64_t n) const {
 std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
     // Of equal pieces the last one counts: Llama 2 repeats some bytes.
     std::unordered_map<std::string_view, int32_t> token_of;
-    std::set<size_t, std::greater<>> lengths;
+    size_t longest = 0;
     for (size_t t = 0; t < pieces_.size(); t++) {
-        if (pieces_[t].empty()) continue;
-        token_of[pieces_[t]] = static_cast<int32_t>(t);
-        lengths.insert(pieces_[t].size());
+        token_of[pieces_[t]] = int32_t(t);
+        longest = std::max(longest, pieces_[t].size());
     }
     std::vector<int32_t> tokens;
-    for (size_t at = 0; at < text.size();) {
-        auto found = token_of.end();
-        for (auto length = lengths.begin(); length != lengths.end() && found == token_of.end(); ++length)
-            if (*length <= text.size() - at)
-                found = token_of.find(std::string_view(text).substr(at, *length));
-        if (found == token_of.end()) {
+    for (size_t at = 0, length; at < text.size(); at += length) {
+        const std::string_view rest = std::string_view(text).substr(at, longest);
+        length = rest.size();
+        while (length && !token_of.count(rest.substr(0, length))) length--;
+        if (!length) {
             uint32_t point;  // the message shows the whole character
             const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
             throw Error("The vocabulary has no token for \"" + escaped(text.substr(at, bytes)) +
                         "\"; give another --prompt.");
         }
-        tokens.push_back(found->second);
-        at += found->first.size();
+        tokens.push_back(token_of.at(rest.substr(0, length)));
     }
     return tokens;
 }
@@ -253,20 +241,21 @@ bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 // All regular files below a folder that are not hidden, sorted.
 std::vector<std::string> files_under(const std::string& folder) {
     std::vector<std::string> paths;
-    try {
-        fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
-        for (; entry != end; ++entry) {
-            const bool hidden = entry->path().filename().string()[0] == '.';
-            std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
-            if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
-            if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
-        }
-    } catch (const fs::filesystem_error& e) {
-        throw Error("Cannot read folder " + folder + " (" + e.code().message() +
-                    "); check the path and its permissions.");
+    fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
+    for (; entry != end; ++entry) {
+        const bool hidden = entry->path().filename().string()[0] == '.';
+        std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
+        if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
+        if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
     }
     std::sort(paths.begin(), paths.end());
     return paths;
+}
+
+// "text: 3 files, 900 bytes to train on, 100 held out (the last tenth)"
+std::string describe(const Corpus& c, const std::string& files, const char* unit, const char* held_out) {
+    return files + ", " + std::to_string(c.train.size()) + " " + unit + " to train on, " +
+           std::to_string(c.validation.size()) + " held out (" + held_out + ")";
 }
 
 // The last tenth of what would be trained on becomes the validation data.
@@ -277,12 +266,12 @@ void hold_out_the_end(Corpus& c) {
 }
 
 bool is_text(const MappedFile& file) {
-    return file.bytes() && !std::memchr(file.data(), 0, static_cast<size_t>(file.bytes()));
+    return file.bytes() && !std::memchr(file.data(), 0, file.bytes());
 }
 
 TokenStream stream_of(std::string text) {
     const auto memory = std::make_shared<const std::string>(std::move(text));
-    return {std::shared_ptr<const void>(memory, memory->data()), 1, static_cast<int64_t>(memory->size())};
+    return {std::shared_ptr<const void>(memory, memory->data()), 1, int64_t(memory->size())};
 }
 
 // The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs
@@ -295,7 +284,7 @@ Corpus text_corpus(const std::string& what, const std::vector<std::string>& path
     for (const std::string& path : paths) {
         const MappedFile file(path);
         if (file.bytes() > max_file || total + file.bytes() > max_total || !is_text(file)) continue;
-        std::string text(reinterpret_cast<const char*>(file.data()), static_cast<size_t>(file.bytes()));
+        std::string text(reinterpret_cast<const char*>(file.data()), file.bytes());
         if (!seen.insert(std::hash<std::string>()(text)).second) continue;
         texts.push_back(std::move(text));
         total += file.bytes();
@@ -310,9 +299,8 @@ Corpus text_corpus(const std::string& what, const std::vector<std::string>& path
     if (!by_file) hold_out_the_end(c);
     c.vocabulary = Vocabulary::bytes();
     c.tokens_in_use = c.vocabulary.size();
-    c.description = what + ": " + std::to_string(texts.size()) + " files, " + std::to_string(c.train.size()) +
-                    " bytes to train on, " + std::to_string(c.validation.size()) + " held out (" +
-                    (by_file ? "every 20th file" : "the last tenth") + ")";
+    c.description = describe(c, what + ": " + std::to_string(texts.size()) + " files", "bytes",
+                             by_file ? "every 20th file" : "the last tenth");
     return c;
 }
 
@@ -329,27 +317,6 @@ Corpus load_headers(const std::string& folders) {
                     "\"); give text with --data.");
     return text_corpus("C and C++ headers of this machine (" + present + ")", paths, MAX_HEADER_FILE,
                        MAX_HEADERS);
-}
-
-Corpus load_text(const std::string& data, const std::vector<std::string>& paths) {
-    std::vector<std::string> files;
-    for (const std::string& path : paths) {
-        if (fs::is_directory(path)) {
-            for (const std::string& file : files_under(path)) files.push_back(file);
-            continue;
-        }
-        const MappedFile file(path);
-        if (!file.bytes()) throw Error("--data " + path + " is empty; give a text file or a token file.");
-        if (!is_text(file))
-            throw Error("--data " + path +
-                        " is not text: it has NUL bytes; give text, or a token file (*.bin).");
-        files.push_back(path);
-    }
-    const Corpus corpus = text_corpus(escaped(data), files);
-    if (!corpus.train.size() && !corpus.validation.size())
-        throw Error("--data " + data +
-                    " has no text; give text files, folders of them, or token files (*.bin).");
-    return corpus;
 }
 
 // llm.c's token files: a header of 256 int32 (magic, version, number of tokens), then the tokens.
@@ -381,6 +348,7 @@ TokenStream read_token_file(const std::string& path) {
                                                 " tokens need " + std::to_string(count * format->bytes) +
                                                 " bytes, but it has " + std::to_string(bytes));
     TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
+    // From here on tokens are int32, and a negative one would mean NO_TARGET.
     require(tokens.largest() <= INT32_MAX, "is damaged: it has token " + std::to_string(tokens.largest()));
     const std::string beside = fs::path(path).replace_extension(".mask").string();
     if (!fs::exists(beside)) return tokens;
@@ -391,6 +359,7 @@ TokenStream read_token_file(const std::string& path) {
     return tokens;
 }
 
+// Files with "train" in their names, and those with neither name, are trained on.
 Corpus load_tokens(const std::string& data, const std::vector<std::string>& paths) {
     Corpus c;
     TokenStream unnamed;
@@ -414,20 +383,30 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
         throw Error("--data " + paths[0] + " has token " + std::to_string(c.tokens_in_use - 1) + ", but " +
                     table + " has only " + std::to_string(c.vocabulary.size()) +
                     " tokens; write both again with data/tokenize.py.");
-    c.description = escaped(data) + ": " + std::to_string(paths.size()) + " token files, " +
-                    std::to_string(c.train.size()) + " tokens to train on, " +
-                    std::to_string(c.validation.size()) + " held out (" +
-                    (named ? "the files named val" : "the last tenth") + ")";
+    c.description = describe(c, escaped(data) + ": " + std::to_string(paths.size()) + " token files",
+                             "tokens", named ? "the files named val" : "the last tenth");
     return c;
 }
 
-// A folder with token files stands for these files; any other path stands for itself.
-std::vector<std::string> expand(const std::string& path) {
-    std::vector<std::string> tokens;
-    if (fs::is_directory(path))
-        for (const std::string& file : files_under(path))
-            if (is_token_file(file)) tokens.push_back(file);
-    return tokens.empty() ? std::vector<std::string>{path} : tokens;
+// The files that a path of --data stands for: of a folder its token files, or all if it has none. A file that
+// is named must be text or tokens; in a folder other files are skipped.
+std::vector<std::string> files_of(const std::string& path) {
+    auto require = [&](bool ok, const char* what) {
+        if (!ok) throw Error("--data " + path + " " + what + ", or token files (*.bin).");
+    };
+    std::error_code unreachable;
+    require(fs::exists(path, unreachable), "does not exist; give text files, folders of them");
+    if (fs::is_directory(path)) {
+        std::vector<std::string> files = files_under(path);
+        const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
+        if (others != files.begin()) files.erase(others, files.end());
+        return files;
+    }
+    if (is_token_file(path)) return {path};
+    const MappedFile file(path);
+    require(file.bytes(), "is empty; give text files");
+    require(is_text(file), "is not text: it has NUL bytes; give text files");
+    return {path};
 }
 
 }  // namespace
@@ -435,17 +414,16 @@ std::vector<std::string> expand(const std::string& path) {
 Corpus load_corpus(const std::string& data) {
     if (data.empty()) return load_headers(COAT_HEADERS);
     std::vector<std::string> paths;
-    for (const std::string& path : split(data, ',')) {
-        std::error_code unreachable;
-        if (!fs::exists(path, unreachable))
-            throw Error("--data " + path +
-                        " does not exist; give text files, folders of them, or token files (*.bin).");
-        for (const std::string& file : expand(path)) paths.push_back(file);
-    }
-    const auto tokens = std::count_if(paths.begin(), paths.end(), is_token_file);
-    if (tokens == 0) return load_text(data, paths);
-    if (tokens == static_cast<int64_t>(paths.size())) return load_tokens(data, paths);
-    throw Error("--data " + data + " mixes token files (*.bin) and text; give one kind.");
+    for (const std::string& path : split(data, ','))
+        for (const std::string& file : files_of(path)) paths.push_back(file);
+    const auto token_files = std::count_if(paths.begin(), paths.end(), is_token_file);
+    if (token_files && token_files < int64_t(paths.size()))
+        throw Error("--data " + data + " mixes token files (*.bin) and text; give one kind.");
+    const Corpus corpus = token_files ? load_tokens(data, paths) : text_corpus(escaped(data), paths);
+    if (!corpus.train.size() && !corpus.validation.size())
+        throw Error("--data " + data +
+                    " has no text; give text files, folders of them, or token files (*.bin).");
+    return corpus;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -465,7 +443,7 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     int half = 1;
     while (int64_t{1} << 2 * half < n) half++;
     const uint64_t mask = (uint64_t{1} << half) - 1;
-    auto x = static_cast<uint64_t>(i);
+    uint64_t x = i;
     do {
         uint64_t left = x >> half, right = x & mask;
         for (uint64_t round = 0; round < ROUNDS; round++) {
@@ -474,49 +452,43 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
             right = next;
         }
         x = left << half | right;
-    } while (x >= static_cast<uint64_t>(n));
-    return static_cast<int64_t>(x);
+    } while (x >= uint64_t(n));
+    return int64_t(x);
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle)
-    : stream_(std::move(stream)), B_(B), T_(T), windows_(0), seed_(seed), shuffle_(shuffle) {
+    : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
+      seed_(seed), shuffle_(shuffle) {
     if (B < 1 || T < 1) throw Error("--batch and --seq must be at least 1.");
-    windows_ = (stream_.size() - 1) / T;
     if (stream_.size() <= T || windows_ < B)
         throw Error("--data has " + std::to_string(stream_.size()) +
-                    " tokens to train on or held out, fewer than one "
-                    "batch of --batch " +
-                    std::to_string(B) + " and --seq " + std::to_string(T) +
+                    " tokens to train on or held out, fewer than one batch of --batch " + std::to_string(B) +
+                    " and --seq " + std::to_string(T) +
                     " needs; give more text, or a smaller --batch or --seq.");
 }
 
-int64_t Loader::window(Position p) const {
-    const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * static_cast<uint64_t>(p.epoch + 1));
-    return shuffle_ ? permute(key, windows_, p.window) : p.window;
-}
-
-Loader::Position Loader::after(Position p) const {
-    return p.window + 1 < windows_ ? Position{p.epoch, p.window + 1} : Position{p.epoch + 1, 0};
+// Every epoch has a permutation of its own, with a key made of the seed and the epoch.
+int64_t Loader::window(int64_t at) const {
+    const int64_t epoch = at / windows_, i = at % windows_;
+    return shuffle_ ? permute(mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(epoch + 1)), windows_, i) : i;
 }
 
 void Loader::next(int32_t* tokens, int32_t* targets) {
-    std::vector<int32_t> both(static_cast<size_t>(T_ + 1));
-    for (int64_t b = 0; b < B_; b++) {
-        stream_.read(window(position_) * T_, T_ + 1, both.data());
-        std::copy(both.begin(), both.end() - 1, tokens + b * T_);
-        std::copy(both.begin() + 1, both.end(), targets + b * T_);
-        stream_.mask(window(position_) * T_ + 1, T_, targets + b * T_);
-        position_ = after(position_);
+    std::vector<int32_t> both(T_ + 1);
+    for (int64_t b = 0; b < B_; b++, at_++, tokens += T_, targets += T_) {
+        const int64_t first = window(at_) * T_;
+        stream_.read(first, T_ + 1, both.data());
+        std::copy(both.begin(), both.end() - 1, tokens);
+        std::copy(both.begin() + 1, both.end(), targets);
+        stream_.mask(first + 1, T_, targets);
     }
 }
 
-void Loader::skip(int64_t batches) {
-    for (int64_t i = 0; i < batches * B_; i++) position_ = after(position_);
-}
+void Loader::skip(int64_t batches) { at_ += batches * B_; }
 
 int64_t Loader::windows_without_target() const {
     int64_t without = 0;
-    std::vector<int32_t> targets(static_cast<size_t>(T_));
+    std::vector<int32_t> targets(T_);
     for (int64_t w = 0; stream_.masked() && w < windows_; w++) {
         std::fill(targets.begin(), targets.end(), 0);
         stream_.mask(w * T_ + 1, T_, targets.data());
@@ -526,16 +498,16 @@ int64_t Loader::windows_without_target() const {
 }
 
 void Loader::prefetch(int64_t batches) const {
-    Position p = position_;
-    for (int64_t i = 0; i < batches * B_; i++, p = after(p)) stream_.prefetch(window(p) * T_, T_ + 1);
+    for (int64_t i = 0; i < batches * B_; i++) stream_.prefetch(window(at_ + i) * T_, T_ + 1);
 }
 
 void Loader::seek(Position p) {
-    if (p.epoch < 0 || p.window < 0 || p.window >= windows_)
+    const int64_t most = (int64_t{1} << 60) / windows_;  // epochs; no sum of windows overflows
+    if (p.epoch < 0 || p.epoch > most || p.window < 0 || p.window >= windows_)
         throw Error("The run stopped at window " + std::to_string(p.window) +
                     " of its data, but --data has only " + std::to_string(windows_) +
                     "; give the same --data, --batch and --seq.");
-    position_ = p;
+    at_ = p.epoch * windows_ + p.window;
 }
 
 }  // namespace coat

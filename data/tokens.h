@@ -37,17 +37,18 @@ public:
     int64_t largest() const;  // token (of a part: of the whole), as an unsigned value; -1 if there are none
 
 private:
-    struct Segment {                            // tokens [first, first + count) of the stream
-        std::shared_ptr<const void> memory;     // either this
-        std::shared_ptr<const InputFile> file;  // or this
-        int64_t at;                             // byte of the first token
-        int width;
-        int64_t first, count;
-        int64_t largest = INT64_MAX;
-        std::shared_ptr<const InputFile> mask = nullptr;  // null: every token counts
-        int64_t mask_at = 0;                              // byte of the first token
+    struct Segment {  // consecutive tokens of one source: an array in memory or a file
+        std::shared_ptr<const void> memory;
+        std::shared_ptr<const InputFile> file;
+        int64_t start;             // byte of the source's first token
+        int width;                 // bytes of a token
+        int64_t first, count;      // tokens [first, first + count) of the source
+        int64_t largest;           // token of the source
+        std::shared_ptr<const InputFile> mask = nullptr;  // a byte for each token; null: every token counts
     };
-    explicit TokenStream(Segment segment);
+    explicit TokenStream(Segment source);
+    template <class Use>
+    void for_each_segment(int64_t first, int64_t count, Use use) const;
     std::vector<Segment> segments_;
     int64_t count_ = 0;
 };
@@ -100,17 +101,16 @@ public:
     int64_t windows_without_target() const;        // of an epoch: those in which no target counts
     void prefetch(int64_t batches) const;          // a hint that so many batches are read soon
     int64_t windows() const { return windows_; }   // in an epoch
-    Position position() const { return position_; }
+    Position position() const { return {at_ / windows_, at_ % windows_}; }
     void seek(Position p);  // Error if the data have no such window
 
 private:
-    int64_t window(Position p) const;  // the window at this position of the order
-    Position after(Position p) const;
+    int64_t window(int64_t at) const;  // of the stream: the one that comes at this place of the order
     TokenStream stream_;
     int64_t B_, T_, windows_;
+    int64_t at_ = 0;  // the next place of the order, counted over all epochs
     uint64_t seed_;
     bool shuffle_;
-    Position position_;
 };
 
 }  // namespace coat

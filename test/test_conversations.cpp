@@ -201,6 +201,12 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     check_failed(folder.run("c.jsonl --seq 32", "--train-bpe 300 "), "c.jsonl", "FOLDER");
     check_failed(folder.run("--prompt x", "--train-bpe 300 "), "--prompt");
     check_failed(folder.run(""), "no text");
+    folder.write("binary", std::string("a\0b", 3)), folder.write("empty", ""), folder.write("text", "ab\n");
+    check_failed(folder.run("none"), "none", "No such file");
+    check_failed(folder.run("none.jsonl --seq 32"), "none.jsonl", "No such file");
+    check_failed(folder.run("text binary"), "binary", "not UTF-8 text");
+    check_failed(folder.run("text empty"), "empty", "give text");
+    check_failed(folder.run("text --out text/tokens"), "text/tokens", "Not a directory");
     rejected(completion("abc", "x"), "two conversations");
     rejected(good + "{\"messages\"\n", "c.jsonl:3", "JSON");
     rejected(good + "[1]\n", "c.jsonl:3", "object");
