@@ -52,7 +52,6 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
     if (!rms) {
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++)
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
         team_sum<0>(sum);
     }
@@ -60,7 +59,6 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
     float square[1] = {0};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(d, d, square[0]);
@@ -118,7 +116,6 @@ struct Sum {  // x + branch
         Values other;
         x.values(raw.x, v);
         branch.values(raw.branch, other);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], other[j]);
     }
 };
@@ -143,7 +140,6 @@ struct Embedding {  // embedding[token] (+ positions[row % T])
         embedding.values(raw.token, v);
         if (!positions.data) return;
         positions.values(raw.position, p);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], p[j]);
     }
 };
@@ -167,7 +163,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         const bool live = row < rows && col < C;
         Values sum = {};
         if (live) source.compute(raw[c], sum);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.store(i, sum, live);
         in.store(i, v[c], live);  // v becomes what the norm will read
@@ -181,7 +176,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (row >= rows || row_column(c) >= C) continue;
         Values weight, bias;
         parameters.load(row_column(c), weight, bias);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++)
             top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
     }
@@ -260,7 +254,6 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
         Values total = {}, one;
         for (int team = 0; team < blockDim.y; team++) {
             ColumnSums(sums + team * C, C, true).read(col, one);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
         partials.store(blockIdx.x * C + col, total, true);
@@ -315,7 +308,6 @@ struct BackwardRow {
     }
     __device__ void store(int c, Values& v, float& top) const {
         a.g_out.store(first + offset(c), v, true);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) top = larger(top, v[j]);
     }
 };
@@ -342,7 +334,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
             if (!r.live(c)) continue;
             Values d, w;
             r.dy_and_weight(c, d, w);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float dw = d[j] * w[j];
                 sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
@@ -359,7 +350,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
             Values d, w, g;
             r.dy_and_weight(c, d, w);
             r.g(c, g);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = x[c][j] * inverse, dw = d[j] * w[j];
                 g[j] += inverse * (dw - xhat * mean_xhat);
@@ -403,7 +393,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
             if (!r.live(c)) continue;
             Values d, w;
             r.dy_and_weight(c, d, w);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 x[c][j] = (x[c][j] - st.x) * st.y;
                 const float dw = d[j] * w[j];
@@ -421,7 +410,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
             r.dy_and_weight(c, d, w);
             r.g(c, g);
             dbias.add(row_column(c), d);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = x[c][j], dw = d[j] * w[j];
                 g[j] += st.y * ((dw - mean) - xhat * mean_xhat);
@@ -664,7 +652,6 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     const int live = static_cast<int>(V);
     auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
         if (col + CHUNK <= live) return;
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
     };
     Softmax mine;
@@ -682,11 +669,9 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
             logits.values(raw[i], x);
             mask(col, x, -INFINITY);
             float top = x[0];
-#pragma unroll
             for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
             if (top > mine.top) mine.merge({top, 0.0f});
             const float offset = -mine.top * LOG2_E;
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
         }
     }
@@ -700,10 +685,8 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
          col += STEP) {  // (softmax - one_hot(target)) * scale
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
         if (target >= col && target < col + CHUNK) {
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
         }
         mask(col, x, 0.0f);
@@ -786,7 +769,6 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
     for (int i = 0; i < n; i++) {
         Values v;
         x.values(x.load(index(i) * C + col), v);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }
