@@ -624,27 +624,20 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // The network: one micro-batch forward and backward, in the order of the --plan print-out
 
-struct Vector {  // a norm weight or a bias; nulls where the architecture has none
-    const void* values = nullptr;
-    View gradient{};
-};
-struct NormLayer {
-    Vector weight, bias;
-};
-// A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs.
+// A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs. The bias (out) is the
+// parameter that follows the weight.
 struct Linear {
     size_t param;            // number of the weight (out, in)
+    bool biased;
     int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
-    Vector bias;             // (out)
     TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
-    View saved_x;            // with --recompute off: the input as an operand; else empty
+    void* saved_x;           // with --recompute off: the input as an operand; else null
 };
 struct Layer {
-    NormLayer norm1, norm2;
+    View saved[9];        // by Saved (coat.h, saved_per_layer); empty where nothing is saved
+    size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     Linear qkv, attention_out, gate_up, down;
-    // As in coat.h, saved_per_layer().
-    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input, saved_gate_up;
 };
 
 class Network {
@@ -656,11 +649,10 @@ public:
         : device_(device), config_(device.setup.config), recipe_(device.setup.recipe),
           formats_(linear_formats(device.setup)), state_(state), exchange_(exchange), gemms_(gemms),
           cuda_(device.stream), caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
-          head_(param(config_.tied ? "embedding" : "head")),
+          head_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
           positions_(config_.arch.rope ? embedding_ : param("positions")) {
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, cache));
-        final_norm_ = make_norm("final_norm");
         if (config_.arch.rope)
             rope_table(config_, device.setup.T, device_.work<float2>(Work::RopeTable), cuda_);
         set_shape(device.setup.B, device.setup.T);
@@ -704,7 +696,7 @@ public:
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
         if (!state_.delayed()) state_.clear_amaxes();
-        const Norm norm1 = norm_of(layers_[0].norm1, layers_[0].saved_norm1_input);
+        const Norm norm1 = norm1_of(layers_[0]);
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         gpu::embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
@@ -757,11 +749,10 @@ private:
     const cudaStream_t cuda_;
     const bool caches_weights_;
     // Parameters; positions_ only where the architecture has them.
-    const size_t embedding_, head_, positions_;
+    const size_t embedding_, head_, final_norm_, positions_;
     QuantStats* stats_ = nullptr;
     bool cache_is_valid_ = false, first_ = true, saves_outputs_ = false;
     std::vector<Layer> layers_;
-    NormLayer final_norm_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
     View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
 
@@ -769,23 +760,20 @@ private:
     void block_forward(int64_t l) {
         const Layer& b = layers_[l];
         const bool last = l + 1 == config_.L, gated = config_.arch.gated;
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
-                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const Norm next = last ? norm_of(final_norm_, final_input())
-                               : norm_of(layers_[l + 1].norm1, layers_[l + 1].saved_norm1_input);
-        const View qkv = attention_view(b.saved_qkv, Work::Qkv),
-                   out = attention_view(b.saved_attention, Work::AttentionOutput);
-        const View saved_out = of_batch(b.saved_attention), gate_up = of_batch(b.saved_gate_up);
-        const View branch = compute_view(Work::Branch, config_.C);
+        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b), next = last ? final_norm() : norm1_of(layers_[l + 1]);
+        const View saved_qkv = saved(b, Saved::Qkv), saved_out = saved(b, Saved::Attention),
+                   gate_up = saved(b, Saved::GateUp), branch = compute_view(Work::Branch, config_.C),
+                   qkv = attention_view(saved_qkv, Work::Qkv),
+                   out = attention_view(saved_out, Work::AttentionOutput);
 
         // norm 1; q, k, v projection
         linear_forward(b.qkv, norm(norm1), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
-        save_attention(qkv, b.saved_qkv);
+        save_attention(qkv, saved_qkv);
         // attention
-        attention_forward(attention(), qkv.codes, out.codes, static_cast<float*>(b.saved_lse.codes), cuda_);
-        save_attention(out, b.saved_attention);
+        attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
+        save_attention(out, saved_out);
         take_amax(stored(saved_out), needs_amax(b.attention_out.x));
         // attention output projection
         linear_forward(b.attention_out, stored(saved_out), branch);
@@ -806,10 +794,9 @@ private:
     void block_backward(int64_t l) {
         const Layer& b = layers_[l];
         const bool gated = config_.arch.gated, rotated = config_.arch.rope;
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
-                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const View g = residual_gradient(), gate_up = of_batch(b.saved_gate_up),
-                   dx = compute_view(Work::Branch, config_.C);
+        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b);
+        const View g = residual_gradient(), gate_up = saved(b, Saved::GateUp),
+                   saved_out = saved(b, Saved::Attention), dx = compute_view(Work::Branch, config_.C);
         void* const operand_place = device_.work(Work::GradientOperand);
 
         // down projection: wgrad, then dgrad, the gradient of the activation's output
@@ -827,7 +814,7 @@ private:
                              in_place ? gate_up.codes : operand_place, needs_amax(b.gate_up.g));
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
+        residual_backward(norm2, b.norm2, dx, g, needs_amax(b.attention_out.g));
         // gate and up projection, wgrad
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.gate_up.bucket);
@@ -835,27 +822,27 @@ private:
         // attention output projection: wgrad, then dgrad
         begin_bucket(b.attention_out.bucket);
         g8 = output_gradient(b.attention_out, stored(g), operand_place, nullptr);
-        wgrad(b.attention_out, g8, stored(of_batch(b.saved_attention)));
+        wgrad(b.attention_out, g8, stored(saved_out));
         const View dout = compute_view(Work::Branch, config_.q_cols());
         dgrad(b.attention_out, g8, dout);
         end_bucket(b.attention_out.bucket);
 
         // attention; the saved gate and up are no longer needed: plan.cpp decides whether dqkv fits there
         begin_bucket(b.qkv.bucket);
-        const View qkv = load_attention(b.saved_qkv, Work::Qkv),
-                   out = load_attention(b.saved_attention, Work::AttentionOutput);
+        const View qkv = load_attention(saved(b, Saved::Qkv), Work::Qkv),
+                   out = load_attention(saved_out, Work::AttentionOutput);
         const bool reuse = device_.place(Work::QkvGradient).bytes == 0;
-        const View dqkv = compute_view(reuse ? b.saved_gate_up.codes : device_.work(Work::QkvGradient), N_,
+        const View dqkv = compute_view(reuse ? gate_up.codes : device_.work(Work::QkvGradient), N_,
                                        config_.qkv_cols());
-        attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes),
-                           dout.codes, dqkv.codes, device_.work(Work::AttentionScratch), cuda_);
+        attention_backward(attention(), qkv.codes, out.codes, log_sum_exp(b), dout.codes, dqkv.codes,
+                           device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
         TensorScale* const dqkv_amax = needs_amax(b.qkv.g);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
         g8 = output_gradient(b.qkv, stored(dqkv), operand_place, rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
         // q, k, v projection, wgrad
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -864,7 +851,7 @@ private:
     // --- The three GEMMs of a linear layer
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
         gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
-                   w.bias.values, cuda_);
+                   bias(w), cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
@@ -889,7 +876,7 @@ private:
             const View part =
                 compute_view(device_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
-                       b.gate_up.bias.values, cuda_);
+                       bias(b.gate_up), cuda_);
             quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
                              stats_of(Kind::ActivationInput), cuda_);
         }
@@ -923,7 +910,7 @@ private:
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
+        void* const saved = saves_outputs_ ? w.saved_x : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
         const bool of_down = x.op == LazyOp::Activation;
         void* codes = device_.work(of_down ? Work::ActivationOperand : Work::InputOperand);
@@ -959,16 +946,17 @@ private:
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
     // of any other.
     Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
-        const bool fp8 = formats_.g.fp8(), biased = w.bias.values;
+        const bool fp8 = formats_.g.fp8();
         auto bias_gradient = [&](const Lazy& g, Format rounding, TensorScale* amax) {
-            column_sums(g, rounding, w.bias.gradient, device_.work<float>(Work::ColumnPartials), amax, cuda_);
+            column_sums(g, rounding, state_.gradient(w.param + 1), device_.work<float>(Work::ColumnPartials),
+                        amax, cuda_);
         };
-        if (fp8 && biased) bias_gradient(g, Format::F32, amax);
+        if (fp8 && w.biased) bias_gradient(g, Format::F32, amax);
         else take_amax(g, amax);
         const Operand g8 =
             operand(g, formats_.g, codes, fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr, w.g,
                     Kind::Gradient);
-        if (!fp8 && biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
+        if (!fp8 && w.biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
 
@@ -1003,22 +991,24 @@ private:
     View residual_after(const Norm& next) const {
         return next.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : View{};
     }
-    void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* g_amax) {
-        norm_backward(n, dy, residual_gradient(), residual_gradient(), g_amax, layer.weight.gradient,
-                      layer.bias.gradient, device_.work<float>(Work::NormPartials), cuda_);
+    // g += the gradient of the norm's input; g is no tensor at the head, where the residual stream ends.
+    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g, TensorScale* g_amax) {
+        norm_backward(n, dy, g, residual_gradient(), g_amax, state_.gradient(weight),
+                      n.rms ? View{} : state_.gradient(weight + 1), device_.work<float>(Work::NormPartials),
+                      cuda_);
     }
 
     // Attention computes in the compute dtype. Where its inputs and output are saved in groups, it computes
     // with what the groups hold: so the saved log-sum-exp belongs to what backward reads.
     View attention_view(const View& saved, Work work) const {
-        return saved.quant.fp8() ? compute_view(work, saved.cols) : of_batch(saved);
+        return saved.quant.fp8() ? compute_view(work, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_and_dequantize(x, of_batch(saved), stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_and_dequantize(x, saved, stats_of(Kind::Attention), cuda_);
     }
     View load_attention(const View& saved, Work work) {
         const View x = attention_view(saved, work);
-        if (saved.quant.fp8()) dequantize(of_batch(saved), x, cuda_);
+        if (saved.quant.fp8()) dequantize(saved, x, cuda_);
         return x;
     }
 
@@ -1026,7 +1016,7 @@ private:
     // Logits (n, padded_V) of the tokens from `first` on.
     View head_logits(int64_t first, int64_t n) {
         const View logits = compute_view(device_.work(Work::Logits), n, config_.padded_V());
-        Norm part = norm_of(final_norm_, final_input());
+        Norm part = final_norm();
         part.in = rows(part.in, first, n);
         part.stats += first;
         const Operand y = operand(norm(part), Quant{recipe_.compute}, device_.work(Work::FinalNorm), nullptr,
@@ -1065,15 +1055,19 @@ private:
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
         begin_bucket(bucket);
-        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(),
-                      needs_amax(layers_.back().down.g), final_norm_.weight.gradient,
-                      final_norm_.bias.gradient, device_.work<float>(Work::NormPartials), cuda_);
+        residual_backward(final_norm(), final_norm_, dy, View{}, needs_amax(layers_.back().down.g));
         end_bucket(bucket);
     }
 
     // --- Views
     void set_shape(int64_t B, int64_t T) { B_ = B, T_ = T, N_ = B * T; }
-    View of_batch(View saved) const { return saved.rows = N_, saved; }
+    View saved(const Layer& b, Saved which) const {  // the rows of this batch
+        const View& v = b.saved[static_cast<int>(which)];
+        return {v.codes, v.scales, N_, v.cols, v.quant};
+    }
+    float* log_sum_exp(const Layer& b) const {
+        return static_cast<float*>(saved(b, Saved::LogSumExp).codes);
+    }
     View compute_view(void* data, int64_t n, int64_t cols) const {
         return {data, nullptr, n, cols, Quant{recipe_.compute}};
     }
@@ -1083,9 +1077,16 @@ private:
     }
     // Backward reads the final norm's input once, to write this over it.
     View residual_gradient() const { return final_input(); }
-    Norm norm_of(const NormLayer& n, const View& in) const {
-        return {of_batch(in), n.weight.values, n.bias.values, device_.work<float2>(Work::NormStatistics),
-                config_.arch.rms, config_.norm_eps};
+    Norm norm_of(size_t weight, const View& in) const {
+        const bool rms = config_.arch.rms;
+        return {in, state_.weight(weight).codes, rms ? nullptr : state_.weight(weight + 1).codes,
+                device_.work<float2>(Work::NormStatistics), rms, config_.norm_eps};
+    }
+    Norm norm1_of(const Layer& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
+    Norm norm2_of(const Layer& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
+    Norm final_norm() const { return norm_of(final_norm_, final_input()); }
+    const void* bias(const Linear& w) const {
+        return w.biased ? state_.weight(w.param + 1).codes : nullptr;
     }
     Rope rope() const {
         return {device_.work<float2>(Work::RopeTable), T_, config_.HS(),
@@ -1112,45 +1113,36 @@ private:
 
     // --- Construction
     size_t param(const std::string& name) const { return param_of(state_.params, name); }
-    Vector make_vector(const std::string& name) const {
-        return {state_.weight(param(name)).codes, state_.gradient(param(name))};
-    }
-    NormLayer make_norm(const std::string& name) const {
-        return {make_vector(name + ".weight"), config_.arch.rms ? Vector{} : make_vector(name + ".bias")};
-    }
     // which: 0 to 3, as LINEARS counts them. cache: where its FP8 weight may lie; moved on to the next one.
     Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
                        const View& saved_x) const {
         const size_t i = param(name);
-        const bool biased = which == 0 ? config_.arch.qkv_bias : config_.arch.bias;
-        const Linear w{i, state_.params[i].bucket, biased ? make_vector(name + ".bias") : Vector{},
+        const Linear w{i, which == 0 ? config_.arch.qkv_bias : config_.arch.bias, state_.params[i].bucket,
                        state_.operand_scales(l, LinearOperand::X) + which, state_.weight_scale(i),
-                       state_.operand_scales(l, LinearOperand::G) + which, cache, saved_x};
+                       state_.operand_scales(l, LinearOperand::G) + which, cache, saved_x.codes};
         const int64_t out = state_.params[i].rows, in = state_.params[i].cols;
         if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
         return w;
     }
     Layer make_layer(int64_t l, uint8_t*& cache) const {
-        const std::string name = "layers." + std::to_string(l) + ".";
-        const std::vector<SavedTensor> table = saved_per_layer(device_.setup);
+        Layer b{};
         const GpuLayout& layout = device_.layout;
-        auto saved = [&](Saved which) -> View {
-            for (size_t i = 0; i < table.size(); i++) {
-                if (table[i].which != which) continue;
-                const int64_t N = layout.tokens, cols = table[i].cols;
-                uint8_t* codes = device_.at(layout.saved.offset + l * layout.layer_bytes +
-                                            layout.saved_codes[i].offset);
-                return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};
-            }
-            return {};
-        };
-        return {make_norm(name + "norm1"), make_norm(name + "norm2"),
-                make_linear(name + "qkv", l, 0, cache, saved(Saved::Norm1Output)),
-                make_linear(name + "attention_out", l, 1, cache, View{}),
-                make_linear(name + "gate_up", l, 2, cache, saved(Saved::Norm2Output)),
-                make_linear(name + "down", l, 3, cache, saved(Saved::ActivationOutput)),
-                saved(Saved::Norm1Input), saved(Saved::Qkv), saved(Saved::Attention),
-                saved(Saved::LogSumExp), saved(Saved::Norm2Input), saved(Saved::GateUp)};
+        const std::vector<SavedTensor> table = saved_per_layer(device_.setup);
+        for (size_t i = 0; i < table.size(); i++) {
+            const int64_t N = layout.tokens, cols = table[i].cols,
+                          offset = l * layout.layer_bytes + layout.saved_codes[i].offset;
+            uint8_t* const codes = device_.at(layout.saved.offset + offset);
+            b.saved[static_cast<int>(table[i].which)] = {codes, codes + table[i].quant.code_bytes(N, cols), N,
+                                                         cols, table[i].quant};
+        }
+        auto operand = [&](Saved which) { return b.saved[static_cast<int>(which)]; };
+        const std::string name = "layers." + std::to_string(l) + ".";
+        b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
+        b.qkv = make_linear(name + "qkv", l, 0, cache, operand(Saved::Norm1Output));
+        b.attention_out = make_linear(name + "attention_out", l, 1, cache, View{});
+        b.gate_up = make_linear(name + "gate_up", l, 2, cache, operand(Saved::Norm2Output));
+        b.down = make_linear(name + "down", l, 3, cache, operand(Saved::ActivationOutput));
+        return b;
     }
 };
 
