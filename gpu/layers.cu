@@ -5,6 +5,8 @@
 namespace coat::gpu {
 namespace {
 
+// Loops over the values of a chunk have eight turns: nvcc unrolls them without a pragma.
+
 // ===========================================================================================================
 // Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
 // several.
@@ -200,8 +202,8 @@ void residual_add(const View& x, const View& branch, const View& x_out, const No
                   cudaStream_t s) {
     with_storage(next.in, [&](auto in) {
         using T = typename decltype(in)::Compute;
-        launch_residual(Sum<T>{dense<T>(x.codes), dense<T>(branch.codes), x.cols}, x_out, next, in, y_amax,
-                        s);
+        const Sum<T> sum{dense<T>(x.codes), dense<T>(branch.codes), x.cols};
+        launch_residual(sum, x_out, next, in, y_amax, s);
     });
 }
 
@@ -209,16 +211,17 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
                        const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
     with_storage(next.in, [&](auto in) {
         using C = typename decltype(in)::Compute;
-        launch_residual(
-            Embedding<C>{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T, embedding.cols},
-            x_out, next, in, y_amax, s);
+        const Embedding<C> sum{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T,
+                               embedding.cols};
+        launch_residual(sum, x_out, next, in, y_amax, s);
     });
 }
 
 // ===========================================================================================================
 // Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
-//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) /
-//   rms, xhat = x / rms dweight += dy xhat, dbias += dy
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
+//   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
+//   both       dweight += dy xhat, dbias += dy
 // A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
 // in order.
 
@@ -326,8 +329,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
          first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
         BackwardRow<Storage> r(a, first + threadIdx.y);
         Values x[ROW_CHUNKS];
-        float sum[2] = {
-            0, 0};  // of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn
+        // Of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn.
+        float sum[2] = {0, 0};
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             r.x(c, x[c]);
@@ -442,25 +445,15 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
     const dim3 block = row_block(C);
-    const unsigned grid =
-        std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
     const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float),
                  shared = sums <= NORM_SHARED ? sums : 0;
     require(shared || !n.rms, "the sums of RMSNorm do not fit into shared memory");
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const NormBackward<Storage> a{in,
-                                      dense<T>(n.weight),
-                                      dense<T>(dy.codes),
-                                      dense<T>(g_in.codes),
-                                      dense<T>(g_out.codes),
-                                      rows,
-                                      C,
-                                      n.eps,
-                                      n.stats,
-                                      g_amax,
-                                      workspace};
+        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.codes), dense<T>(g_in.codes),
+                                      dense<T>(g_out.codes), rows, C, n.eps, n.stats, g_amax, workspace};
         const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
                             : shared ? layernorm_backward_kernel<Storage, true>
                                      : layernorm_backward_kernel<Storage, false>;
@@ -680,9 +673,9 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (!scale_of_step) return;
     const float scale = static_cast<float>(*scale_of_step);
+    // (softmax - one_hot(target)) * scale
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride);
-         col += STEP) {  // (softmax - one_hot(target)) * scale
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
@@ -806,9 +799,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
     Values sum = {};
-    sum_rows(
-        g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; },
-        sum);
+    const int batch = static_cast<int>((rows - t + period - 1) / period);
+    sum_rows(g, C, col, batch, [&](int b) { return b * period + t; }, sum);
     gradient.add(t * C + col, sum);
 }
 
@@ -819,13 +811,12 @@ void embedding_backward(const View& g, const int32_t* order, const EmbeddingChun
     if (number_of_chunks == 0) return;
     const dim3 grid = embedding_grid(number_of_chunks, g.cols);
     const Dense<float> partials{workspace};
+    const Gradient to = gradient_of(gradient);
     with_dense(g, [&](auto x) {
-        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks,
-                                                                   gradient_of(gradient), partials);
+        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, to, partials);
         CHECK_LAUNCH("embedding_backward");
     });
-    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, gradient_of(gradient),
-                                                               partials);
+    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, to, partials);
     CHECK_LAUNCH("embedding_backward, tokens with several chunks");
 }
 
