@@ -103,79 +103,51 @@ void reduce_partials(const float* partials, int64_t rows, const View& gradient, 
 
 namespace {
 
-template <class T>
-struct Sum {  // x + branch
-    struct Raw {
-        typename Dense<T>::Raw x, branch;
-    };
-    Dense<T> x, branch;
-    int64_t width;
-
-    __device__ Raw load(int64_t row, int64_t col) const {
-        return {x.load(row * width + col), branch.load(row * width + col)};
-    }
-    __device__ void compute(const Raw& raw, Values& v) const {
-        Values other;
-        x.values(raw.x, v);
-        branch.values(raw.branch, other);
-        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], other[j]);
-    }
-};
-
-template <class T>
-struct Embedding {  // embedding[token] (+ positions[row % T])
-    struct Raw {
-        typename Dense<T>::Raw token, position;
-    };
-    const int32_t* tokens;
-    Dense<T> embedding, positions;
-    int64_t period, width;
-
-    __device__ Raw load(int64_t row, int64_t col) const {
-        Raw raw{};
-        raw.token = embedding.load(tokens[row] * width + col);
-        if (positions.data) raw.position = positions.load(row % period * width + col);
-        return raw;
-    }
-    __device__ void compute(const Raw& raw, Values& v) const {
-        Values p;
-        embedding.values(raw.token, v);
-        if (!positions.data) return;
-        positions.values(raw.position, p);
-        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], p[j]);
-    }
+// What is added: x + y by rows (N, C), the residual stream and a branch; or x[token] + y[position].
+template <class Compute>
+struct Sum {
+    Dense<Compute> x, y;          // y may be no tensor
+    const int32_t* tokens;  // (N); null: rows of x and y have the same number
+    int64_t T, rows, C;     // the position of a row is row % T
 };
 
 // sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's
 // quantizer needs.
-template <class Source, class Storage>
+template <class Storage, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Source source, int64_t rows, Dense<typename Storage::Compute> x_out, Storage in,
-                    NormParameters<typename Storage::Compute> parameters, float2* stats, bool rms, float eps,
-                    TensorScale* y_amax) {
-    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = source.width;
-    typename Source::Raw raw[ROW_CHUNKS] = {};
+    residual_kernel(Sum<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
+                    bool rms, float eps, TensorScale* y_amax) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
+    const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
+                  y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
+    typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
 #pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++)
-        if (row < rows && row_column(c) < C) raw[c] = source.load(row, row_column(c));
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= a.rows || row_column(c) >= C) continue;
+        raw_x[c] = a.x.load(x_row * C + row_column(c));
+        if (a.y.data) raw_y[c] = a.y.load(y_row * C + row_column(c));
+    }
     Values v[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t col = row_column(c), i = row * C + col;
-        const bool live = row < rows && col < C;
-        Values sum = {};
-        if (live) source.compute(raw[c], sum);
+        const bool live = row < a.rows && col < C;
+        Values sum, y;
+        a.x.values(raw_x[c], sum);
+        a.y.values(raw_y[c], y);
+        if (a.y.data)
+            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.store(i, sum, live);
         in.store(i, v[c], live);  // v becomes what the norm will read
     }
     const float2 st = row_stats(v, C, rms, eps);
-    if (row < rows && threadIdx.x == 0) stats[row] = st;
+    if (row < a.rows && threadIdx.x == 0) stats[row] = st;
     if (!y_amax) return;
     uint32_t top = 0;
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= rows || row_column(c) >= C) continue;
+        if (row >= a.rows || row_column(c) >= C) continue;
         Values weight, bias;
         parameters.load(row_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
@@ -184,37 +156,30 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     update_amax_by_warp(&y_amax->amax, top);
 }
 
-template <class Source, class Storage>
-void launch_residual(const Source& source, const View& x_out, const Norm& n, Storage in, TensorScale* y_amax,
-                     cudaStream_t s) {
-    using T = typename Storage::Compute;
-    if (n.in.rows == 0) return;
-    const dim3 block = row_block(n.in.cols);
-    residual_kernel<<<blocks(n.in.rows, block.y), block, 0, s>>>(
-        source, n.in.rows, dense<T>(x_out.codes), in, NormParameters<T>{dense<T>(n.weight), dense<T>(n.bias)},
-        n.stats, n.rms, n.eps, y_amax);
-    CHECK_LAUNCH("residual");
+void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
+                     const Norm& n, TensorScale* y_amax, cudaStream_t s) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    if (rows == 0) return;
+    const dim3 block = row_block(C);
+    with_storage(n.in, [&](auto in) {
+        using F = typename decltype(in)::Compute;
+        const Sum<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
+        const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
+        residual_kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.codes), in, parameters,
+                                                                n.stats, n.rms, n.eps, y_amax);
+        CHECK_LAUNCH("residual");
+    });
 }
 
 }  // namespace
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
                   cudaStream_t s) {
-    with_storage(next.in, [&](auto in) {
-        using T = typename decltype(in)::Compute;
-        const Sum<T> sum{dense<T>(x.codes), dense<T>(branch.codes), x.cols};
-        launch_residual(sum, x_out, next, in, y_amax, s);
-    });
+    launch_residual(x, branch, nullptr, 1, x_out, next, y_amax, s);
 }
-
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
                        const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
-    with_storage(next.in, [&](auto in) {
-        using C = typename decltype(in)::Compute;
-        const Embedding<C> sum{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T,
-                               embedding.cols};
-        launch_residual(sum, x_out, next, in, y_amax, s);
-    });
+    launch_residual(embedding, positions, tokens, T, x_out, next, y_amax, s);
 }
 
 // ===========================================================================================================
