@@ -54,8 +54,7 @@ private:
     // reduction; whether there is a bias.
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
-    cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
-    std::unique_ptr<Problem> launch_first(Gemm kind, const Call& call) const;
+    cublasStatus_t launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
     void choose_fastest(Problem& p, const Call& call) const;
 
     cublasLtHandle_t handle_ = nullptr;
