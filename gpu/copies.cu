@@ -26,13 +26,9 @@ struct StreamFlags {
 
     StreamFlags() {
         void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-        auto find = [&](const char* name) {
-            void* const address = driver ? dlsym(driver, name) : nullptr;
-            Operation operation;
-            std::memcpy(&operation, &address, sizeof address);
-            return operation;
-        };
-        write = find("cuStreamWriteValue32_v2"), wait = find("cuStreamWaitValue32_v2");
+        if (!driver) return;
+        write = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWriteValue32_v2"));
+        wait = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWaitValue32_v2"));
     }
 };
 
@@ -41,11 +37,12 @@ struct Address {
     char machine[40];
     uint64_t process;  // a random number: processes of two containers can have the same pid
     int device;
-    void *memory, *flags;
+    uint8_t* memory;
+    uint32_t* flags;
     cudaIpcMemHandle_t memory_handle, flags_handle;
 };
 
-Address address_of(void* memory, void* flags) {
+Address address_of(uint8_t* memory, uint32_t* flags) {
     Address address{};
     std::ifstream("/proc/sys/kernel/random/boot_id").read(address.machine, sizeof address.machine - 1);
     static const uint64_t process = uint64_t(std::random_device{}()) << 32 | uint32_t(getpid());
@@ -75,7 +72,7 @@ public:
 
     bool map_others(void* memory) {
         memory_ = static_cast<uint8_t*>(memory);
-        const Address mine = address_of(memory, flags_);
+        const Address mine = address_of(memory_, flags_);
         const std::vector<Address> addresses = group_.all_gather(mine);
         bool mapped = stream_.write && stream_.wait && mine.machine[0];
         for (int r = 0; r < ranks_ && mapped; r++)
@@ -126,19 +123,17 @@ private:
     bool map(const Address& address, const Address& mine, Peer& peer) {
         if (address.process == mine.process) {
             const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);
-            peer.memory = static_cast<uint8_t*>(address.memory),
-            peer.flags = static_cast<uint32_t*>(address.flags);
+            peer.memory = address.memory, peer.flags = address.flags;
             return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
         }
-        void *memory = nullptr, *flags = nullptr;
-        if (cudaIpcOpenMemHandle(&memory, address.memory_handle, cudaIpcMemLazyEnablePeerAccess) !=
-            cudaSuccess)
-            return false;
-        peer.memory = static_cast<uint8_t*>(memory);
-        if (cudaIpcOpenMemHandle(&flags, address.flags_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
-            return cudaIpcCloseMemHandle(memory), false;
-        peer.flags = static_cast<uint32_t*>(flags);
-        return peer.mapped = true;
+        auto open = [](auto** to, const cudaIpcMemHandle_t& handle) {
+            return cudaIpcOpenMemHandle(reinterpret_cast<void**>(to), handle,
+                                        cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+        };
+        if (!open(&peer.memory, address.memory_handle)) return false;
+        peer.mapped = open(&peer.flags, address.flags_handle);
+        if (!peer.mapped) cudaIpcCloseMemHandle(peer.memory);
+        return peer.mapped;
     }
     void flag(StreamFlags::Operation operation, uint32_t* at, cudaStream_t s) const {
         if (operation(s, reinterpret_cast<uint64_t>(at), number_, 0) != 0)
