@@ -1,7 +1,7 @@
 // model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe.
 //
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
-// Network::block_forward() and block_backward() first: they follow the table that --plan prints. There are
+// Gpu::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
 //   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
 //     a step the host never waits for the GPU.
@@ -15,11 +15,9 @@
 //   Peers     the other GPUs
 //   State     weights, gradients, scales and moments, by parameter; the update
 //   Exchange  which gradients and weights travel between GPUs, and when
-//   Network   forward and backward of one micro-batch
-//   Gpu       the Model that train.cpp drives
+//   Gpu       the Model that train.cpp drives: a step, its micro-batches, and their blocks
 #include <algorithm>
 #include <cstdio>
-#include <functional>
 
 #include "adamw.cuh"
 #include "coat.cuh"
@@ -622,7 +620,7 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// The network: one micro-batch forward and backward, in the order of the --plan print-out
+// The Model that train.cpp drives: steps, micro-batches, and blocks in the order of the --plan print-out
 
 // A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs. The bias (out) is the
 // parameter that follows the weight.
@@ -640,22 +638,23 @@ struct Layer {
     Linear qkv, attention_out, gate_up, down;
 };
 
-class Network {
+class Gpu : public Model {
 public:
-    // Called as soon as backward has a bucket's gradients and no longer needs its weights.
-    std::function<void(int64_t bucket)> bucket_done;
-
-    Network(const Device& device, const GpuFacts& facts, State& state, Exchange& exchange, Gemms& gemms)
-        : device_(device), config_(device.setup.config), recipe_(device.setup.recipe),
-          formats_(linear_formats(device.setup)), state_(state), exchange_(exchange), gemms_(gemms),
-          cuda_(device.stream), caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
+    Gpu(const Setup& s, const GpuFacts& facts)
+        : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.fast_accumulation),
+          peers_(device_), state_(device_, peers_), exchange_(device_, state_, peers_),
+          caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
           head_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
-          positions_(config_.arch.rope ? embedding_ : param("positions")) {
+          positions_(config_.arch.rope ? embedding_ : param("positions")), tokens_(step_tokens()),
+          targets_(step_tokens()), order_(step_tokens()), chunks_(step_tokens()), outcome_(1),
+          norms_(buckets()), loss_scale_(1) {
+        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
+                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
+                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
+                      "as work_rows() in plan.cpp counts them");
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, cache));
-        if (config_.arch.rope)
-            rope_table(config_, device.setup.T, device_.work<float2>(Work::RopeTable), cuda_);
-        set_shape(device.setup.B, device.setup.T);
+        set_shape(setup_.B, setup_.T);
         auto lacks_room = [&](Work w, size_t bytes) {
             return static_cast<int64_t>(bytes) > device_.place(w).bytes;
         };
@@ -664,12 +663,177 @@ public:
             throw Error(
                 "The memory plan has less room for attention or norms than their kernels need; correct "
                 "work_rows() in plan.cpp.");
+        if (config_.arch.rope) rope_table(config_, setup_.T, device_.work<float2>(Work::RopeTable), cuda_);
+        start();
+        warm_up();
+        start();
     }
 
-    // Before a step, or before a pass of its own: the FP8 copies of the weights, if they are cached and not up
-    // to date. With delayed scaling that takes their amaxes of the step. stats: one per Kind, on the device;
-    // null: nothing is measured.
-    void begin(QuantStats* stats = nullptr) {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        check_and_pin(tokens, targets, step_tokens());
+        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
+        if (counted == 0) return {0, 0, true};
+        begin(static_cast<double>(counted));
+        adamw_ = &adamw;
+        for (int64_t i = 0; i < setup_.accumulate; i++) {
+            run(i);
+            if (setup_.keep_gradients) check_loss(&results()->checked_loss);
+        }
+        peers_.make_compute_wait();
+        if (setup_.keep_gradients) state_.update(adamw);
+        weights_changed(true);
+        state_.end_delayed_step();
+        const Outcome& outcome = finish();
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
+        std::vector<double> correction;
+        if (!setup_.keep_gradients)
+            correction = norm_corrections_of({norms_.get(), norms_.get() + buckets()});
+        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, correction, counted};
+    }
+
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        check_and_pin(tokens, targets, batch_tokens());
+        upload(0, batch_tokens());
+        begin(divisor_of_mean(targets, batch_tokens()));
+        forward(setup_.B, setup_.T);
+        head(false);
+        check_loss(&results()->outcome.loss);
+        return finish().loss;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        check_and_pin(tokens, tokens, n);
+        upload(0, n);
+        begin_pass(nullptr);
+        forward(1, n);
+        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
+        const View row = head_logits(n - 1, 1),
+                   wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
+        dequantize(row, wide, cuda_);
+        copy(logits, wide.codes, config_.V * 4, cuda_);
+        device_.stream.wait();
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        QuantReport report;
+        check_and_pin(tokens, targets, batch_tokens());
+        clear(results()->stats, sizeof(results()->stats), cuda_);
+        begin(divisor_of_mean(targets, batch_tokens()), results()->stats);
+        run(0);
+        peers_.make_compute_wait();
+        report.k_m = state_.expansion_factors(false);
+        report.k_v = state_.expansion_factors(true);
+        copy(report.kinds, results()->stats, sizeof(report.kinds), cuda_);
+        device_.stream.wait();
+        // Where weights travel as codes, each rank has measured those that it made.
+        QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
+        if (setup_.shard == Shard::All && gathers_codes(setup_)) weights = sum_of_ranks(weights);
+        return report;
+    }
+
+    // Gradients can be read from the end of a step to the next forward pass.
+    void read(const std::string& name, void* out) override {
+        peers_.make_compute_wait();
+        state_.read(name, out);
+    }
+    void write(const std::string& name, const void* in) override {
+        peers_.make_compute_wait();
+        state_.write(name, in);
+        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
+        weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
+    }
+    const Setup& setup() const override { return setup_; }
+
+private:
+    const Device device_;
+    const Setup& setup_ = device_.setup;
+    const ModelConfig& config_ = setup_.config;
+    const Recipe& recipe_ = setup_.recipe;
+    const LinearFormats formats_ = linear_formats(setup_);  // of the operands of every linear layer
+    const cudaStream_t cuda_ = device_.stream;
+    Gemms gemms_;
+    Peers peers_;
+    State state_;
+    Exchange exchange_;
+
+    const bool caches_weights_;
+    bool cache_is_valid_ = false;
+    // Parameters; positions_ only where the architecture has them.
+    const size_t embedding_, head_, final_norm_, positions_;
+    std::vector<Layer> layers_;
+
+    // Of the pass that runs: its shape, what is measured, and which micro-batch of a step it is.
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+    QuantStats* stats_ = nullptr;  // one per Kind, on the device; null: not measured
+    int64_t micro_batch_ = 0;
+    const AdamW* adamw_ = nullptr;
+    bool saves_outputs_ = false;
+    View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
+
+    Pinned<int32_t> tokens_, targets_, order_;
+    Pinned<EmbeddingChunk> chunks_;
+    Pinned<Outcome> outcome_;
+    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
+    Pinned<double> loss_scale_;
+    Recording first_micro_batch_, later_micro_batch_;
+    bool tuning_ = false;
+
+    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
+    int64_t batch_tokens() const { return setup_.B * setup_.T; }
+    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
+    Results* results() const { return device_.results(); }
+
+    void start() {
+        peers_.make_compute_wait();
+        clear(results(), sizeof(Results), cuda_);
+        state_.initialize();
+        weights_changed(false);
+    }
+    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
+    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
+    void warm_up() {
+        std::vector<int32_t> tokens(step_tokens());
+        const uint64_t V = static_cast<uint64_t>(config_.V);
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
+        gemms_.tune(tuning_ = true);
+        step(tokens.data(), tokens.data(), {1, 0.0f});
+        gemms_.tune(tuning_ = false);
+        step(tokens.data(), tokens.data(), {2, 0.0f});
+    }
+
+    template <class T>
+    T sum_of_ranks(const T& mine) const {
+        if (!peers_.several()) return mine;
+        T sum{};
+        for (const T& theirs : setup_.group->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+
+    // --- Before a pass
+    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
+        for (int64_t i = 0; i < n; i++)
+            if (tokens[i] < 0 || tokens[i] >= config_.V || targets[i] < NO_TARGET || targets[i] >= config_.V)
+                throw Error("A token lies outside the vocabulary of " + std::to_string(config_.V) +
+                            "; choose --data and --model that belong together.");
+        std::copy(tokens, tokens + n, tokens_.get());
+        std::copy(targets, targets + n, targets_.get());
+    }
+    void upload(int64_t first, int64_t n) {
+        copy(device_.work(Work::Tokens), tokens_.get() + first, n * 4, cuda_);
+        copy(device_.work(Work::Targets), targets_.get() + first, n * 4, cuda_);
+    }
+    // A step, or a pass of its own, over `counted` targets.
+    void begin(double counted, QuantStats* stats = nullptr) {
+        *loss_scale_.get() = 1.0 / counted;
+        copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
+        clear(&results()->outcome, sizeof(Outcome), cuda_);
+        clear(&results()->checked_loss, sizeof(double), cuda_);
+        begin_pass(stats);
+    }
+    // Makes the FP8 copies of the weights, if they are cached and not up to date. With delayed scaling that
+    // takes their amaxes of the step.
+    void begin_pass(QuantStats* stats) {
         stats_ = stats;
         if (state_.delayed()) {
             state_.clear_amaxes();
@@ -685,76 +849,101 @@ public:
             }
         cache_is_valid_ = true;
     }
-    bool measures() const { return stats_ != nullptr; }
     void weights_changed(bool send) {  // send: as in Exchange
         cache_is_valid_ = false;
         exchange_.weights_changed(send);
     }
 
-    // Hidden states before the final norm, in residual_; and the final norm's statistics. The tokens (B, T)
-    // are in Work::Tokens, and targets in Work::Targets.
+    // --- One micro-batch of the pinned tokens
+    // Forward and backward are a recording unless a launch may differ from the last one: while GEMMs are tuned
+    // or quantization is measured, when something happens to buckets on the way, and as long as an operand may
+    // lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's gradient.
+    void run(int64_t micro_batch) {
+        micro_batch_ = micro_batch;
+        set_shape(setup_.B, setup_.T);
+        upload(micro_batch * N_, N_);
+        auto work = [&] { forward_and_backward(); };
+        if (tuning_ || stats_ || peers_.several() || !setup_.keep_gradients || state_.some_without_scale) work();
+        else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
+        embedding_backward();
+    }
+    // Whether gradients are assigned, not added: by the first micro-batch of a step. Several ranks sum what
+    // each micro-batch gives right away, so every one assigns.
+    bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
+
+    // Hidden states before the final norm, in residual_; and the final norm's statistics.
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
         if (!state_.delayed()) state_.clear_amaxes();
         const Norm norm1 = norm1_of(layers_[0]);
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
-        gpu::embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                               residual_after(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
+        embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
+                          residual_after(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
         finish_residual(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
-    // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale.
-    void evaluate() {
-        forward(device_.setup.B, device_.setup.T);
-        head(false);
-    }
-    // The same. The gradients are added, or assigned if the micro-batch is the first of a step: all but those
-    // of the embeddings, which follow in embedding_backward().
-    void forward_and_backward(bool first) {
-        first_ = first;
-        saves_outputs_ = !device_.setup.recompute;
-        forward(device_.setup.B, device_.setup.T);
+    // All gradients but those of the embeddings. Results::outcome.loss += the sum of the micro-batch's losses *
+    // Results::loss_scale.
+    void forward_and_backward() {
+        saves_outputs_ = !setup_.recompute;
+        forward(setup_.B, setup_.T);
         head(true);
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         saves_outputs_ = false;
     }
-    // embedding_order() of the tokens is in Work::EmbeddingOrder and Work::EmbeddingChunks.
-    void embedding_backward(int64_t number_of_chunks, bool first) {
-        // Forward may have been a recording, which leaves nothing here.
-        set_shape(device_.setup.B, device_.setup.T);
-        first_ = first;
+    void embedding_backward() {
+        const int64_t first = micro_batch_ * N_;
+        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N_, config_.V);
+        const int64_t chunks = static_cast<int64_t>(order.chunks.size());
+        int32_t* const device_order = device_.work<int32_t>(Work::EmbeddingOrder);
+        EmbeddingChunk* const device_chunks = device_.work<EmbeddingChunk>(Work::EmbeddingChunks);
+        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
+        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
+        copy(device_order, order_.get() + first, N_ * 4, cuda_);
+        copy(device_chunks, chunks_.get() + first, chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), cuda_);
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), device_.work<int32_t>(Work::EmbeddingOrder),
-                                device_.work<EmbeddingChunk>(Work::EmbeddingChunks), number_of_chunks,
+        gpu::embedding_backward(residual_gradient(), device_order, device_chunks, chunks,
                                 state_.gradient(embedding_), device_.work<float>(Work::EmbeddingPartials),
                                 cuda_);
         if (!config_.arch.rope)
             positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }
-    View token_logits(int64_t token) {  // (1, padded_V)
-        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
-        return head_logits(token, 1);
+
+    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
+    // their gradients are cleared. A tied embedding has the head's part already.
+    void begin_bucket(int64_t number) const {
+        exchange_.wait_for_bucket(number);
+        const BucketRange& bucket = state_.buckets[number];
+        for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
+            const Param& p = state_.params[i];
+            if (!p.role.linear && i != head_)
+                clear(state_.gradient(i).codes, p.padded_size() * state_.gradient_bytes, cuda_);
+        }
+    }
+    // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
+    // --gradients none the weights are updated.
+    void end_bucket(int64_t bucket) {
+        if (stats_) return state_.measure(bucket);
+        const bool last = micro_batch_ + 1 == setup_.accumulate;
+        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0, last);
+        if (setup_.keep_gradients) return;
+        peers_.make_compute_wait();
+        check_loss(&results()->checked_loss);
+        state_.update(*adamw_, bucket);
+        copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), cuda_);
     }
 
-private:
-    const Device& device_;
-    const ModelConfig& config_;
-    const Recipe& recipe_;
-    const LinearFormats formats_;  // of the operands of every linear layer
-    State& state_;
-    Exchange& exchange_;
-    Gemms& gemms_;
-    const cudaStream_t cuda_;
-    const bool caches_weights_;
-    // Parameters; positions_ only where the architecture has them.
-    const size_t embedding_, head_, final_norm_, positions_;
-    QuantStats* stats_ = nullptr;
-    bool cache_is_valid_ = false, first_ = true, saves_outputs_ = false;
-    std::vector<Layer> layers_;
-    int64_t B_ = 0, T_ = 0, N_ = 0;
-    View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
+    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
+    void check_loss(double* checked) {
+        checked_loss(state_.scale(0), state_.number_of_scales(), &results()->outcome.loss, checked, cuda_);
+    }
+    const Outcome& finish() {
+        copy(outcome_.get(), &results()->outcome, sizeof(Outcome), cuda_);
+        device_.stream.wait();
+        return *outcome_.get();
+    }
 
     // --- One block: the comments are the rows of the --plan print-out, and its phases of backward
     void block_forward(int64_t l) {
@@ -809,7 +998,7 @@ private:
 
         // activation; FP8 codes as large as the saved elements take their place
         begin_bucket(b.gate_up.bucket);
-        const bool in_place = gate_up_gradient_in_place(device_.setup);
+        const bool in_place = gate_up_gradient_in_place(setup_);
         g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact),
                              in_place ? gate_up.codes : operand_place, needs_amax(b.gate_up.g));
         // gate and up projection, dgrad; norm 2
@@ -857,7 +1046,7 @@ private:
         gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
     void wgrad(const Linear& w, const Operand& g8, const Lazy& x) {
-        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), state_.gradient(w.param), !first_, nullptr,
+        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), state_.gradient(w.param), !assigns(), nullptr,
                    cuda_);
     }
 
@@ -1028,7 +1217,6 @@ private:
     // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
     // rounded too often (plan.h, head_sum_apart).
     void head(bool backward) {
-        Results* const results = device_.results();
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
         const View wide{device_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32},
@@ -1038,19 +1226,19 @@ private:
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
-        if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
+        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
                        y = compute_view(device_.work(Work::FinalNorm), n, config_.C);
-            cross_entropy(logits, config_.V, targets + first, backward ? &results->loss_scale : nullptr,
+            cross_entropy(logits, config_.V, targets + first, backward ? &results()->loss_scale : nullptr,
                           losses + first, cuda_);
             if (!backward) continue;
-            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
+            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(assigns() && first == 0), nullptr, cuda_);
             gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr,
                        cuda_);
         }
-        loss_sum(losses, N_, &results->loss_scale, &results->outcome.loss, cuda_);
+        loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
@@ -1095,22 +1283,6 @@ private:
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
     QuantStats* stats_of(Kind k) const { return stats_ ? stats_ + static_cast<int>(k) : nullptr; }
 
-    // --- Buckets
-    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
-    // their gradients are cleared. A tied embedding has the head's part already.
-    void begin_bucket(int64_t number) const {
-        exchange_.wait_for_bucket(number);
-        const BucketRange& bucket = state_.buckets[number];
-        for (size_t i = bucket.first; first_ && i < bucket.last; i++) {
-            const Param& p = state_.params[i];
-            if (!p.role.linear && i != head_)
-                clear(state_.gradient(i).codes, p.padded_size() * state_.gradient_bytes, cuda_);
-        }
-    }
-    void end_bucket(int64_t number) const {
-        if (bucket_done) bucket_done(number);
-    }
-
     // --- Construction
     size_t param(const std::string& name) const { return param_of(state_.params, name); }
     // which: 0 to 3, as LINEARS counts them. cache: where its FP8 weight may lie; moved on to the next one.
@@ -1127,7 +1299,7 @@ private:
     Layer make_layer(int64_t l, uint8_t*& cache) const {
         Layer b{};
         const GpuLayout& layout = device_.layout;
-        const std::vector<SavedTensor> table = saved_per_layer(device_.setup);
+        const std::vector<SavedTensor> table = saved_per_layer(setup_);
         for (size_t i = 0; i < table.size(); i++) {
             const int64_t N = layout.tokens, cols = table[i].cols,
                           offset = l * layout.layer_bytes + layout.saved_codes[i].offset;
@@ -1143,223 +1315,6 @@ private:
         b.gate_up = make_linear(name + "gate_up", l, 2, cache, operand(Saved::Norm2Output));
         b.down = make_linear(name + "down", l, 3, cache, operand(Saved::ActivationOutput));
         return b;
-    }
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// The Model that train.cpp drives
-
-class Gpu : public Model {
-public:
-    Gpu(const Setup& s, const GpuFacts& facts)
-        : device_(s, facts), gemms_(device_.work(Work::GemmScratch), s.recipe.fast_accumulation),
-          peers_(device_), state_(device_, peers_), exchange_(device_, state_, peers_),
-          network_(device_, facts, state_, exchange_, gemms_), tokens_(step_tokens()),
-          targets_(step_tokens()), order_(step_tokens()), chunks_(step_tokens()), outcome_(1),
-          norms_(buckets()), loss_scale_(1) {
-        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
-                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
-                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
-                      "as work_rows() in plan.cpp counts them");
-        start();
-        warm_up();
-        start();
-    }
-
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        check_and_pin(tokens, targets, step_tokens());
-        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
-        if (counted == 0) return {0, 0, true};
-        begin(static_cast<double>(counted));
-        int64_t a = 0;
-        std::function<void(int64_t)> bucket_done = [&](int64_t bucket) {
-            if (peers_.several()) exchange_.add_bucket(bucket, a == 0, a + 1 == setup_.accumulate);
-            if (setup_.keep_gradients) return;
-            peers_.make_compute_wait();
-            check_loss(&results()->checked_loss);
-            state_.update(adamw, bucket);
-            copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
-        };
-        if (!peers_.several() && setup_.keep_gradients) bucket_done = nullptr;  // so that it can be recorded
-        for (; a < setup_.accumulate; a++) {
-            run(a, bucket_done);
-            if (setup_.keep_gradients) check_loss(&results()->checked_loss);
-        }
-        peers_.make_compute_wait();
-        if (setup_.keep_gradients) state_.update(adamw);
-        network_.weights_changed(true);
-        state_.end_delayed_step();
-        const Outcome& outcome = finish();
-        const bool skipped = outcome.gradients.skip != 0;
-        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
-        std::vector<double> correction;
-        if (!setup_.keep_gradients)
-            correction = norm_corrections_of({norms_.get(), norms_.get() + buckets()});
-        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, correction, counted};
-    }
-
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        check_and_pin(tokens, targets, batch_tokens());
-        upload(0, batch_tokens());
-        begin(divisor_of_mean(targets, batch_tokens()));
-        network_.evaluate();
-        check_loss(&results()->outcome.loss);
-        return finish().loss;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check_and_pin(tokens, tokens, n);
-        upload(0, n);
-        network_.begin();
-        network_.forward(1, n);
-        const View row = network_.token_logits(n - 1),
-                   wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
-        dequantize(row, wide, stream_);
-        copy(logits, wide.codes, setup_.config.V * 4, stream_);
-        stream_.wait();
-    }
-
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantReport report;
-        check_and_pin(tokens, targets, batch_tokens());
-        clear(results()->stats, sizeof(results()->stats), stream_);
-        begin(divisor_of_mean(targets, batch_tokens()), results()->stats);
-        run(0, [&](int64_t bucket) { state_.measure(bucket); });
-        peers_.make_compute_wait();
-        report.k_m = state_.expansion_factors(false);
-        report.k_v = state_.expansion_factors(true);
-        copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
-        stream_.wait();
-        add_weights_of_others(report.kinds[static_cast<int>(Kind::Weight)]);
-        return report;
-    }
-
-    // Gradients can be read from the end of a step to the next forward pass.
-    void read(const std::string& name, void* out) override {
-        peers_.make_compute_wait();
-        state_.read(name, out);
-    }
-    void write(const std::string& name, const void* in) override {
-        peers_.make_compute_wait();
-        state_.write(name, in);
-        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
-        network_.weights_changed(setup_.recipe.compute == Format::F32 &&
-                                 name.find(".remainder") != name.npos);
-    }
-    const Setup& setup() const override { return setup_; }
-
-private:
-    const Device device_;
-    const Setup& setup_ = device_.setup;
-    const Stream& stream_ = device_.stream;
-    Gemms gemms_;
-    Peers peers_;
-    State state_;
-    Exchange exchange_;
-    Network network_;
-    Pinned<int32_t> tokens_, targets_, order_;
-    Pinned<EmbeddingChunk> chunks_;
-    Pinned<Outcome> outcome_;
-    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
-    Pinned<double> loss_scale_;
-    Recording first_micro_batch_, later_micro_batch_;
-    bool tuning_ = false;
-
-    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
-    int64_t batch_tokens() const { return setup_.B * setup_.T; }
-    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
-    Results* results() const { return device_.results(); }
-
-    void start() {
-        peers_.make_compute_wait();
-        clear(results(), sizeof(Results), stream_);
-        state_.initialize();
-        network_.weights_changed(false);
-    }
-    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
-    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
-    void warm_up() {
-        std::vector<int32_t> tokens(step_tokens());
-        const uint64_t V = static_cast<uint64_t>(setup_.config.V);
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        gemms_.tune(tuning_ = true);
-        step(tokens.data(), tokens.data(), {1, 0.0f});
-        gemms_.tune(tuning_ = false);
-        step(tokens.data(), tokens.data(), {2, 0.0f});
-    }
-
-    template <class T>
-    T sum_of_ranks(T mine) const {
-        if (!peers_.several()) return mine;
-        T sum = 0;
-        for (T theirs : setup_.group->all_gather(mine)) sum += theirs;
-        return sum;
-    }
-    // Where weights travel as codes, each rank has measured those that it made.
-    void add_weights_of_others(QuantStats& mine) const {
-        if (!peers_.several() || setup_.shard != Shard::All || !gathers_codes(setup_)) return;
-        const std::vector<QuantStats> all = setup_.group->all_gather(mine);
-        mine = {};
-        for (const QuantStats& s : all) mine += s;
-    }
-
-    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        for (int64_t i = 0; i < n; i++)
-            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < NO_TARGET ||
-                targets[i] >= setup_.config.V)
-                throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
-                            "; choose --data and --model that belong together.");
-        std::copy(tokens, tokens + n, tokens_.get());
-        std::copy(targets, targets + n, targets_.get());
-    }
-    void upload(int64_t first, int64_t n) {
-        copy(device_.work(Work::Tokens), tokens_.get() + first, n * 4, stream_);
-        copy(device_.work(Work::Targets), targets_.get() + first, n * 4, stream_);
-    }
-    // Before a pass over `counted` targets. stats: as in Network::begin().
-    void begin(double counted, QuantStats* stats = nullptr) {
-        *loss_scale_.get() = 1.0 / counted;
-        copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), stream_);
-        clear(&results()->outcome, sizeof(Outcome), stream_);
-        clear(&results()->checked_loss, sizeof(double), stream_);
-        network_.begin(stats);
-    }
-
-    // One micro-batch of the pinned tokens. It is a recording unless a launch may differ from the last one:
-    // while GEMMs are tuned or quantization is measured, when buckets are updated on the way, and as long as
-    // an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's
-    // gradient.
-    void run(int64_t micro_batch, const std::function<void(int64_t)>& bucket_done) {
-        // Several ranks sum what each micro-batch gives right away: every one assigns its gradients.
-        const bool first = micro_batch == 0 || peers_.several();
-        upload(micro_batch * batch_tokens(), batch_tokens());
-        network_.bucket_done = bucket_done;
-        auto work = [&] { network_.forward_and_backward(first); };
-        if (network_.measures() || bucket_done || tuning_ || state_.some_without_scale) work();
-        else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
-        network_.embedding_backward(upload_order(micro_batch), first);
-        network_.bucket_done = nullptr;
-    }
-    int64_t upload_order(int64_t micro_batch) {  // the number of chunks
-        const int64_t N = batch_tokens(), first = micro_batch * N;
-        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N, setup_.config.V);
-        const int64_t chunks = static_cast<int64_t>(order.chunks.size());
-        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
-        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
-        copy(device_.work(Work::EmbeddingOrder), order_.get() + first, N * 4, stream_);
-        copy(device_.work(Work::EmbeddingChunks), chunks_.get() + first,
-             chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
-        return chunks;
-    }
-
-    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
-    void check_loss(double* checked) {
-        checked_loss(state_.scale(0), state_.number_of_scales(), &results()->outcome.loss, checked, stream_);
-    }
-    const Outcome& finish() {
-        copy(outcome_.get(), &results()->outcome, sizeof(Outcome), stream_);
-        stream_.wait();
-        return *outcome_.get();
     }
 };
 
