@@ -253,7 +253,8 @@ public:
     static constexpr int64_t ALL_BUCKETS = -1;
     void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
         const bool all = bucket == ALL_BUCKETS;
-        const size_t begin = all ? 0 : buckets[bucket].first, end = all ? params.size() : buckets[bucket].last;
+        const size_t begin = all ? 0 : buckets[bucket].first,
+                     end = all ? params.size() : buckets[bucket].last;
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
         const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
@@ -386,26 +387,18 @@ private:
     }
     // Where a tensor is, for those that are stored as read() and write() pass them.
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
-        const MomentView m = moment(i, false), v = moment(i, true);
         const int64_t kept = shards[i].state.count;
-        const int64_t m_scales = setup.optimizer.scales(m.format, kept) * 4,
-                      v_scales = setup.optimizer.scales(v.format, kept) * 4;
-        const struct {
-            const char* suffix;
-            void* data;
-            int64_t bytes;
-        } table[] = {
-            {"", kept_weights(i), shards[i].weight.count * 2},
-            {".remainder", weights_.remainder ? weights_.remainder + shards[i].state_at : nullptr, kept * 2},
-            {".m", m.codes, kept * info(m.format).bytes},
-            {".m.max", m.max, m_scales},
-            {".m.k", m.k, m_scales},
-            {".v", v.codes, kept * info(v.format).bytes},
-            {".v.max", v.max, v_scales},
-            {".v.k", v.k, v_scales},
-        };
-        for (const auto& row : table)
-            if (suffix == row.suffix && row.data) return {row.data, row.bytes};
+        if (suffix.empty()) return {kept_weights(i), shards[i].weight.count * 2};
+        if (suffix == ".remainder" && weights_.remainder)
+            return {weights_.remainder + shards[i].state_at, kept * 2};
+        for (const bool second : {false, true}) {
+            const MomentView m = moment(i, second);
+            const std::string of = second ? ".v" : ".m";
+            const int64_t scales = setup.optimizer.scales(m.format, kept);
+            if (suffix == of) return {m.codes, kept * info(m.format).bytes};
+            if (suffix == of + ".max" && m.max) return {m.max, scales * 4};
+            if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
+        }
         for (LinearOperand o : LINEAR_OPERANDS) {
             if (!delayed() || !params[i].role.linear) continue;
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
@@ -508,8 +501,8 @@ public:
             const int64_t mine = peers_.padded(p, peers_.rank);
             uint8_t* const whole = state_.gradient_sums(i);
             uint8_t* const sum = whole + (all ? peers_.own(p, peers_.rank).first * each : 0);
-            add_gradients(sum, first, owned_gradient(i, peers_.rank), from, state_.gradient_quant.format, mine,
-                          {peers_.rank, peers_.count}, peers_.stream());
+            add_gradients(sum, first, owned_gradient(i, peers_.rank), from, state_.gradient_quant.format,
+                          mine, {peers_.rank, peers_.count}, peers_.stream());
             from += (peers_.count - 1) * mine * each;
             if (all && last) peers_.add_gather(p, each, sum, whole, sums);
         }
@@ -606,9 +599,9 @@ private:
             const Slice own = peers_.own(p, peers_.rank);
             uint8_t* const mine = to + own.first * each;
             const View slice = state_.weight_slice(i);
+            const View part{mine, scale, slice.rows, slice.cols, quant};
             if (!codes) copy(mine, slice.codes, own.count * each, peers_.stream());
-            else if (slice.rows)
-                quantize(stored(slice), {{mine, scale, slice.rows, slice.cols, quant}}, stats, peers_.stream());
+            else if (slice.rows) quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
             to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
@@ -855,15 +848,16 @@ private:
     }
 
     // --- One micro-batch of the pinned tokens
-    // Forward and backward are a recording unless a launch may differ from the last one: while GEMMs are tuned
-    // or quantization is measured, when something happens to buckets on the way, and as long as an operand may
-    // lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's gradient.
+    // Forward and backward are a recording unless a launch may differ from the last one: while GEMMs are
+    // tuned or quantization is measured, when buckets are sent or updated on the way, and as long as an
+    // operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's gradient.
     void run(int64_t micro_batch) {
         micro_batch_ = micro_batch;
         set_shape(setup_.B, setup_.T);
         upload(micro_batch * N_, N_);
+        const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         auto work = [&] { forward_and_backward(); };
-        if (tuning_ || stats_ || peers_.several() || !setup_.keep_gradients || state_.some_without_scale) work();
+        if (tuning_ || stats_ || buckets_travel || state_.some_without_scale) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         embedding_backward();
     }
@@ -883,8 +877,7 @@ private:
         finish_residual(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
-    // All gradients but those of the embeddings. Results::outcome.loss += the sum of the micro-batch's losses *
-    // Results::loss_scale.
+    // All gradients but those of the embeddings.
     void forward_and_backward() {
         saves_outputs_ = !setup_.recompute;
         forward(setup_.B, setup_.T);
@@ -901,7 +894,7 @@ private:
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
         std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
         copy(device_order, order_.get() + first, N_ * 4, cuda_);
-        copy(device_chunks, chunks_.get() + first, chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), cuda_);
+        copy(device_chunks, chunks_.get() + first, chunks * int64_t(sizeof(EmbeddingChunk)), cuda_);
         begin_bucket(0);
         gpu::embedding_backward(residual_gradient(), device_order, device_chunks, chunks,
                                 state_.gradient(embedding_), device_.work<float>(Work::EmbeddingPartials),
@@ -949,7 +942,8 @@ private:
     void block_forward(int64_t l) {
         const Layer& b = layers_[l];
         const bool last = l + 1 == config_.L, gated = config_.arch.gated;
-        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b), next = last ? final_norm() : norm1_of(layers_[l + 1]);
+        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b),
+                   next = last ? final_norm() : norm1_of(layers_[l + 1]);
         const View saved_qkv = saved(b, Saved::Qkv), saved_out = saved(b, Saved::Attention),
                    gate_up = saved(b, Saved::GateUp), branch = compute_view(Work::Branch, config_.C),
                    qkv = attention_view(saved_qkv, Work::Qkv),
@@ -1039,8 +1033,8 @@ private:
 
     // --- The three GEMMs of a linear layer
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
-                   bias(w), cuda_);
+        const Operand w8 = weight(w, Gemm::Fprop), x8 = input(w, x, Gemm::Fprop);
+        gemms_.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias(w), cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
@@ -1053,21 +1047,22 @@ private:
     // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
     // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
+        const bool gated = config_.arch.gated;
         TensorScale* const act = needs_amax(b.down.x);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
-            return take_amax(activation(config_.arch.gated, gate_up), act);
+            return take_amax(activation(gated, gate_up), act);
         }
         const Operand x8 = input(b.gate_up, x, Gemm::Fprop), w8 = weight(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
         const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
-            const View part =
-                compute_view(device_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
+            const int64_t n = std::min(step, N_ - first);
+            const View part = compute_view(device_.work(Work::GateUp), n, gate_up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        bias(b.gate_up), cuda_);
-            quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
-                             stats_of(Kind::ActivationInput), cuda_);
+            quantize_gate_up(gated, part, rows(gate_up, first, n), act, stats_of(Kind::ActivationInput),
+                             cuda_);
         }
     }
 
@@ -1213,7 +1208,8 @@ private:
         gemms_.run(Gemm::Fprop, y, {state_.weight(head_)}, logits, false, nullptr, cuda_);
         return logits;
     }
-    // Loss, and in backward the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
+    // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale; and in backward the
+    // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
     // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
     // rounded too often (plan.h, head_sum_apart).
     void head(bool backward) {
@@ -1334,10 +1330,9 @@ int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
     return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
 }
 
-void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
-    if (needed_memory(s, facts) <= free) return;
+[[noreturn]] void refuse_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     Setup smaller = s;
-    int64_t fitting = 0, too_large = s.B;
+    int64_t fitting = 0, too_large = s.B;  // --batch
     while (too_large - fitting > 1) {
         smaller.B = (fitting + too_large) / 2;
         (needed_memory(smaller, facts) <= free ? fitting : too_large) = smaller.B;
@@ -1352,11 +1347,12 @@ void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
 GpuFacts facts_for(const Setup& s) {
     GpuFacts facts;
     facts.multiprocessors = multiprocessors();
-    size_t free = 0, total = 0;
-    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    require_memory(s, facts, static_cast<int64_t>(free));
+    size_t free_bytes = 0, total = 0;
+    check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
+    const int64_t free = static_cast<int64_t>(free_bytes);
+    if (needed_memory(s, facts) > free) refuse_memory(s, facts, free);
     facts.cache_fp8_weights = caches_weights(s);
-    if (needed_memory(s, facts) > static_cast<int64_t>(free)) facts.cache_fp8_weights = false;
+    if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
     return facts;
 }
 
