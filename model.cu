@@ -58,8 +58,6 @@ public:
         check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
     }
     ~Device() { cudaFree(base_); }
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
 
     uint8_t* at(int64_t offset) const { return base_ + offset; }
     const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
@@ -698,7 +696,7 @@ public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         check_and_pin(tokens, tokens, n);
         upload(0, n);
-        begin_pass(nullptr);
+        begin(1);
         forward(1, n);
         exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
         const View row = head_logits(n - 1, 1),
@@ -816,17 +814,13 @@ private:
         copy(device_.work(Work::Tokens), tokens_.get() + first, n * 4, cuda_);
         copy(device_.work(Work::Targets), targets_.get() + first, n * 4, cuda_);
     }
-    // A step, or a pass of its own, over `counted` targets.
+    // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
+    // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
     void begin(double counted, QuantStats* stats = nullptr) {
         *loss_scale_.get() = 1.0 / counted;
         copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
         clear(&results()->outcome, sizeof(Outcome), cuda_);
         clear(&results()->checked_loss, sizeof(double), cuda_);
-        begin_pass(stats);
-    }
-    // Makes the FP8 copies of the weights, if they are cached and not up to date. With delayed scaling that
-    // takes their amaxes of the step.
-    void begin_pass(QuantStats* stats) {
         stats_ = stats;
         if (state_.delayed()) {
             state_.clear_amaxes();
@@ -1209,9 +1203,9 @@ private:
         return logits;
     }
     // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale; and in backward the
-    // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
-    // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
-    // rounded too often (plan.h, head_sum_apart).
+    // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time; their gradients
+    // take their place. The head's gradient is summed in FP32 where a BF16 sum would be rounded too often
+    // (plan.h, head_sum_apart).
     void head(bool backward) {
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
@@ -1237,10 +1231,9 @@ private:
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
-        const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
-        begin_bucket(bucket);
+        begin_bucket(buckets() - 1);
         residual_backward(final_norm(), final_norm_, dy, View{}, needs_amax(layers_.back().down.g));
-        end_bucket(bucket);
+        end_bucket(buckets() - 1);
     }
 
     // --- Views
@@ -1281,17 +1274,7 @@ private:
 
     // --- Construction
     size_t param(const std::string& name) const { return param_of(state_.params, name); }
-    // which: 0 to 3, as LINEARS counts them. cache: where its FP8 weight may lie; moved on to the next one.
-    Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
-                       const View& saved_x) const {
-        const size_t i = param(name);
-        const Linear w{i, which == 0 ? config_.arch.qkv_bias : config_.arch.bias, state_.params[i].bucket,
-                       state_.operand_scales(l, LinearOperand::X) + which, state_.weight_scale(i),
-                       state_.operand_scales(l, LinearOperand::G) + which, cache, saved_x.codes};
-        const int64_t out = state_.params[i].rows, in = state_.params[i].cols;
-        if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
-        return w;
-    }
+    // cache: where the FP8 weights of its linear layers may lie, or null; moved on to those of the next layer.
     Layer make_layer(int64_t l, uint8_t*& cache) const {
         Layer b{};
         const GpuLayout& layout = device_.layout;
@@ -1303,13 +1286,22 @@ private:
             b.saved[static_cast<int>(table[i].which)] = {codes, codes + table[i].quant.code_bytes(N, cols), N,
                                                          cols, table[i].quant};
         }
-        auto operand = [&](Saved which) { return b.saved[static_cast<int>(which)]; };
         const std::string name = "layers." + std::to_string(l) + ".";
+        int64_t linears = 0;
+        auto linear = [&](const char* of, void* saved_x) -> Linear {
+            const size_t i = param(name + of);
+            const int64_t out = state_.params[i].rows, in = state_.params[i].cols, number = linears++;
+            uint8_t* const cached = cache;
+            if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
+            return {i, number == 0 ? config_.arch.qkv_bias : config_.arch.bias, state_.params[i].bucket,
+                    state_.operand_scales(l, LinearOperand::X) + number, state_.weight_scale(i),
+                    state_.operand_scales(l, LinearOperand::G) + number, cached, saved_x};
+        };
         b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
-        b.qkv = make_linear(name + "qkv", l, 0, cache, operand(Saved::Norm1Output));
-        b.attention_out = make_linear(name + "attention_out", l, 1, cache, View{});
-        b.gate_up = make_linear(name + "gate_up", l, 2, cache, operand(Saved::Norm2Output));
-        b.down = make_linear(name + "down", l, 3, cache, operand(Saved::ActivationOutput));
+        b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].codes);
+        b.attention_out = linear("attention_out", nullptr);
+        b.gate_up = linear("gate_up", b.saved[static_cast<int>(Saved::Norm2Output)].codes);
+        b.down = linear("down", b.saved[static_cast<int>(Saved::ActivationOutput)].codes);
         return b;
     }
 };

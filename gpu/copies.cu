@@ -168,19 +168,14 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Comm> make_copies(Ranks& group, void* memory) {
-    auto copies = std::make_unique<Copies>(group);
-    if (!copies->map_others(memory)) return nullptr;
-    return copies;
-}
-
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory) {
-    if (!std::getenv("COAT_NCCL"))
-        if (std::unique_ptr<Comm> copies = make_copies(group, memory)) return copies;
+    const bool chosen = std::getenv("COAT_NCCL");
+    auto copies = chosen ? nullptr : std::make_unique<Copies>(group);
+    if (copies && copies->map_others(memory)) return copies;
+    copies.reset();
     if (group.rank() == 0)
-        std::printf("The GPUs send through NCCL: %s.\n", std::getenv("COAT_NCCL")
-                                                             ? "COAT_NCCL is set"
-                                                             : "they do not reach each other's memory");
+        std::printf("The GPUs send through NCCL: %s.\n",
+                    chosen ? "COAT_NCCL is set" : "they do not reach each other's memory");
     return make_nccl(group);
 }
 
