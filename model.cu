@@ -461,16 +461,15 @@ private:
 class Exchange {
 public:
     Exchange(const Device& device, State& state, Peers& peers)
-        : device_(device), state_(state), peers_(peers), compute_(device.stream), shard_(device.setup.shard),
-          codes_(gathers_codes(device.setup)), stages_(weight_stages(device.setup.config)),
-          ready_(stages_.size()) {}
+        : device_(device), setup_(device.setup), state_(state), peers_(peers),
+          stages_(weight_stages(setup_.config)), ready_(stages_.size()) {}
 
     // --- Gradients
     // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
     // place may be written again.
-    void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(compute_); }
+    void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(device_.stream); }
     void wait_for_buckets() const {
-        for (const Event& e : sent_) e.make_wait(compute_);
+        for (const Event& e : sent_) e.make_wait(device_.stream);
     }
     // The computation has launched all that writes a bucket's gradients of one micro-batch. Each rank gets
     // the gradients of what it owns from all others, and adds them to its sums. The last micro-batch of a
@@ -478,7 +477,7 @@ public:
     void add_bucket(int64_t bucket, bool first, bool last) {
         const BucketRange& b = state_.buckets[bucket];
         const int64_t each = state_.gradient_bytes;
-        const bool all = shard_ == Shard::None;
+        const bool all = setup_.shard == Shard::None;
         // By parameter, then by rank.
         uint8_t* const received = device_.work<uint8_t>(Work::ReceivedGradients);
         std::vector<Transfer> parts, sums;
@@ -514,7 +513,7 @@ public:
         forget_gathered();
         if (!peers_.several()) return;
         state_.combine_amaxes();
-        if (shard_ == Shard::None || !send) return;
+        if (setup_.shard == Shard::None || !send) return;
         // Sends parameters that every rank keeps whole, and of which each has updated a part.
         auto complete = [&](Peers::Topic topic, int64_t number, const std::vector<size_t>& params) {
             const int64_t each = state_.weight_bytes;
@@ -531,9 +530,9 @@ public:
             if (state_.params[i].rows == 1) vectors.push_back(i);
         peers_.wait_for_compute();
         complete(Peers::Topic::Vectors, 0, vectors);
-        if (shard_ == Shard::All) return peers_.make_compute_wait();
+        if (setup_.shard == Shard::All) return peers_.make_compute_wait();
         for (size_t stage = 0; stage < stages_.size(); stage++) {
-            const bool sent_already = device_.setup.config.tied && static_cast<int64_t>(stage) == head();
+            const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head();
             if (!sent_already) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
             ready_[stage].record(peers_.stream());
         }
@@ -543,28 +542,26 @@ public:
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
-        ready_[stage].make_wait(compute_);
-        if (shard_ != Shard::All) return;
+        ready_[stage].make_wait(device_.stream);
+        if (setup_.shard != Shard::All) return;
         if (in_buffer_[current_] != stage) {
             current_ = !current_;
             if (in_buffer_[current_] != stage) gather(stage, current_, stats);
         }
-        gathered_[current_].make_wait(compute_);
+        gathered_[current_].make_wait(device_.stream);
         if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
     }
     void use_all() {
-        for (const Event& e : ready_) e.make_wait(compute_);
+        for (const Event& e : ready_) e.make_wait(device_.stream);
     }
     int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
 private:
     const Device& device_;
+    const Setup& setup_;
     State& state_;
     Peers& peers_;
-    const cudaStream_t compute_;
-    const Shard shard_;
-    const bool codes_;             // weights of linear layers travel as FP8 codes
     const std::vector<std::vector<size_t>> stages_;
     std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
     Event sent_[3];                // by place of gradients: it may be written again
@@ -577,7 +574,7 @@ private:
         return state_.gradient_from(i, peers_.own(state_.params[i], rank).first);
     }
     int place_of(int64_t bucket) const {  // as plan.cpp's place_bucket_gradients()
-        return bucket == 0 && device_.setup.config.tied ? 2 : static_cast<int>(bucket % 2);
+        return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
     // Gathers the matrices of a stage into a buffer: as FP8 codes, which each rank makes of its part with the
@@ -585,13 +582,13 @@ private:
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
         const int64_t size = device_.place(Work::GatheredWeights).bytes / 2;
         uint8_t* to = device_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
-        const bool as_codes = codes_ && !state_.some_without_scale;
+        const bool as_codes = gathers_codes(setup_) && !state_.some_without_scale;
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
             const Param& p = state_.params[i];
             const bool codes = as_codes && p.role.linear;
-            const Quant quant = codes ? device_.setup.recipe.w : state_.compute;
+            const Quant quant = codes ? setup_.recipe.w : state_.compute;
             TensorScale* const scale = codes ? state_.weight_scale(i) : nullptr;
             const int64_t each = info(quant.format).bytes;
             const Slice own = peers_.own(p, peers_.rank);
@@ -943,25 +940,26 @@ private:
                    qkv = attention_view(saved_qkv, Work::Qkv),
                    out = attention_view(saved_out, Work::AttentionOutput);
 
-        // norm 1; q, k, v projection
+        // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
+        // input, while its codes are made.
         linear_forward(b.qkv, norm(norm1), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         save_attention(qkv, saved_qkv);
-        // attention
+        // attention: causal, within each sequence of T tokens -> (N, q_cols)
         attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
         save_attention(out, saved_out);
         take_amax(stored(saved_out), needs_amax(b.attention_out.x));
-        // attention output projection
+        // attention output projection: (N, q_cols) -> (N, C)
         linear_forward(b.attention_out, stored(saved_out), branch);
-        // residual add
+        // residual add; it saves the input of norm 2
         residual_forward(branch, norm2, needs_amax(b.gate_up.x));
 
-        // norm 2; gate and up projection
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), saved in groups
         gate_up_forward(b, norm(norm2), gate_up);
-        // SiLU(gate) x up; down projection
+        // SiLU(gate) x up, computed from the groups; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
-        // residual add
+        // residual add; it saves the input of the next block's norm 1, or of the final norm
         residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
     }
 
@@ -974,21 +972,21 @@ private:
         const Norm norm1 = norm1_of(b), norm2 = norm2_of(b);
         const View g = residual_gradient(), gate_up = saved(b, Saved::GateUp),
                    saved_out = saved(b, Saved::Attention), dx = compute_view(Work::Branch, config_.C);
-        void* const operand_place = device_.work(Work::GradientOperand);
 
-        // down projection: wgrad, then dgrad, the gradient of the activation's output
+        // down projection: wgrad, then dgrad: dact (N, F), the gradient of the activation's output
         begin_bucket(b.down.bucket);
-        Operand g8 = output_gradient(b.down, stored(g), operand_place, nullptr);
+        Operand g8 = output_gradient(b.down, stored(g), nullptr);
         wgrad(b.down, g8, activation(gated, gate_up));
         const View dact = compute_view(Work::ActivationGradient, config_.F);
         dgrad(b.down, g8, dact);
         end_bucket(b.down.bucket);
 
-        // activation; FP8 codes as large as the saved elements take their place
+        // activation: its gradient (N, 2F) exists as codes only; those as large as the saved elements take
+        // their place
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
-        g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact),
-                             in_place ? gate_up.codes : operand_place, needs_amax(b.gate_up.g));
+        g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact), needs_amax(b.gate_up.g),
+                             in_place ? gate_up.codes : nullptr);
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, g, needs_amax(b.attention_out.g));
@@ -998,13 +996,14 @@ private:
 
         // attention output projection: wgrad, then dgrad
         begin_bucket(b.attention_out.bucket);
-        g8 = output_gradient(b.attention_out, stored(g), operand_place, nullptr);
+        g8 = output_gradient(b.attention_out, stored(g), nullptr);
         wgrad(b.attention_out, g8, stored(saved_out));
         const View dout = compute_view(Work::Branch, config_.q_cols());
         dgrad(b.attention_out, g8, dout);
         end_bucket(b.attention_out.bucket);
 
-        // attention; the saved gate and up are no longer needed: plan.cpp decides whether dqkv fits there
+        // attention; the saved gate and up are no longer needed: plan.cpp decides whether dqkv fits in their
+        // place
         begin_bucket(b.qkv.bucket);
         const View qkv = load_attention(saved(b, Saved::Qkv), Work::Qkv),
                    out = load_attention(saved_out, Work::AttentionOutput);
@@ -1017,7 +1016,7 @@ private:
         TensorScale* const dqkv_amax = needs_amax(b.qkv.g);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
-        g8 = output_gradient(b.qkv, stored(dqkv), operand_place, rotated ? nullptr : dqkv_amax);
+        g8 = output_gradient(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
         residual_backward(norm1, b.norm1, dx, g, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
         // q, k, v projection, wgrad
@@ -1122,18 +1121,18 @@ private:
     // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
-    // of any other.
-    Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
+    // of any other. place: of the codes, if they do not go to Work::GradientOperand.
+    Operand output_gradient(const Linear& w, const Lazy& g, TensorScale* amax, void* place = nullptr) {
         const bool fp8 = formats_.g.fp8();
+        void* const codes = place ? place : device_.work(Work::GradientOperand);
+        void* const transposed = fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr;
         auto bias_gradient = [&](const Lazy& g, Format rounding, TensorScale* amax) {
             column_sums(g, rounding, state_.gradient(w.param + 1), device_.work<float>(Work::ColumnPartials),
                         amax, cuda_);
         };
         if (fp8 && w.biased) bias_gradient(g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 =
-            operand(g, formats_.g, codes, fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr, w.g,
-                    Kind::Gradient);
+        const Operand g8 = operand(g, formats_.g, codes, transposed, w.g, Kind::Gradient);
         if (!fp8 && w.biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
@@ -1274,7 +1273,7 @@ private:
 
     // --- Construction
     size_t param(const std::string& name) const { return param_of(state_.params, name); }
-    // cache: where the FP8 weights of its linear layers may lie, or null; moved on to those of the next layer.
+    // cache: where the FP8 weights of its linear layers may lie, or null; moved on for the next layer.
     Layer make_layer(int64_t l, uint8_t*& cache) const {
         Layer b{};
         const GpuLayout& layout = device_.layout;
@@ -1322,7 +1321,8 @@ int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
     return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
 }
 
-[[noreturn]] void refuse_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
+void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
+    if (needed_memory(s, facts) <= free) return;
     Setup smaller = s;
     int64_t fitting = 0, too_large = s.B;  // --batch
     while (too_large - fitting > 1) {
@@ -1342,7 +1342,7 @@ GpuFacts facts_for(const Setup& s) {
     size_t free_bytes = 0, total = 0;
     check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
     const int64_t free = static_cast<int64_t>(free_bytes);
-    if (needed_memory(s, facts) > free) refuse_memory(s, facts, free);
+    require_memory(s, facts, free);
     facts.cache_fp8_weights = caches_weights(s);
     if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
     return facts;

@@ -42,6 +42,7 @@ struct Address {
     cudaIpcMemHandle_t memory_handle, flags_handle;
 };
 
+// machine is empty if CUDA cannot share this memory, say in a container without the right to.
 Address address_of(uint8_t* memory, uint32_t* flags) {
     Address address{};
     std::ifstream("/proc/sys/kernel/random/boot_id").read(address.machine, sizeof address.machine - 1);
@@ -70,6 +71,7 @@ public:
         cudaGetLastError();
     }
 
+    // Whether every rank reaches the memory of every other: all ranks get the same answer.
     bool map_others(void* memory) {
         memory_ = static_cast<uint8_t*>(memory);
         const Address mine = address_of(memory_, flags_);
@@ -120,6 +122,7 @@ private:
     };
     std::map<int64_t, Places> places_;  // by key
 
+    // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
     bool map(const Address& address, const Address& mine, Peer& peer) {
         if (address.process == mine.process) {
             const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);

@@ -121,6 +121,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     cublasLtMatmulAlgo_t algorithm{};
     bool tuned = false;
 
+    // Accumulation is in FP32 (or, if fast, in fewer bits), alpha is 1 and beta 0 or 1. The bias is added by
+    // the epilogue.
     Problem(const Call& c, bool fast_accumulation)
         : a(layout(c.a.format, c.a.rows, c.a.cols)), b(layout(c.b.format, c.b.rows, c.b.cols)),
           out(layout(c.out.quant.format, c.out.cols, c.out.rows)) {
@@ -139,6 +141,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     void set(cublasLtMatmulDescAttributes_t name, T value) {
         succeed(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value), DESCRIBING);
     }
+    // Scales and bias are read from device memory when the GEMM runs, so the host needs not know them.
     void set_pointers(const Call& c) {
         if (c.a.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.a.scale);
         if (c.b.scale) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, c.b.scale);
@@ -151,7 +154,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         cublasLtMatmulPreferenceOpaque_t preference;
         succeed(cublasLtMatmulPreferenceInit(&preference), DESCRIBING);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            succeed(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value), DESCRIBING);
+            succeed(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value),
+                    DESCRIBING);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -182,6 +186,7 @@ Gemms::~Gemms() {
     cublasLtDestroy(handle_);
 }
 
+// out = a b + beta out. The status is for the caller to judge: a candidate may fail, a chosen one may not.
 cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =

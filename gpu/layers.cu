@@ -13,6 +13,7 @@ namespace {
 
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
+// As few warps as hold a row of C columns; several teams in a block where a row is short.
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
@@ -72,6 +73,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 // ===========================================================================================================
 // The second stage of a sum over rows: partial sums of blocks, in order
 
+// A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
 constexpr int REDUCE_ROWS = 16;
 __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
@@ -394,6 +396,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
     write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
 }
 
+// A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
 // Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
 // the same path.
@@ -452,6 +455,7 @@ __device__ double rope_frequency(double theta, int i, int half, const RopeScalin
     return f * (kept + (1 - kept) / s.factor);
 }
 
+// table[t, i] = {cos, sin} of t f_i; in double, because angles reach thousands of radians.
 __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling, float2* table) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -479,6 +483,7 @@ __device__ float4 store4(float* p, float4 v) {
     put(p, v);
     return v;
 }
+// (x, y) -> (x cos - y sin, y cos + x sin): one of the two. The sign is in the sine.
 __device__ float rotated(float own, float partner, float cosine, float sine) {
     return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
 }
@@ -560,7 +565,9 @@ namespace {
 
 __device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
-struct Softmax {  // a maximum, and the sum of exp(x - maximum)
+// The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
+// parts are merged by rescaling the sum of the one with the smaller maximum.
+struct Softmax {
     float top, sum;
     __device__ Softmax(float top = -INFINITY, float sum = 0) : top(top), sum(sum) {}
     __device__ void merge(const Softmax& o) {
@@ -572,6 +579,7 @@ struct Softmax {  // a maximum, and the sum of exp(x - maximum)
 };
 
 constexpr int LOSS_THREADS = 512;
+// Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
 __device__ Softmax block_softmax(Softmax mine) {
     __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
 #pragma unroll
@@ -652,6 +660,7 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     }
 }
 
+// One block: a step has few losses, and their order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
 __global__ void __launch_bounds__(SUM_THREADS)
     loss_sum_kernel(const float* losses, int64_t n, const double* scale, double* total) {
@@ -758,6 +767,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     gradient.add(chunk.token * C + col, sum);
 }
 
+// Block t has position t: rows t, t + T, ... of g, one of each sequence.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
     positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, Gradient gradient) {

@@ -68,6 +68,8 @@ public:
     // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
     ~Nccl() override { nccl_.abort(communicator_); }
 
+    // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
+    // circle.
     void exchange(int64_t, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         nccl_.check(nccl_.group_start(), "starting a group");
         for (const Transfer& t : transfers) {
