@@ -757,7 +757,6 @@ private:
     int64_t micro_batch_ = 0;
     const AdamW* adamw_ = nullptr;
     bool saves_outputs_ = false;
-    View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
 
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
@@ -856,7 +855,7 @@ private:
     // each micro-batch gives right away, so every one assigns.
     bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
 
-    // Hidden states before the final norm, in residual_; and the final norm's statistics.
+    // Hidden states before the final norm, in final_input(); and the final norm's statistics.
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
         if (!state_.delayed()) state_.clear_amaxes();
@@ -864,8 +863,8 @@ private:
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_after(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
-        finish_residual(norm1);
+                          residual_out(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
+        measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
     // All gradients but those of the embeddings.
@@ -953,14 +952,14 @@ private:
         // attention output projection: (N, q_cols) -> (N, C)
         linear_forward(b.attention_out, stored(saved_out), branch);
         // residual add; it saves the input of norm 2
-        residual_forward(branch, norm2, needs_amax(b.gate_up.x));
+        residual_forward(norm1, branch, norm2, needs_amax(b.gate_up.x));
 
         // norm 2; gate and up projection: (N, C) -> (N, 2F), saved in groups
         gate_up_forward(b, norm(norm2), gate_up);
         // SiLU(gate) x up, computed from the groups; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
+        residual_forward(norm2, branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -1153,20 +1152,19 @@ private:
     }
 
     // --- Residual stream and attention
-    // residual += branch. The next norm's input is saved; the amax of its output goes to y_amax.
-    void residual_forward(const View& branch, const Norm& next, TensorScale* y_amax) {
-        residual_add(residual_, branch, residual_after(next), next, y_amax, cuda_);
-        finish_residual(next);
+    // The residual stream as the next residual_add reads it, (N, C), by the norm beside it: in the compute
+    // dtype where the norm's input is in groups; otherwise the two are one tensor.
+    View residual(const Norm& n) const {
+        return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
-    void finish_residual(const Norm& next) {
-        const bool groups = next.in.quant.fp8();
-        residual_ = groups ? residual_after(next) : next.in;
-        if (groups) measure_groups(stored(residual_), stats_of(Kind::NormInput), cuda_);
+    View residual_out(const Norm& n) const { return n.in.quant.fp8() ? residual(n) : View{}; }
+    // The input of `next` is saved; the amax of its output goes to y_amax.
+    void residual_forward(const Norm& before, const View& branch, const Norm& next, TensorScale* y_amax) {
+        residual_add(residual(before), branch, residual_out(next), next, y_amax, cuda_);
+        measure_norm_input(next);
     }
-    // Beside a norm input in groups, the residual stream goes on in the compute dtype; otherwise the two are
-    // one tensor.
-    View residual_after(const Norm& next) const {
-        return next.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : View{};
+    void measure_norm_input(const Norm& n) const {
+        if (n.in.quant.fp8()) measure_groups(stored(residual(n)), stats_of(Kind::NormInput), cuda_);
     }
     // g += the gradient of the norm's input; g is no tensor at the head, where the residual stream ends.
     void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g, TensorScale* g_amax) {
