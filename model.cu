@@ -751,12 +751,12 @@ private:
     const size_t embedding_, head_, final_norm_, positions_;
     std::vector<Layer> layers_;
 
-    // Of the pass that runs: its shape, what is measured, and which micro-batch of a step it is.
+    // Of the pass that runs: its shape, what is measured, and which micro-batch of which step it is.
     int64_t B_ = 0, T_ = 0, N_ = 0;
     QuantStats* stats_ = nullptr;  // one per Kind, on the device; null: not measured
     int64_t micro_batch_ = 0;
-    const AdamW* adamw_ = nullptr;
-    bool saves_outputs_ = false;
+    const AdamW* adamw_ = nullptr;  // of a step, while it runs
+    bool saves_outputs_ = false;    // --recompute off, in a pass that backward follows
 
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<EmbeddingChunk> chunks_;
