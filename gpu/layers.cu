@@ -71,39 +71,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 }
 
 // ===========================================================================================================
-// The second stage of a sum over rows: partial sums of blocks, in order
-
-// A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
-constexpr int REDUCE_ROWS = 16;
-__global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
-    float sum = 0;
-    if (col < cols)
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0 || col >= cols) return;
-    float total = 0;
-    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.add(col, total);
-}
-
-}  // namespace
-
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
-    const int64_t n = gradient.rows * gradient.cols;
-    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
-                                                                           gradient_of(gradient));
-    CHECK_LAUNCH("reduce_partials");
-}
-
-// ===========================================================================================================
 // Residual and norm, forward
-
-namespace {
 
 // What is added: x + y by rows (N, C), the residual stream and a branch; or x[token] + y[position].
 template <class Compute>
@@ -396,6 +364,25 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
     write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
 }
 
+// The second stage of a sum over rows: the partial sums of blocks, in order. A block has 32 columns: thread
+// (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
+constexpr int REDUCE_ROWS = 16;
+__global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient.add(col, total);
+}
+
 // A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
 // Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
@@ -403,6 +390,13 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 constexpr size_t NORM_SHARED = 98 << 10;
 
 }  // namespace
+
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+    const int64_t n = gradient.rows * gradient.cols;
+    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
+                                                                           gradient_of(gradient));
+    CHECK_LAUNCH("reduce_partials");
+}
 
 size_t norm_backward_workspace(int64_t C) {
     return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
