@@ -85,6 +85,8 @@ public:
         return mapped;
     }
 
+    // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
+    // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
     void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         const std::vector<uint8_t*>& places = places_of(key, transfers);
         const int me = group_.rank();
