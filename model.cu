@@ -1,7 +1,7 @@
 // model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe.
 //
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
-// Network::block_forward() and block_backward() first: they follow the table that --plan prints. There are
+// Gpu::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
 //   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
 //     a step the host never waits for the GPU.
@@ -9,9 +9,15 @@
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.
 //     Gradients of weights take the place of saved activations that backward no longer needs (plan.h).
+//
+// The parts, each of which uses those before it:
+//   Device    settings, memory and stream of this GPU
+//   Peers     the other GPUs
+//   State     weights, gradients, scales and moments, by parameter; the update
+//   Exchange  which gradients and weights travel between GPUs, and when
+//   Gpu       the Model that train.cpp drives: a step, its micro-batches, and their blocks
 #include <algorithm>
 #include <cstdio>
-#include <functional>
 
 #include "adamw.cuh"
 #include "coat.cuh"
@@ -28,28 +34,6 @@ namespace {
 
 using namespace gpu;
 
-// One allocation for everything, laid out by plan.cpp.
-class Arena {
-public:
-    Arena(const Setup& s, const GpuFacts& facts) : layout(gpu_layout(s, facts)) {
-        check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
-    }
-    ~Arena() { cudaFree(base_); }
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
-
-    const GpuLayout layout;
-    uint8_t* at(int64_t offset) const { return base_ + offset; }
-    template <class T = void>
-    T* work(Work w) const {
-        return reinterpret_cast<T*>(base_ + place(w).offset);
-    }
-    const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
-
-private:
-    uint8_t* base_ = nullptr;
-};
-
 // What a step finds out, on the device until the step ends.
 struct Outcome {
     double loss;
@@ -63,13 +47,37 @@ struct Results {
     QuantStats stats[static_cast<int>(Kind::Count)];
 };
 
+// One allocation for everything, laid out by plan.cpp, and the stream on which all kernels run.
+class Device {
+public:
+    const Setup setup;
+    const GpuLayout layout;
+    const Stream stream;
+
+    Device(const Setup& s, const GpuFacts& facts) : setup(s), layout(gpu_layout(s, facts)) {
+        check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
+    }
+    ~Device() { cudaFree(base_); }
+
+    uint8_t* at(int64_t offset) const { return base_ + offset; }
+    const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
+    template <class T = void>
+    T* work(Work w) const {
+        return reinterpret_cast<T*>(at(place(w).offset));
+    }
+    Results* results() const { return work<Results>(Work::Results); }
+    void wait(const char* what) const { check(cudaStreamSynchronize(stream), what); }
+
+private:
+    uint8_t* base_ = nullptr;
+};
+
 // The rows [first, first + n) of a view that is dense, in groups or per tensor.
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
-    return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols),
-            grouped ? scales + first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes : v.scales, n,
-            v.cols, v.quant};
+    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes;
+    return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -77,13 +85,17 @@ View rows(const View& v, int64_t first, int64_t n) {
 
 class Peers {
 public:
-    Peers(const Setup& s, const Arena& arena, cudaStream_t compute)
-        : rank(s.rank), count(s.ranks), compute_(compute),
-          comm_(count > 1 ? connect_gpus(*s.group, arena.at(0)) : nullptr) {}
+    explicit Peers(const Device& device)
+        : rank(device.setup.rank), count(device.setup.ranks), compute_(device.stream),
+          comm_(count > 1 ? connect_gpus(*device.setup.group, device.at(0)) : nullptr) {}
 
     const int64_t rank, count;
 
     bool several() const { return count > 1; }
+    // What a rank owns of a parameter (coat.h, slice_of), and its elements with padding.
+    Slice own(const Param& p, int64_t r) const { return slice_of(p.size(), r, count); }
+    int64_t padded(const Param& p, int64_t r) const { return coat::padded(own(p, r)); }
+
     cudaStream_t stream() const { return stream_; }
     // What is launched on stream() from now on runs after what the computation has launched so far.
     void wait_for_compute() { now_.record(compute_), now_.make_wait(stream_); }
@@ -112,15 +124,13 @@ public:
     }
     // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`.
     // Adds the transfers that complete it on every rank.
-    void add_gather(const Param& p, int64_t each, const void* mine, void* whole,
+    void add_gather(const Param& p, int64_t each, const void* mine, uint8_t* whole,
                     std::vector<Transfer>& transfers) const {
-        for (int64_t r = 0; r < count; r++) {
-            if (r == rank) continue;
-            uint8_t* const theirs = static_cast<uint8_t*>(whole) + slice_of(p.size(), r, count).first * each;
-            transfers.push_back({r, mine, padded(p, rank) * each, theirs, padded(p, r) * each});
-        }
+        for (int64_t r = 0; r < count; r++)
+            if (r != rank)
+                transfers.push_back({r, mine, padded(p, rank) * each, whole + own(p, r).first * each,
+                                     padded(p, r) * each});
     }
-    int64_t padded(const Param& p, int64_t r) const { return coat::padded(slice_of(p.size(), r, count)); }
 
 private:
     const cudaStream_t compute_;
@@ -133,6 +143,7 @@ private:
 // Weights, gradients and moments, by parameter
 
 constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
+constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
 
 class State {
 public:
@@ -141,54 +152,51 @@ public:
     const std::vector<BucketRange> buckets;
     const std::vector<ShardPlace>& shards;
     const Quant compute, gradient_quant;
+    const int64_t weight_bytes, gradient_bytes;  // of one element
     // Where weights are shared out: the matrices that are whole at the moment (Exchange::use()).
     std::vector<View> gathered;
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_scale = false;
 
-    State(const Setup& s, const Arena& arena, Peers& peers, cudaStream_t cuda)
-        : setup(s), params(parameters(s.config)), buckets(bucket_ranges(params)),
-          shards(arena.layout.shards), compute{s.recipe.compute}, gradient_quant{gradient_format(s)},
-          gathered(params.size()), arena_(arena), peers_(peers),
-          cuda_(cuda), weights_{arena.at(arena.layout.weights.offset), remainders(), compute.format} {
+    State(const Device& device, Peers& peers)
+        : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
+          shards(device.layout.shards), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
+          weight_bytes(info(compute.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
+          gathered(params.size()), device_(device), peers_(peers), cuda_(device.stream),
+          weights_{device.at(device.layout.weights.offset), remainders(), compute.format} {
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
-        check(cudaStreamSynchronize(cuda_), "Copying the table of parameters failed");
+        device_.wait("Copying the table of parameters failed");
         static_assert(sizeof(Segment) <= 128, "plan.cpp counts 128 bytes a parameter");
     }
 
-    size_t index(const std::string& name) const {
-        for (size_t i = 0; i < params.size(); i++)
-            if (params[i].name == name) return i;
-        throw Error("The model has no parameter " + name + ".");
-    }
     View weight(size_t i) const {
         if (setup.shard == Shard::All && peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
-    // The weights of a parameter that this rank keeps, in rows of a group of moments.
+    // The weights of a parameter that this rank keeps; the second in rows of a group of moments.
     uint8_t* kept_weights(size_t i) const {
-        return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * info(compute.format).bytes;
+        return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * weight_bytes;
     }
     View weight_slice(size_t i) const {
-        const int64_t n = shards[i].weight.count;
-        return {kept_weights(i), nullptr, n / MOMENT_GROUP, MOMENT_GROUP, compute};
+        return {kept_weights(i), nullptr, shards[i].weight.count / MOMENT_GROUP, MOMENT_GROUP, compute};
     }
     View gradient(size_t i) const {
-        return {arena_.at(arena_.layout.gradients[i]), nullptr, params[i].rows, params[i].cols,
-                gradient_quant};
+        return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
+    }
+    uint8_t* gradient_from(size_t i, int64_t element) const {
+        return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
     }
     // Where the update reads the gradients of kept_state(): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
-        const BucketRange& bucket = buckets[params[i].bucket];
-        const int64_t in_bucket = shards[i].state_at - shards[bucket.first].state_at;
-        return arena_.at(arena_.layout.sums[params[i].bucket]) +
-               in_bucket * info(gradient_quant.format).bytes;
+        const int64_t bucket = params[i].bucket;
+        const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
+        return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
     }
     // One TensorScale for each parameter; behind them those of the operands of the linear layers, four layers
     // a block.
-    TensorScale* scale(size_t i) const { return arena_.work<TensorScale>(Work::Scales) + i; }
+    TensorScale* scale(size_t i) const { return device_.work<TensorScale>(Work::Scales) + i; }
     TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
     }
@@ -196,20 +204,22 @@ public:
     TensorScale* weight_scale(size_t i) const {
         return delayed() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
     }
-    int64_t operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
+    int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
+    int64_t number_of_scales() const {
+        return static_cast<int64_t>(params.size()) + number_of_operand_scales();
+    }
     bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
 
     // Weights as coat.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
     void initialize() {
-        const GpuLayout& at = arena_.layout;
-        clear(arena_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
-        clear(arena_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        clear(scale(0),
-              (static_cast<int64_t>(params.size()) + operand_scales()) *
-                  static_cast<int64_t>(sizeof(TensorScale)),
-              cuda_);
+        const GpuLayout& at = device_.layout;
+        clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
+        clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
+        clear_scales(0, number_of_scales());
         expect_missing_scales();
-        const std::vector<float> ones(static_cast<size_t>(most_groups()), 1.0f);
+        int64_t most_groups = 0;
+        for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
+        const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
             gpu::initialize(weights_, params[i], shards[i], i, live_elements(setup.config, params[i]),
                             setup.seed, cuda_);
@@ -217,161 +227,155 @@ public:
             for (const MomentView& m : {moment(i, false), moment(i, true)})
                 if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
         }
-        check(cudaStreamSynchronize(cuda_), "Initializing the weights failed");
+        device_.wait("Initializing the weights failed");
     }
 
     // Delayed scaling: amaxes at the start of a step, and the next step's scales at its end.
     void clear_amaxes() {
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
-                                operand_scales(), cuda_),
+                                number_of_operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
     void expect_missing_scales() { some_without_scale = delayed() && linear_formats(setup).x.fp8(); }
-    void end_delayed_step(Results* results) {
-        for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G})
+    void end_delayed_step() {
+        if (!delayed()) return;
+        Outcome& outcome = device_.results()->outcome;
+        for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
                                   setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
-                                  &results->outcome.gradients.skip, &results->outcome.without_scale, cuda_);
+                                  &outcome.gradients.skip, &outcome.without_scale, cuda_);
     }
 
-    void update(const AdamW& a, Results* results) { update(0, params.size(), a, {a.clip}, results); }
-    void update_bucket(int64_t bucket, const AdamW& a, Results* results) {
-        const BucketRange& b = buckets[bucket];
-        update(b.first, b.last, a, {a.clip, norm_correction_at(a, bucket)}, results);
-    }
-
-    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
-    // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
-    void combine_amaxes() {
-        if (!peers_.several()) return;
-        const int64_t n = static_cast<int64_t>(params.size()) + (delayed() ? operand_scales() : 0);
-        const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
-        TensorScale* const all = arena_.work<TensorScale>(Work::RankScales);
-        copy(all + peers_.rank * n, scale(0), bytes, cuda_);
-        peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
-        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
-    }
-
-    void measure(const BucketRange& bucket, QuantStats* stats) const {
-        for (size_t i = bucket.first; i < bucket.last; i++) {
-            const Slice& slice = shards[i].state;
-            const void* gradients = static_cast<const uint8_t*>(gradient(i).codes) +
-                                    slice.first * info(gradient_quant.format).bytes;
-            measure_moments(setup.optimizer, segments() + i, slice.count, weights_, gradients,
-                            gradient_quant.format, shards[i].state_at,
-                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
-                            cuda_);
-        }
-    }
-    void expansion_factors(QuantReport& report) const {
-        for (size_t i = 0; i < params.size(); i++) {
-            append(moment(i, false).k, groups(i), report.k_m);
-            append(moment(i, true).k, groups(i), report.k_v);
-        }
-    }
-
-    void read(const std::string& name, void* out) const {
-        const auto [i, suffix] = parse(name);
-        if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
-        if (is_master(suffix)) return read_half(i, suffix == ".remainder", static_cast<uint16_t*>(out));
-        const auto [data, bytes] = find(name, i, suffix);
-        copy(out, data, bytes, cuda_);
-        check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
-    }
-
-    void write(const std::string& name, const void* in) {
-        const auto [i, suffix] = parse(name);
-        if (is_master(suffix)) {
-            write_half(i, suffix == ".remainder", static_cast<const uint16_t*>(in));
-        } else {
-            const auto [data, bytes] = find(name, i, suffix);
-            copy(data, in, bytes, cuda_);
-        }
-        expect_missing_scales();
-        refresh_scale(i);
-        check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
-    }
-
-private:
-    const Arena& arena_;
-    Peers& peers_;
-    cudaStream_t cuda_;
-    Weights weights_;
-
-    int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
-    int16_t* remainders() const {
-        const bool beside = setup.master && compute.format != Format::F32;
-        return beside ? reinterpret_cast<int16_t*>(arena_.at(arena_.layout.remainder.offset)) : nullptr;
-    }
-    Segment* segments() const { return arena_.work<Segment>(Work::Segments); }
-
-    // Of the parameters [begin, end): all, or those of a bucket.
-    void update(size_t begin, size_t end, const AdamW& a, const Clipping& clip, Results* results) {
+    // Updates a bucket whose gradients are complete, or all parameters: the norm of their gradients, then
+    // AdamW, which leaves the amaxes of the new weights.
+    static constexpr int64_t ALL_BUCKETS = -1;
+    void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
+        const bool all = bucket == ALL_BUCKETS;
+        const size_t begin = all ? 0 : buckets[bucket].first,
+                     end = all ? params.size() : buckets[bucket].last;
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
         const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
         const int64_t chunks = last.chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.chunk;
         // Where all ranks have all gradients, they share the work.
         const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
+        Results* const results = device_.results();
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
-        double* const squares = arena_.work<double>(Work::GradientSquares);
+        double* const squares = device_.work<double>(Work::GradientSquares);
         gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first, first.chunk,
                          chunks, share, &results->checked_loss, squares + peers_.rank * (1 + chunks), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + chunks) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, chunks, peers_.count, clip, state, cuda_);
-        clear(scale(begin), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        gradient_norm(squares, chunks, peers_.count, {a.clip, all ? 1 : norm_correction_at(a, bucket)}, state,
+                      cuda_);
+        clear_scales(begin, n);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }
-    int64_t most_groups() const {
-        int64_t most = 0;
-        for (const Param& p : params) most = std::max(most, p.groups());
-        return most;
+
+    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
+    // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
+    void combine_amaxes() {
+        if (!peers_.several()) return;
+        const int64_t n = delayed() ? number_of_scales() : static_cast<int64_t>(params.size());
+        const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
+        TensorScale* const all = device_.work<TensorScale>(Work::RankScales);
+        copy(all + peers_.rank * n, scale(0), bytes, cuda_);
+        peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
+        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
     }
 
-    MomentView moment(size_t i, bool second) const {
-        const MomentPlace& at = second ? arena_.layout.v[i] : arena_.layout.m[i];
-        const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
-        auto floats = [&](int64_t offset) { return reinterpret_cast<float*>(arena_.at(offset)); };
-        if (!is_scaled(format)) return {arena_.at(at.codes), nullptr, nullptr, format};
-        return {arena_.at(at.codes), floats(at.max), setup.optimizer.expands(format) ? floats(at.k) : nullptr,
-                format};
+    // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
+    void measure(int64_t bucket) const {
+        QuantStats* const stats = device_.results()->stats;
+        for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
+            const Slice& slice = shards[i].state;
+            measure_moments(setup.optimizer, segments() + i, slice.count, weights_,
+                            gradient_from(i, slice.first), gradient_quant.format, shards[i].state_at,
+                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
+                            cuda_);
+        }
     }
+    std::vector<float> expansion_factors(bool second) const {  // sorted
+        std::vector<float> all;
+        for (size_t i = 0; i < params.size(); i++) {
+            const float* const k = moment(i, second).k;
+            if (!k) continue;
+            const size_t before = all.size();
+            all.resize(before + groups(i));
+            copy(all.data() + before, k, groups(i) * 4, cuda_);
+            device_.wait("Reading the moments failed");
+        }
+        std::sort(all.begin(), all.end());
+        return all;
+    }
+
+    // What coat.h's Model::read() and write() do.
+    void read(const std::string& name, void* out) const {
+        const auto [i, suffix] = parse(name);
+        if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
+        if (is_master(suffix)) return copy_half(i, suffix == ".remainder", out, nullptr);
+        const auto [data, bytes] = find(name, i, suffix);
+        copy(out, data, bytes, cuda_);
+        device_.wait("Reading a tensor failed");
+    }
+    void write(const std::string& name, const void* in) {
+        const auto [i, suffix] = parse(name);
+        if (is_master(suffix)) {
+            copy_half(i, suffix == ".remainder", nullptr, in);
+        } else {
+            const auto [data, bytes] = find(name, i, suffix);
+            copy(data, in, bytes, cuda_);
+        }
+        expect_missing_scales();
+        refresh_scale(i);
+        device_.wait("Writing a tensor failed");
+    }
+
+private:
+    const Device& device_;
+    Peers& peers_;
+    const cudaStream_t cuda_;
+    const Weights weights_;
+
+    int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
+    int16_t* remainders() const {
+        const bool beside = setup.master && compute.format != Format::F32;
+        return beside ? reinterpret_cast<int16_t*>(device_.at(device_.layout.remainder.offset)) : nullptr;
+    }
+    MomentView moment(size_t i, bool second) const {
+        const MomentPlace& at = second ? device_.layout.v[i] : device_.layout.m[i];
+        const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
+        auto floats = [&](bool any, int64_t offset) {
+            return any ? reinterpret_cast<float*>(device_.at(offset)) : nullptr;
+        };
+        return {device_.at(at.codes), floats(is_scaled(format), at.max),
+                floats(setup.optimizer.expands(format), at.k), format};
+    }
+    Segment* segments() const { return device_.work<Segment>(Work::Segments); }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
         // From what is kept of a master to the same element among the weights.
         const int64_t skipped = at.state.first - at.weight.first;
-        return {at.state_at,
-                at.state.count,
-                moment(i, false),
-                moment(i, true),
-                p.role.decay,
-                p.role.linear ? scale(i) : nullptr,
-                at.weight_at + skipped - at.state_at,
-                p.offset + at.state.first - at.state_at,
-                at.chunk + at.state.first / SHARD_CHUNK};
+        return {at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
+                p.role.linear ? scale(i) : nullptr, at.weight_at + skipped - at.state_at,
+                p.offset + at.state.first - at.state_at, at.chunk + at.state.first / SHARD_CHUNK};
     }
-
     float* history(int64_t linear, LinearOperand o) const {
-        float* all = reinterpret_cast<float*>(arena_.at(arena_.layout.delayed.offset));
+        float* all = reinterpret_cast<float*>(device_.at(device_.layout.delayed.offset));
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
+    void clear_scales(size_t first, int64_t n) {
+        clear(scale(first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+    }
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
-        clear(scale(i), sizeof(TensorScale), cuda_);
+        clear_scales(i, 1);
         if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
-    }
-
-    void append(const float* values, int64_t n, std::vector<float>& to) const {
-        if (!values) return;
-        to.resize(to.size() + n);
-        copy(to.data() + to.size() - n, values, n * 4, cuda_);
-        check(cudaStreamSynchronize(cuda_), "Reading the moments failed");
     }
 
     // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max")
@@ -379,34 +383,24 @@ private:
         const size_t i = param_of(params, name);
         return {i, name.substr(params[i].name.size())};
     }
-
     // Where a tensor is, for those that are stored as read() and write() pass them.
     std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
-        const Param& p = params[i];
-        const MomentView m = moment(i, false), v = moment(i, true);
         const int64_t kept = shards[i].state.count;
-        const int64_t m_scales = setup.optimizer.scales(m.format, kept) * 4,
-                      v_scales = setup.optimizer.scales(v.format, kept) * 4;
-        const struct {
-            const char* suffix;
-            void* data;
-            int64_t bytes;
-        } table[] = {
-            {"", kept_weights(i), shards[i].weight.count * 2},
-            {".remainder", weights_.remainder ? weights_.remainder + shards[i].state_at : nullptr, kept * 2},
-            {".m", m.codes, kept * info(m.format).bytes},
-            {".m.max", m.max, m_scales},
-            {".m.k", m.k, m_scales},
-            {".v", v.codes, kept * info(v.format).bytes},
-            {".v.max", v.max, v_scales},
-            {".v.k", v.k, v_scales},
-        };
-        for (const auto& row : table)
-            if (suffix == row.suffix && row.data) return {row.data, row.bytes};
-        for (LinearOperand o : {LinearOperand::X, LinearOperand::W, LinearOperand::G}) {
-            if (!delayed() || !p.role.linear) continue;
+        if (suffix.empty()) return {kept_weights(i), shards[i].weight.count * 2};
+        if (suffix == ".remainder" && weights_.remainder)
+            return {weights_.remainder + shards[i].state_at, kept * 2};
+        for (const bool second : {false, true}) {
+            const MomentView m = moment(i, second);
+            const std::string of = second ? ".v" : ".m";
+            const int64_t scales = setup.optimizer.scales(m.format, kept);
+            if (suffix == of) return {m.codes, kept * info(m.format).bytes};
+            if (suffix == of + ".max" && m.max) return {m.max, scales * 4};
+            if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
+        }
+        for (LinearOperand o : LINEAR_OPERANDS) {
+            if (!delayed() || !params[i].role.linear) continue;
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
-            const int64_t linear = p.bucket - 1;
+            const int64_t linear = params[i].bucket - 1;
             if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
             if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].delayed, 4};
         }
@@ -416,42 +410,30 @@ private:
     // The fp32 recipe stores FP32 masters. Files have them as BF16 and remainder: they are converted piece by
     // piece in the scratch of the GEMMs, which is free between steps.
     static constexpr int64_t PIECE = 1 << 21;
+    float* piece() const { return device_.work<float>(Work::GemmScratch); }
     bool is_master(const std::string& suffix) const {
         return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
     }
-    float* piece() const { return arena_.work<float>(Work::GemmScratch); }
-    uint16_t* piece_weights() const { return reinterpret_cast<uint16_t*>(piece() + PIECE); }
-    int16_t* piece_remainders() const { return reinterpret_cast<int16_t*>(piece() + PIECE) + PIECE; }
-    // The kept weights or masters, which are parts of one FP32 array.
-    struct Master {
-        float* values;
-        int64_t count;
-    };
-    Master master(size_t i, bool remainder) const {
+    // Copies one half of the masters to `out`, or replaces it by `in`. What is kept of weights and of
+    // remainders are parts of one FP32 array.
+    void copy_half(size_t i, bool remainder, void* out, const void* in) const {
         const ShardPlace& at = shards[i];
-        const int64_t first = remainder ? at.state.first - at.weight.first : 0;
-        return {reinterpret_cast<float*>(kept_weights(i)) + first, (remainder ? at.state : at.weight).count};
-    }
-
-    void read_half(size_t i, bool remainder, uint16_t* out) const {
-        const Master m = master(i, remainder);
-        for (int64_t first = 0; first < m.count; first += PIECE) {
-            const int64_t n = std::min(PIECE, m.count - first);
-            split_master(m.values + first, piece_weights(), piece_remainders(), n, cuda_);
-            copy(out + first, remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), n * 2,
-                 cuda_);
-            check(cudaStreamSynchronize(cuda_), "Reading a tensor failed");
-        }
-    }
-    void write_half(size_t i, bool remainder, const uint16_t* in) {
-        const Master m = master(i, remainder);
-        for (int64_t first = 0; first < m.count; first += PIECE) {
-            const int64_t n = std::min(PIECE, m.count - first);
-            split_master(m.values + first, piece_weights(), piece_remainders(), n, cuda_);
-            copy(remainder ? static_cast<void*>(piece_remainders()) : piece_weights(), in + first, n * 2,
-                 cuda_);
-            join_master(piece_weights(), piece_remainders(), m.values + first, n, cuda_);
-            check(cudaStreamSynchronize(cuda_), "Writing a tensor failed");
+        const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
+                      count = (remainder ? at.state : at.weight).count;
+        float* const masters = reinterpret_cast<float*>(kept_weights(i)) + skipped;
+        uint16_t* const weights = reinterpret_cast<uint16_t*>(piece() + PIECE);
+        int16_t* const remainders = reinterpret_cast<int16_t*>(weights) + PIECE;
+        void* const half = remainder ? static_cast<void*>(remainders) : weights;
+        for (int64_t first = 0; first < count; first += PIECE) {
+            const int64_t n = std::min(PIECE, count - first);
+            split_master(masters + first, weights, remainders, n, cuda_);
+            if (out) {
+                copy(static_cast<uint16_t*>(out) + first, half, n * 2, cuda_);
+            } else {
+                copy(half, static_cast<const uint16_t*>(in) + first, n * 2, cuda_);
+                join_master(weights, remainders, masters + first, n, cuda_);
+            }
+            device_.wait("Converting a tensor failed");
         }
     }
     void read_gradient(size_t i, float* out) const {
@@ -461,7 +443,7 @@ private:
             const int64_t n = std::min(2 * PIECE / COLS, g.rows - first);
             dequantize(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
             copy(out + first * COLS, piece(), n * COLS * 4, cuda_);
-            check(cudaStreamSynchronize(cuda_), "Reading a gradient failed");
+            device_.wait("Reading a gradient failed");
         }
     }
 };
@@ -478,24 +460,50 @@ private:
 
 class Exchange {
 public:
-    Exchange(const Setup& s, const Arena& arena, State& state, Peers& peers, cudaStream_t compute)
-        : setup_(s), arena_(arena), state_(state), peers_(peers), compute_(compute),
-          stages_(weight_stages(s.config)), ready_(stages_.size()), codes_(gathers_codes(s)) {}
+    Exchange(const Device& device, State& state, Peers& peers)
+        : device_(device), setup_(device.setup), state_(state), peers_(peers),
+          stages_(weight_stages(setup_.config)), ready_(stages_.size()) {}
 
     // --- Gradients
     // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
     // place may be written again.
-    void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(compute_); }
+    void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(device_.stream); }
     void wait_for_buckets() const {
-        for (const Event& e : sent_) e.make_wait(compute_);
+        for (const Event& e : sent_) e.make_wait(device_.stream);
     }
-    // The computation has launched all that writes a bucket's gradients of one micro-batch: adds them to the
-    // sums. `first` and `last`: micro-batch of the step.
+    // The computation has launched all that writes a bucket's gradients of one micro-batch. Each rank gets
+    // the gradients of what it owns from all others, and adds them to its sums. The last micro-batch of a
+    // step makes the sums whole on every rank, unless they are sharded. first, last: micro-batch of the step.
     void add_bucket(int64_t bucket, bool first, bool last) {
+        const BucketRange& b = state_.buckets[bucket];
+        const int64_t each = state_.gradient_bytes;
+        const bool all = setup_.shard == Shard::None;
+        // By parameter, then by rank.
+        uint8_t* const received = device_.work<uint8_t>(Work::ReceivedGradients);
+        std::vector<Transfer> parts, sums;
+        uint8_t* to = received;
+        for (size_t i = b.first; i < b.last; i++)
+            for (int64_t r = 0; r < peers_.count; r++) {
+                const Param& p = state_.params[i];
+                if (r == peers_.rank) continue;
+                const int64_t mine = peers_.padded(p, peers_.rank) * each;
+                parts.push_back({r, owned_gradient(i, r), peers_.padded(p, r) * each, to, mine});
+                to += mine;
+            }
         peers_.wait_for_compute();
-        send_gradients(bucket);
-        const std::vector<Transfer> sums = add_received(bucket, first);
-        if (last && !sums.empty()) peers_.exchange(Peers::Topic::Sums, bucket, sums);
+        peers_.exchange(Peers::Topic::Gradients, bucket, parts);
+        const uint8_t* from = received;
+        for (size_t i = b.first; i < b.last; i++) {
+            const Param& p = state_.params[i];
+            const int64_t mine = peers_.padded(p, peers_.rank);
+            uint8_t* const whole = state_.gradient_sums(i);
+            uint8_t* const sum = whole + (all ? peers_.own(p, peers_.rank).first * each : 0);
+            add_gradients(sum, first, owned_gradient(i, peers_.rank), from, state_.gradient_quant.format,
+                          mine, {peers_.rank, peers_.count}, peers_.stream());
+            from += (peers_.count - 1) * mine * each;
+            if (all && last) peers_.add_gather(p, each, sum, whole, sums);
+        }
+        if (!sums.empty()) peers_.exchange(Peers::Topic::Sums, bucket, sums);
         sent_[place_of(bucket)].record(peers_.stream());
     }
 
@@ -506,134 +514,91 @@ public:
         if (!peers_.several()) return;
         state_.combine_amaxes();
         if (setup_.shard == Shard::None || !send) return;
+        // Sends parameters that every rank keeps whole, and of which each has updated a part.
+        auto complete = [&](Peers::Topic topic, int64_t number, const std::vector<size_t>& params) {
+            const int64_t each = state_.weight_bytes;
+            std::vector<Transfer> transfers;
+            for (size_t i : params) {
+                const Param& p = state_.params[i];
+                uint8_t* const whole = state_.kept_weights(i);
+                peers_.add_gather(p, each, whole + peers_.own(p, peers_.rank).first * each, whole, transfers);
+            }
+            peers_.exchange(topic, number, transfers);
+        };
         std::vector<size_t> vectors;
         for (size_t i = 0; i < state_.params.size(); i++)
             if (state_.params[i].rows == 1) vectors.push_back(i);
         peers_.wait_for_compute();
         complete(Peers::Topic::Vectors, 0, vectors);
-        for (size_t stage = 0; stage < stages_.size() && setup_.shard == Shard::Optimizer; stage++) {
+        if (setup_.shard == Shard::All) return peers_.make_compute_wait();
+        for (size_t stage = 0; stage < stages_.size(); stage++) {
             const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head();
             if (!sent_already) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
             ready_[stage].record(peers_.stream());
         }
-        if (setup_.shard == Shard::All) peers_.make_compute_wait();
     }
     // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
-        ready_[stage].make_wait(compute_);
+        ready_[stage].make_wait(device_.stream);
         if (setup_.shard != Shard::All) return;
         if (in_buffer_[current_] != stage) {
             current_ = !current_;
             if (in_buffer_[current_] != stage) gather(stage, current_, stats);
         }
-        gathered_[current_].make_wait(compute_);
+        gathered_[current_].make_wait(device_.stream);
         if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
     }
     void use_all() {
-        for (const Event& e : ready_) e.make_wait(compute_);
+        for (const Event& e : ready_) e.make_wait(device_.stream);
     }
     int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
 private:
+    const Device& device_;
     const Setup& setup_;
-    const Arena& arena_;
     State& state_;
     Peers& peers_;
-    const cudaStream_t compute_;
     const std::vector<std::vector<size_t>> stages_;
     std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
     Event sent_[3];                // by place of gradients: it may be written again
     Event gathered_[2];            // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
     bool current_ = false;         // the buffer that was used last
-    const bool codes_;             // weights of linear layers travel as FP8 codes
 
-    Slice own(size_t i, int64_t rank) const { return slice_of(state_.params[i].size(), rank, peers_.count); }
-    const uint8_t* gradient(size_t i, int64_t rank) const {  // of one micro-batch, what `rank` owns
-        return static_cast<const uint8_t*>(state_.gradient(i).codes) +
-               own(i, rank).first * info(state_.gradient_quant.format).bytes;
+    // Gradients of one micro-batch, what `rank` owns.
+    const uint8_t* owned_gradient(size_t i, int64_t rank) const {
+        return state_.gradient_from(i, peers_.own(state_.params[i], rank).first);
     }
     int place_of(int64_t bucket) const {  // as plan.cpp's place_bucket_gradients()
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
-    // Each rank gets the gradients of what it owns from all others: Work::ReceivedGradients has them by
-    // parameter, then by rank.
-    void send_gradients(int64_t bucket) {
-        const BucketRange& b = state_.buckets[bucket];
-        const int64_t each = info(state_.gradient_quant.format).bytes;
-        uint8_t* received = arena_.work<uint8_t>(Work::ReceivedGradients);
-        std::vector<Transfer> transfers;
-        for (size_t i = b.first; i < b.last; i++) {
-            const Param& p = state_.params[i];
-            const int64_t mine = peers_.padded(p, peers_.rank) * each;
-            for (int64_t r = 0; r < peers_.count; r++) {
-                if (r == peers_.rank) continue;
-                transfers.push_back({r, gradient(i, r), peers_.padded(p, r) * each, received, mine});
-                received += mine;
-            }
-        }
-        peers_.exchange(Peers::Topic::Gradients, bucket, transfers);
-    }
-    // Adds them to the sums of what this rank owns. Returns the transfers that make the sums of a bucket whole
-    // on every rank; there are none if gradients are sharded.
-    std::vector<Transfer> add_received(int64_t bucket, bool first) {
-        const BucketRange& b = state_.buckets[bucket];
-        const Format format = state_.gradient_quant.format;
-        const int64_t each = info(format).bytes;
-        const uint8_t* received = arena_.work<uint8_t>(Work::ReceivedGradients);
-        std::vector<Transfer> whole;
-        for (size_t i = b.first; i < b.last; i++) {
-            const int64_t mine = peers_.padded(state_.params[i], peers_.rank);
-            const bool all = setup_.shard == Shard::None;
-            uint8_t* const sums = state_.gradient_sums(i);
-            uint8_t* const sum = sums + (all ? own(i, peers_.rank).first * each : 0);
-            add_gradients(sum, first, gradient(i, peers_.rank), received, format, mine,
-                          {peers_.rank, peers_.count}, peers_.stream());
-            received += (peers_.count - 1) * mine * each;
-            if (all) peers_.add_gather(state_.params[i], each, sum, sums, whole);
-        }
-        return whole;
-    }
-
-    // Weights that every rank keeps whole, and of which each has updated a part.
-    void complete(Peers::Topic topic, int64_t number, const std::vector<size_t>& params) {
-        const int64_t each = info(state_.compute.format).bytes;
-        std::vector<Transfer> transfers;
-        for (size_t i : params) {
-            uint8_t* const whole = state_.kept_weights(i);
-            peers_.add_gather(state_.params[i], each, whole + own(i, peers_.rank).first * each, whole,
-                              transfers);
-        }
-        peers_.exchange(topic, number, transfers);
-    }
-
     // Gathers the matrices of a stage into a buffer: as FP8 codes, which each rank makes of its part with the
     // scale of the whole, or as they are.
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
-        const int64_t size = arena_.place(Work::GatheredWeights).bytes / 2;
-        uint8_t* to = arena_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
-        const bool as_codes = codes_ && !state_.some_without_scale;
+        const int64_t size = device_.place(Work::GatheredWeights).bytes / 2;
+        uint8_t* to = device_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
+        const bool as_codes = gathers_codes(setup_) && !state_.some_without_scale;
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
             const Param& p = state_.params[i];
             const bool codes = as_codes && p.role.linear;
             const Quant quant = codes ? setup_.recipe.w : state_.compute;
+            TensorScale* const scale = codes ? state_.weight_scale(i) : nullptr;
             const int64_t each = info(quant.format).bytes;
-            uint8_t* const mine = to + own(i, peers_.rank).first * each;
+            const Slice own = peers_.own(p, peers_.rank);
+            uint8_t* const mine = to + own.first * each;
             const View slice = state_.weight_slice(i);
-            if (codes && slice.rows)
-                quantize(stored(slice), {{mine, state_.weight_scale(i), slice.rows, slice.cols, quant}},
-                         stats, peers_.stream());
-            else if (!codes)
-                copy(mine, slice.codes, own(i, peers_.rank).count * each, peers_.stream());
+            const View part{mine, scale, slice.rows, slice.cols, quant};
+            if (!codes) copy(mine, slice.codes, own.count * each, peers_.stream());
+            else if (slice.rows) quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
-            state_.gathered[i] = {to, codes ? state_.weight_scale(i) : nullptr, p.rows, p.cols, quant};
+            state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
             to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
         }
         peers_.exchange(Peers::Topic::Gather, 4 * stage + 2 * as_codes + buffer, transfers);
@@ -643,82 +608,221 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// The network: one micro-batch forward and backward, in the order of the --plan print-out
+// The Model that train.cpp drives: steps, micro-batches, and blocks in the order of the --plan print-out
 
-struct Vector {  // a norm weight or a bias; nulls where the architecture has none
-    const void* values = nullptr;
-    View gradient{};
-};
-struct NormLayer {
-    Vector weight, bias;
-};
-// A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs.
+// A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs. The bias (out) is the
+// parameter that follows the weight.
 struct Linear {
     size_t param;            // number of the weight (out, in)
-    int64_t stage;           // of the weight, where weights are gathered
-    View gradient;           // (out, in)
-    Vector bias;             // (out)
+    bool biased;
+    int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
     TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
-    View saved_x{};          // with --recompute off: the input as an operand; else empty
+    void* saved_x;           // with --recompute off: the input as an operand; else null
 };
 struct Layer {
-    NormLayer norm1, norm2;
+    View saved[9];        // by Saved (coat.h, saved_per_layer); empty where nothing is saved
+    size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     Linear qkv, attention_out, gate_up, down;
-    // As in coat.h, saved_per_layer().
-    View saved_norm1_input, saved_qkv, saved_attention, saved_lse, saved_norm2_input, saved_gate_up;
-    int64_t bucket;  // of qkv; those of attention_out, gate_up and down follow
 };
 
-struct Batch {  // on the device
-    const int32_t *tokens, *targets;
-    const double* scale;  // of the losses
-    int64_t B, T;
-    const int32_t* order = nullptr;  // the last three for backward: embedding_order()
-    const EmbeddingChunk* chunks = nullptr;
-    int64_t number_of_chunks = 0;
-};
-
-class Network {
+class Gpu : public Model {
 public:
-    QuantStats* stats = nullptr;  // one per Kind, on the device; null: not measured
-    // Called as soon as backward has a bucket's gradients and no longer needs its weights.
-    std::function<void(int64_t bucket)> bucket_done;
-
-    Network(const Setup& s, const GpuFacts& facts, const Arena& arena, State& state, Exchange& exchange,
-            Gemms& gemms, cudaStream_t cuda)
-        : config_(s.config), recipe_(s.recipe), formats_(linear_formats(s)), arena_(arena), state_(state),
-          exchange_(exchange), gemms_(gemms), cuda_(cuda), caches_weights_(facts.cache_fp8_weights),
-          embedding_(state.index("embedding")), head_(state.index(config_.tied ? "embedding" : "head")),
-          positions_(config_.arch.rope ? embedding_ : state.index("positions")) {
-        uint8_t* cache = caches_weights_ ? arena.work<uint8_t>(Work::CachedWeights) : nullptr;
+    Gpu(const Setup& s, const GpuFacts& facts)
+        : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.fast_accumulation),
+          peers_(device_), state_(device_, peers_), exchange_(device_, state_, peers_),
+          caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
+          head_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
+          positions_(config_.arch.rope ? embedding_ : param("positions")), tokens_(step_tokens()),
+          targets_(step_tokens()), order_(step_tokens()), chunks_(step_tokens()), outcome_(1),
+          norms_(buckets()), loss_scale_(1) {
+        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
+                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
+                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
+                      "as work_rows() in plan.cpp counts them");
+        uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, cache));
-        final_norm_ = make_norm("final_norm");
-        if (config_.arch.rope) rope_table(config_, s.T, arena.work<float2>(Work::RopeTable), cuda_);
-        const AttentionShape shape = attention_shape(config_, s.B, s.T, recipe_.compute);
-        if (static_cast<int64_t>(attention_workspace(shape)) > arena_.place(Work::AttentionScratch).bytes ||
-            static_cast<int64_t>(norm_backward_workspace(config_.C)) > arena_.place(Work::NormPartials).bytes)
+        set_shape(setup_.B, setup_.T);
+        auto lacks_room = [&](Work w, size_t bytes) {
+            return static_cast<int64_t>(bytes) > device_.place(w).bytes;
+        };
+        if (lacks_room(Work::AttentionScratch, attention_workspace(attention())) ||
+            lacks_room(Work::NormPartials, norm_backward_workspace(config_.C)))
             throw Error(
                 "The memory plan has less room for attention or norms than their kernels need; correct "
                 "work_rows() in plan.cpp.");
+        if (config_.arch.rope) rope_table(config_, setup_.T, device_.work<float2>(Work::RopeTable), cuda_);
+        start();
+        warm_up();
+        start();
     }
 
-    // Hidden states before the final norm, in residual_; and the final norm's statistics.
-    void forward(const Batch& batch) {
-        set_shape(batch);
-        if (!state_.delayed()) state_.clear_amaxes();
-        const Norm norm1 = norm_of(layers_[0].norm1, layers_[0].saved_norm1_input);
-        exchange_.use(0, 1, nullptr);
-        const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
-        gpu::embedding_forward(batch.tokens, state_.weight(embedding_), positions, T_, residual_after(norm1),
-                               norm1, needs_amax(layers_[0].qkv.x), cuda_);
-        finish_residual(norm1);
-        for (int64_t l = 0; l < config_.L; l++) block_forward(l);
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        check_and_pin(tokens, targets, step_tokens());
+        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
+        if (counted == 0) return {0, 0, true};
+        begin(static_cast<double>(counted));
+        adamw_ = &adamw;
+        for (int64_t i = 0; i < setup_.accumulate; i++) {
+            run(i);
+            if (setup_.keep_gradients) check_loss(&results()->checked_loss);
+        }
+        peers_.make_compute_wait();
+        if (setup_.keep_gradients) state_.update(adamw);
+        weights_changed(true);
+        state_.end_delayed_step();
+        const Outcome& outcome = finish();
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
+        std::vector<double> correction;
+        if (!setup_.keep_gradients)
+            correction = norm_corrections_of({norms_.get(), norms_.get() + buckets()});
+        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, correction, counted};
     }
 
-    // The FP8 copies of the weights, if they are cached and not up to date. Comes before anything that uses
-    // them.
-    void prepare() {
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        check_and_pin(tokens, targets, batch_tokens());
+        upload(0, batch_tokens());
+        begin(divisor_of_mean(targets, batch_tokens()));
+        forward(setup_.B, setup_.T);
+        head(false);
+        check_loss(&results()->outcome.loss);
+        return finish().loss;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        check_and_pin(tokens, tokens, n);
+        upload(0, n);
+        begin(1);
+        forward(1, n);
+        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
+        const View row = head_logits(n - 1, 1),
+                   wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
+        dequantize(row, wide, cuda_);
+        copy(logits, wide.codes, config_.V * 4, cuda_);
+        device_.stream.wait();
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        QuantReport report;
+        check_and_pin(tokens, targets, batch_tokens());
+        clear(results()->stats, sizeof(results()->stats), cuda_);
+        begin(divisor_of_mean(targets, batch_tokens()), results()->stats);
+        run(0);
+        peers_.make_compute_wait();
+        report.k_m = state_.expansion_factors(false);
+        report.k_v = state_.expansion_factors(true);
+        copy(report.kinds, results()->stats, sizeof(report.kinds), cuda_);
+        device_.stream.wait();
+        // Where weights travel as codes, each rank has measured those that it made.
+        QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
+        if (setup_.shard == Shard::All && gathers_codes(setup_)) weights = sum_of_ranks(weights);
+        return report;
+    }
+
+    // Gradients can be read from the end of a step to the next forward pass.
+    void read(const std::string& name, void* out) override {
+        peers_.make_compute_wait();
+        state_.read(name, out);
+    }
+    void write(const std::string& name, const void* in) override {
+        peers_.make_compute_wait();
+        state_.write(name, in);
+        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
+        weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
+    }
+    const Setup& setup() const override { return setup_; }
+
+private:
+    const Device device_;
+    const Setup& setup_ = device_.setup;
+    const ModelConfig& config_ = setup_.config;
+    const Recipe& recipe_ = setup_.recipe;
+    const LinearFormats formats_ = linear_formats(setup_);  // of the operands of every linear layer
+    const cudaStream_t cuda_ = device_.stream;
+    Gemms gemms_;
+    Peers peers_;
+    State state_;
+    Exchange exchange_;
+
+    const bool caches_weights_;
+    bool cache_is_valid_ = false;
+    // Parameters; positions_ only where the architecture has them.
+    const size_t embedding_, head_, final_norm_, positions_;
+    std::vector<Layer> layers_;
+
+    // Of the pass that runs: its shape, what is measured, and which micro-batch of which step it is.
+    int64_t B_ = 0, T_ = 0, N_ = 0;
+    QuantStats* stats_ = nullptr;  // one per Kind, on the device; null: not measured
+    int64_t micro_batch_ = 0;
+    const AdamW* adamw_ = nullptr;  // of a step, while it runs
+    bool saves_outputs_ = false;    // --recompute off, in a pass that backward follows
+
+    Pinned<int32_t> tokens_, targets_, order_;
+    Pinned<EmbeddingChunk> chunks_;
+    Pinned<Outcome> outcome_;
+    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
+    Pinned<double> loss_scale_;
+    Recording first_micro_batch_, later_micro_batch_;
+    bool tuning_ = false;
+
+    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
+    int64_t batch_tokens() const { return setup_.B * setup_.T; }
+    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
+    Results* results() const { return device_.results(); }
+
+    void start() {
+        peers_.make_compute_wait();
+        clear(results(), sizeof(Results), cuda_);
+        state_.initialize();
+        weights_changed(false);
+    }
+    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
+    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
+    void warm_up() {
+        std::vector<int32_t> tokens(step_tokens());
+        const uint64_t V = static_cast<uint64_t>(config_.V);
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
+        gemms_.tune(tuning_ = true);
+        step(tokens.data(), tokens.data(), {1, 0.0f});
+        gemms_.tune(tuning_ = false);
+        step(tokens.data(), tokens.data(), {2, 0.0f});
+    }
+
+    template <class T>
+    T sum_of_ranks(const T& mine) const {
+        if (!peers_.several()) return mine;
+        T sum{};
+        for (const T& theirs : setup_.group->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+
+    // --- Before a pass
+    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
+        for (int64_t i = 0; i < n; i++)
+            if (tokens[i] < 0 || tokens[i] >= config_.V || targets[i] < NO_TARGET || targets[i] >= config_.V)
+                throw Error("A token lies outside the vocabulary of " + std::to_string(config_.V) +
+                            "; choose --data and --model that belong together.");
+        std::copy(tokens, tokens + n, tokens_.get());
+        std::copy(targets, targets + n, targets_.get());
+    }
+    void upload(int64_t first, int64_t n) {
+        copy(device_.work(Work::Tokens), tokens_.get() + first, n * 4, cuda_);
+        copy(device_.work(Work::Targets), targets_.get() + first, n * 4, cuda_);
+    }
+    // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
+    // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
+    void begin(double counted, QuantStats* stats = nullptr) {
+        *loss_scale_.get() = 1.0 / counted;
+        copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
+        clear(&results()->outcome, sizeof(Outcome), cuda_);
+        clear(&results()->checked_loss, sizeof(double), cuda_);
+        stats_ = stats;
+        if (state_.delayed()) {
+            state_.clear_amaxes();
+            cache_is_valid_ = false;
+            exchange_.forget_gathered();
+        }
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
         exchange_.use_all();
         for (const Layer& b : layers_)
@@ -728,101 +832,134 @@ public:
             }
         cache_is_valid_ = true;
     }
-
-    // *loss += the sum of the micro-batch's losses * the batch's scale.
-    void evaluate(const Batch& batch, double* loss) {
-        forward(batch);
-        head(batch, false, loss);
+    void weights_changed(bool send) {  // send: as in Exchange
+        cache_is_valid_ = false;
+        exchange_.weights_changed(send);
     }
 
-    // The same. The gradients are added, or assigned if the micro-batch is the first of a step: all but those
-    // of the embeddings, which follow in embedding_backward().
-    void forward_and_backward(const Batch& batch, bool first, double* loss) {
-        first_ = first;
-        saves_outputs_ = !state_.setup.recompute;
-        forward(batch);
-        head(batch, true, loss);
+    // --- One micro-batch of the pinned tokens
+    // Forward and backward are a recording unless a launch may differ from the last one: while GEMMs are
+    // tuned or quantization is measured, when buckets are sent or updated on the way, and as long as an
+    // operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's gradient.
+    void run(int64_t micro_batch) {
+        micro_batch_ = micro_batch;
+        set_shape(setup_.B, setup_.T);
+        upload(micro_batch * N_, N_);
+        const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
+        auto work = [&] { forward_and_backward(); };
+        if (tuning_ || stats_ || buckets_travel || state_.some_without_scale) work();
+        else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
+        embedding_backward();
+    }
+    // Whether gradients are assigned, not added: by the first micro-batch of a step. Several ranks sum what
+    // each micro-batch gives right away, so every one assigns.
+    bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
+
+    // Hidden states before the final norm, in final_input(); and the final norm's statistics.
+    void forward(int64_t B, int64_t T) {
+        set_shape(B, T);
+        if (!state_.delayed()) state_.clear_amaxes();
+        const Norm norm1 = norm1_of(layers_[0]);
+        exchange_.use(0, 1, nullptr);
+        const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
+        embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
+                          residual_out(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
+        measure_norm_input(norm1);
+        for (int64_t l = 0; l < config_.L; l++) block_forward(l);
+    }
+    // All gradients but those of the embeddings.
+    void forward_and_backward() {
+        saves_outputs_ = !setup_.recompute;
+        forward(setup_.B, setup_.T);
+        head(true);
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         saves_outputs_ = false;
     }
-    void embedding_backward(const Batch& batch, bool first) {
-        set_shape(batch);  // forward may have been a recording, which leaves nothing here
-        first_ = first;
+    void embedding_backward() {
+        const int64_t first = micro_batch_ * N_;
+        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N_, config_.V);
+        const int64_t chunks = static_cast<int64_t>(order.chunks.size());
+        int32_t* const device_order = device_.work<int32_t>(Work::EmbeddingOrder);
+        EmbeddingChunk* const device_chunks = device_.work<EmbeddingChunk>(Work::EmbeddingChunks);
+        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
+        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
+        copy(device_order, order_.get() + first, N_ * 4, cuda_);
+        copy(device_chunks, chunks_.get() + first, chunks * int64_t(sizeof(EmbeddingChunk)), cuda_);
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), batch.order, batch.chunks, batch.number_of_chunks,
-                                state_.gradient(embedding_), arena_.work<float>(Work::EmbeddingPartials),
+        gpu::embedding_backward(residual_gradient(), device_order, device_chunks, chunks,
+                                state_.gradient(embedding_), device_.work<float>(Work::EmbeddingPartials),
                                 cuda_);
         if (!config_.arch.rope)
             positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }
 
-    View token_logits(int64_t token) {  // (1, padded_V)
-        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
-        return head_logits(token, 1);
+    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
+    // their gradients are cleared. A tied embedding has the head's part already.
+    void begin_bucket(int64_t number) const {
+        exchange_.wait_for_bucket(number);
+        const BucketRange& bucket = state_.buckets[number];
+        for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
+            const Param& p = state_.params[i];
+            if (!p.role.linear && i != head_)
+                clear(state_.gradient(i).codes, p.padded_size() * state_.gradient_bytes, cuda_);
+        }
+    }
+    // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
+    // --gradients none the weights are updated.
+    void end_bucket(int64_t bucket) {
+        if (stats_) return state_.measure(bucket);
+        const bool last = micro_batch_ + 1 == setup_.accumulate;
+        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0, last);
+        if (setup_.keep_gradients) return;
+        peers_.make_compute_wait();
+        check_loss(&results()->checked_loss);
+        state_.update(*adamw_, bucket);
+        copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), cuda_);
     }
 
-    int64_t scales() const { return static_cast<int64_t>(state_.params.size()) + state_.operand_scales(); }
-
-    // Delayed scaling: before a step, or before a pass of its own, and after a step. Cached weights are
-    // quantized within the step, because that takes their amaxes.
-    void begin_delayed() {
-        if (!state_.delayed()) return;
-        state_.clear_amaxes();
-        cache_is_valid_ = false;
-        exchange_.forget_gathered();
+    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
+    void check_loss(double* checked) {
+        checked_loss(state_.scale(0), state_.number_of_scales(), &results()->outcome.loss, checked, cuda_);
     }
-    void end_delayed_step(Results* results) {
-        if (state_.delayed()) state_.end_delayed_step(results);
+    const Outcome& finish() {
+        copy(outcome_.get(), &results()->outcome, sizeof(Outcome), cuda_);
+        device_.stream.wait();
+        return *outcome_.get();
     }
 
-    void weights_changed() { cache_is_valid_ = false; }
-
-private:
-    const ModelConfig& config_;
-    const Recipe& recipe_;
-    const LinearFormats formats_;  // of the operands of every linear layer
-    const Arena& arena_;
-    State& state_;
-    Exchange& exchange_;
-    Gemms& gemms_;
-    cudaStream_t cuda_;
-    const bool caches_weights_;
-    // Parameters; positions_ only where the architecture has them.
-    const size_t embedding_, head_, positions_;
-    bool cache_is_valid_ = false, first_ = true, saves_outputs_ = false;
-    std::vector<Layer> layers_;
-    NormLayer final_norm_;
-    int64_t B_ = 0, T_ = 0, N_ = 0;
-    View residual_{};  // the residual stream as the next residual_add reads it, (N, C)
-
-    // --- One block: each comment is a row of the --plan print-out
+    // --- One block: the comments are the rows of the --plan print-out, and its phases of backward
     void block_forward(int64_t l) {
         const Layer& b = layers_[l];
-        const bool last = l + 1 == config_.L;
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
-                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const Norm next = last ? norm_of(final_norm_, final_input())
-                               : norm_of(layers_[l + 1].norm1, layers_[l + 1].saved_norm1_input);
-        const View qkv = attention_view(b.saved_qkv, Work::Qkv),
-                   out = attention_view(b.saved_attention, Work::AttentionOutput);
-        const View saved_out = of_batch(b.saved_attention), gate_up = of_batch(b.saved_gate_up);
-        const View branch = compute_view(Work::Branch, config_.C);
+        const bool last = l + 1 == config_.L, gated = config_.arch.gated;
+        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b),
+                   next = last ? final_norm() : norm1_of(layers_[l + 1]);
+        const View saved_qkv = saved(b, Saved::Qkv), saved_out = saved(b, Saved::Attention),
+                   gate_up = saved(b, Saved::GateUp), branch = compute_view(Work::Branch, config_.C),
+                   qkv = attention_view(saved_qkv, Work::Qkv),
+                   out = attention_view(saved_out, Work::AttentionOutput);
 
-        linear_forward(b.qkv, norm(norm1), qkv);                               // norm 1; q, k, v projection
-        if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);               // rotary positions
-        save_attention(qkv, b.saved_qkv);
-        attention_forward(attention(), qkv.codes, out.codes, static_cast<float*>(b.saved_lse.codes), cuda_);
-        save_attention(out, b.saved_attention);
+        // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
+        // input, while its codes are made.
+        linear_forward(b.qkv, norm(norm1), qkv);
+        // rotary positions
+        if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
+        save_attention(qkv, saved_qkv);
+        // attention: causal, within each sequence of T tokens -> (N, q_cols)
+        attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
+        save_attention(out, saved_out);
         take_amax(stored(saved_out), needs_amax(b.attention_out.x));
-        linear_forward(b.attention_out, stored(saved_out), branch);            // attention output projection
-        residual_forward(branch, norm2, needs_amax(b.gate_up.x));              // residual add
+        // attention output projection: (N, q_cols) -> (N, C)
+        linear_forward(b.attention_out, stored(saved_out), branch);
+        // residual add; it saves the input of norm 2
+        residual_forward(norm1, branch, norm2, needs_amax(b.gate_up.x));
 
-        // norm 2; gate and up projection
-        gate_up_forward(b, norm(norm2));
-        // SiLU(gate) x up; down projection; residual add
-        linear_forward(b.down, activation(config_.arch.gated, gate_up), branch);
-        residual_forward(branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), saved in groups
+        gate_up_forward(b, norm(norm2), gate_up);
+        // SiLU(gate) x up, computed from the groups; down projection: (N, F) -> (N, C)
+        linear_forward(b.down, activation(gated, gate_up), branch);
+        // residual add; it saves the input of the next block's norm 1, or of the final norm
+        residual_forward(norm2, branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -830,88 +967,94 @@ private:
     // and the amax of the gradient that it writes.
     void block_backward(int64_t l) {
         const Layer& b = layers_[l];
-        const Norm norm1 = norm_of(b.norm1, b.saved_norm1_input),
-                   norm2 = norm_of(b.norm2, b.saved_norm2_input);
-        const View g = residual_gradient(), gate_up = of_batch(b.saved_gate_up),
-                   dx = compute_view(Work::Branch, config_.C);
+        const bool gated = config_.arch.gated, rotated = config_.arch.rope;
+        const Norm norm1 = norm1_of(b), norm2 = norm2_of(b);
+        const View g = residual_gradient(), gate_up = saved(b, Saved::GateUp),
+                   saved_out = saved(b, Saved::Attention), dx = compute_view(Work::Branch, config_.C);
 
-        begin_bucket(b.bucket + 3);  // down projection
-        // The gradient of the activation's output.
+        // down projection: wgrad, then dgrad: dact (N, F), the gradient of the activation's output
+        begin_bucket(b.down.bucket);
+        Operand g8 = output_gradient(b.down, stored(g), nullptr);
+        wgrad(b.down, g8, activation(gated, gate_up));
         const View dact = compute_view(Work::ActivationGradient, config_.F);
-        Operand g8 = output_gradient(b.down, stored(g), arena_.work(Work::GradientOperand), nullptr);
-        wgrad(b.down, g8, activation(config_.arch.gated, gate_up));
         dgrad(b.down, g8, dact);
-        end_bucket(b.bucket + 3);
+        end_bucket(b.down.bucket);
 
-        begin_bucket(b.bucket + 2);  // activation; gate and up projection; norm 2
-        const Lazy dgate_up = activation_backward(config_.arch.gated, gate_up, dact);
-        // Codes as large as the saved elements take their place.
-        const bool in_place = gate_up_gradient_in_place(state_.setup);
-        g8 = output_gradient(b.gate_up, dgate_up,
-                             in_place ? gate_up.codes : arena_.work(Work::GradientOperand),
-                             needs_amax(b.gate_up.g));
+        // activation: its gradient (N, 2F) exists as codes only; those as large as the saved elements take
+        // their place
+        begin_bucket(b.gate_up.bucket);
+        const bool in_place = gate_up_gradient_in_place(setup_);
+        g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact), needs_amax(b.gate_up.g),
+                             in_place ? gate_up.codes : nullptr);
+        // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, needs_amax(b.attention_out.g));
+        residual_backward(norm2, b.norm2, dx, g, needs_amax(b.attention_out.g));
+        // gate and up projection, wgrad
         wgrad(b.gate_up, g8, norm(norm2));
-        end_bucket(b.bucket + 2);
+        end_bucket(b.gate_up.bucket);
 
-        begin_bucket(b.bucket + 1);  // attention output projection
+        // attention output projection: wgrad, then dgrad
+        begin_bucket(b.attention_out.bucket);
+        g8 = output_gradient(b.attention_out, stored(g), nullptr);
+        wgrad(b.attention_out, g8, stored(saved_out));
         const View dout = compute_view(Work::Branch, config_.q_cols());
-        g8 = output_gradient(b.attention_out, stored(g), arena_.work(Work::GradientOperand), nullptr);
-        wgrad(b.attention_out, g8, stored(of_batch(b.saved_attention)));
         dgrad(b.attention_out, g8, dout);
-        end_bucket(b.bucket + 1);
+        end_bucket(b.attention_out.bucket);
 
-        begin_bucket(b.bucket);  // attention; rotary positions; q, k, v projection; norm 1
-        const View qkv = load_attention(b.saved_qkv, Work::Qkv),
-                   out = load_attention(b.saved_attention, Work::AttentionOutput);
-        // The saved gate and up are no longer needed; plan.cpp decides whether dqkv fits in their place.
-        const bool reuse = arena_.place(Work::QkvGradient).bytes == 0;
-        const View dqkv = compute_view(reuse ? b.saved_gate_up.codes : arena_.work(Work::QkvGradient), N_,
+        // attention; the saved gate and up are no longer needed: plan.cpp decides whether dqkv fits in their
+        // place
+        begin_bucket(b.qkv.bucket);
+        const View qkv = load_attention(saved(b, Saved::Qkv), Work::Qkv),
+                   out = load_attention(saved_out, Work::AttentionOutput);
+        const bool reuse = device_.place(Work::QkvGradient).bytes == 0;
+        const View dqkv = compute_view(reuse ? gate_up.codes : device_.work(Work::QkvGradient), N_,
                                        config_.qkv_cols());
-        attention_backward(attention(), qkv.codes, out.codes, static_cast<const float*>(b.saved_lse.codes),
-                           dout.codes, dqkv.codes, arena_.work(Work::AttentionScratch), cuda_);
-        const bool rotated = config_.arch.rope;
-        if (rotated) rope_backward(rope(), dqkv, needs_amax(b.qkv.g), cuda_);
-        g8 = output_gradient(b.qkv, stored(dqkv), arena_.work(Work::GradientOperand),
-                             rotated ? nullptr : needs_amax(b.qkv.g));
+        attention_backward(attention(), qkv.codes, out.codes, log_sum_exp(b), dout.codes, dqkv.codes,
+                           device_.work(Work::AttentionScratch), cuda_);
+        // rotary positions
+        TensorScale* const dqkv_amax = needs_amax(b.qkv.g);
+        if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
+        // q, k, v projection, dgrad; norm 1
+        g8 = output_gradient(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
+        // q, k, v projection, wgrad
         wgrad(b.qkv, g8, norm(norm1));
-        end_bucket(b.bucket);
+        end_bucket(b.qkv.bucket);
     }
 
     // --- The three GEMMs of a linear layer
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        gemms_.run(Gemm::Fprop, input(w, x, Gemm::Fprop), weight(w, Gemm::Fprop), gemm_rows(y), false,
-                   w.bias.values, cuda_);
+        const Operand w8 = weight(w, Gemm::Fprop), x8 = input(w, x, Gemm::Fprop);
+        gemms_.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias(w), cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
         gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
     void wgrad(const Linear& w, const Operand& g8, const Lazy& x) {
-        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), w.gradient, !first_, nullptr, cuda_);
+        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), state_.gradient(w.param), !assigns(), nullptr,
+                   cuda_);
     }
 
     // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
     // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
-    void gate_up_forward(const Layer& b, const Lazy& x) {
-        const View gate_up = of_batch(b.saved_gate_up);
+    void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
+        const bool gated = config_.arch.gated;
         TensorScale* const act = needs_amax(b.down.x);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
-            return take_amax(activation(config_.arch.gated, gate_up), act);
+            return take_amax(activation(gated, gate_up), act);
         }
         const Operand x8 = input(b.gate_up, x, Gemm::Fprop), w8 = weight(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
         const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
-            const View part =
-                compute_view(arena_.work(Work::GateUp), std::min(step, N_ - first), gate_up.cols);
+            const int64_t n = std::min(step, N_ - first);
+            const View part = compute_view(device_.work(Work::GateUp), n, gate_up.cols);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
-                       b.gate_up.bias.values, cuda_);
-            quantize_gate_up(config_.arch.gated, part, rows(gate_up, first, part.rows), act,
-                             stats_of(Kind::ActivationInput), cuda_);
+                       bias(b.gate_up), cuda_);
+            quantize_gate_up(gated, part, rows(gate_up, first, n), act, stats_of(Kind::ActivationInput),
+                             cuda_);
         }
     }
 
@@ -943,31 +1086,31 @@ private:
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const place =
-            arena_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
-        void* const saved = saves_outputs_ ? w.saved_x.codes : nullptr;
+        void* const saved = saves_outputs_ ? w.saved_x : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
-        if (saved)
-            return operand(x, q, q.fp8() ? place : saved, q.fp8() ? saved : nullptr, w.x, Kind::LinearInput);
-        const bool transposed = q.fp8() && use == Gemm::Wgrad;
-        return operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, w.x,
-                       Kind::LinearInput);
+        const bool of_down = x.op == LazyOp::Activation;
+        void* codes = device_.work(of_down ? Work::ActivationOperand : Work::InputOperand);
+        void* transposed = nullptr;
+        if (saved) (q.fp8() ? transposed : codes) = saved;
+        else if (q.fp8() && use == Gemm::Wgrad) std::swap(codes, transposed);
+        return operand(x, q, codes, transposed, w.x, Kind::LinearInput);
     }
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        const int64_t before = w.stage > 1 ? w.stage - 1 : Exchange::NONE;
-        exchange_.use(w.stage, use == Gemm::Dgrad ? before : w.stage + 1, stats_of(Kind::Weight));
-        void* const place = arena_.work(Work::WeightOperand);
+        const int64_t before = w.bucket > 1 ? w.bucket - 1 : Exchange::NONE;
+        exchange_.use(w.bucket, use == Gemm::Dgrad ? before : w.bucket + 1, stats_of(Kind::Weight));
+        void* codes = device_.work(Work::WeightOperand);
+        void* transposed = nullptr;
         const View whole = state_.weight(w.param);
-        if (whole.quant.fp8()) {  // gathered as codes
-            if (use != Gemm::Dgrad) return {whole};
-            transpose_codes(whole, place, cuda_);
-            return describe(whole.rows, whole.cols, whole.quant, nullptr, place, w.w);
+        if (whole.quant.fp8() && use != Gemm::Dgrad) return {whole};  // gathered as codes
+        if (use == Gemm::Dgrad) std::swap(codes, transposed);
+        if (whole.quant.fp8()) {
+            transpose_codes(whole, transposed, cuda_);
+            return describe(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w);
         }
         take_weight_amax(w);
-        return operand(stored(whole), formats_.w, use == Gemm::Dgrad ? nullptr : place,
-                       use == Gemm::Dgrad ? place : nullptr, w.w, Kind::Weight);
+        return operand(stored(whole), formats_.w, codes, transposed, w.w, Kind::Weight);
     }
     Operand cached_operand(const Linear& w) const {
         const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
@@ -977,19 +1120,20 @@ private:
     // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
-    // of any other.
-    Operand output_gradient(const Linear& w, const Lazy& g, void* codes, TensorScale* amax) {
-        const Quant& q = formats_.g;
-        if (q.fp8() && w.bias.values) bias_gradient(w, g, Format::F32, amax);
+    // of any other. place: of the codes, if they do not go to Work::GradientOperand.
+    Operand output_gradient(const Linear& w, const Lazy& g, TensorScale* amax, void* place = nullptr) {
+        const bool fp8 = formats_.g.fp8();
+        void* const codes = place ? place : device_.work(Work::GradientOperand);
+        void* const transposed = fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr;
+        auto bias_gradient = [&](const Lazy& g, Format rounding, TensorScale* amax) {
+            column_sums(g, rounding, state_.gradient(w.param + 1), device_.work<float>(Work::ColumnPartials),
+                        amax, cuda_);
+        };
+        if (fp8 && w.biased) bias_gradient(g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 =
-            operand(g, q, codes, q.fp8() ? arena_.work(Work::GradientOperandTransposed) : nullptr, w.g,
-                    Kind::Gradient);
-        if (!q.fp8() && w.bias.values) bias_gradient(w, stored(g8.view), recipe_.compute, nullptr);
+        const Operand g8 = operand(g, formats_.g, codes, transposed, w.g, Kind::Gradient);
+        if (!fp8 && w.biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
         return g8;
-    }
-    void bias_gradient(const Linear& w, const Lazy& g, Format rounding, TensorScale* amax) {
-        column_sums(g, rounding, w.bias.gradient, arena_.work<float>(Work::ColumnPartials), amax, cuda_);
     }
 
     // --- Amaxes: who takes them
@@ -1004,456 +1148,167 @@ private:
     }
     // The optimizer leaves the amax of a weight, but not where scaling is delayed.
     void take_weight_amax(const Linear& w) const {
-        take_amax(stored(state_.weight(w.param)), state_.delayed() ? needs_amax(w.w) : nullptr);
+        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), needs_amax(w.w));
     }
 
     // --- Residual stream and attention
-    // residual += branch. The next norm's input is saved; the amax of its output goes to y_amax.
-    void residual_forward(const View& branch, const Norm& next, TensorScale* y_amax) {
-        residual_add(residual_, branch, residual_after(next), next, y_amax, cuda_);
-        finish_residual(next);
+    // The residual stream as the next residual_add reads it, (N, C), by the norm beside it: in the compute
+    // dtype where the norm's input is in groups; otherwise the two are one tensor.
+    View residual(const Norm& n) const {
+        return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
-    void finish_residual(const Norm& next) {
-        const bool groups = next.in.quant.fp8();
-        residual_ = groups ? residual_after(next) : next.in;
-        if (groups) measure_groups(stored(residual_), stats_of(Kind::NormInput), cuda_);
+    View residual_out(const Norm& n) const { return n.in.quant.fp8() ? residual(n) : View{}; }
+    // The input of `next` is saved; the amax of its output goes to y_amax.
+    void residual_forward(const Norm& before, const View& branch, const Norm& next, TensorScale* y_amax) {
+        residual_add(residual(before), branch, residual_out(next), next, y_amax, cuda_);
+        measure_norm_input(next);
     }
-    // Beside a norm input in groups, the residual stream goes on in the compute dtype; otherwise the two are
-    // one tensor.
-    View residual_after(const Norm& next) const {
-        return next.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : View{};
+    void measure_norm_input(const Norm& n) const {
+        if (n.in.quant.fp8()) measure_groups(stored(residual(n)), stats_of(Kind::NormInput), cuda_);
     }
-    void residual_backward(const Norm& n, const NormLayer& layer, const View& dy, TensorScale* g_amax) {
-        norm_backward(n, dy, residual_gradient(), residual_gradient(), g_amax, layer.weight.gradient,
-                      layer.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
+    // g += the gradient of the norm's input; g is no tensor at the head, where the residual stream ends.
+    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g, TensorScale* g_amax) {
+        norm_backward(n, dy, g, residual_gradient(), g_amax, state_.gradient(weight),
+                      n.rms ? View{} : state_.gradient(weight + 1), device_.work<float>(Work::NormPartials),
+                      cuda_);
     }
 
     // Attention computes in the compute dtype. Where its inputs and output are saved in groups, it computes
     // with what the groups hold: so the saved log-sum-exp belongs to what backward reads.
     View attention_view(const View& saved, Work work) const {
-        return saved.quant.fp8() ? compute_view(work, saved.cols) : of_batch(saved);
+        return saved.quant.fp8() ? compute_view(work, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_and_dequantize(x, of_batch(saved), stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_and_dequantize(x, saved, stats_of(Kind::Attention), cuda_);
     }
     View load_attention(const View& saved, Work work) {
         const View x = attention_view(saved, work);
-        if (saved.quant.fp8()) dequantize(of_batch(saved), x, cuda_);
+        if (saved.quant.fp8()) dequantize(saved, x, cuda_);
         return x;
     }
 
     // --- Head
     // Logits (n, padded_V) of the tokens from `first` on.
     View head_logits(int64_t first, int64_t n) {
-        const View logits = compute_view(arena_.work(Work::Logits), n, config_.padded_V());
-        Norm part = norm_of(final_norm_, final_input());
+        const View logits = compute_view(device_.work(Work::Logits), n, config_.padded_V());
+        Norm part = final_norm();
         part.in = rows(part.in, first, n);
         part.stats += first;
-        const Quant dense{recipe_.compute};
-        const Operand y =
-            operand(norm(part), dense, arena_.work(Work::FinalNorm), nullptr, nullptr, Kind::LinearInput);
+        const Operand y = operand(norm(part), Quant{recipe_.compute}, device_.work(Work::FinalNorm), nullptr,
+                                  nullptr, Kind::LinearInput);
         gemms_.run(Gemm::Fprop, y, {state_.weight(head_)}, logits, false, nullptr, cuda_);
         return logits;
     }
-    // Loss, and in backward the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a
-    // time; their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
-    // rounded too often (plan.h, head_sum_apart).
-    void head(const Batch& batch, bool backward, double* loss) {
+    // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale; and in backward the
+    // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time; their gradients
+    // take their place. The head's gradient is summed in FP32 where a BF16 sum would be rounded too often
+    // (plan.h, head_sum_apart).
+    void head(bool backward) {
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
-        const View sum =
-            in_fp32 ? View{arena_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32}
-                    : gradient;
-        float* losses = arena_.work<float>(Work::Losses);
+        const View wide{device_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32},
+            sum = in_fp32 ? wide : gradient;
+        const int32_t* const targets = device_.work<int32_t>(Work::Targets);
+        float* const losses = device_.work<float>(Work::Losses);
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
-        if (backward && in_fp32 && !first_) dequantize(gradient, sum, cuda_);
+        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
-                       y = compute_view(arena_.work(Work::FinalNorm), n, config_.C);
-            cross_entropy(logits, config_.V, batch.targets + first, backward ? batch.scale : nullptr,
+                       y = compute_view(device_.work(Work::FinalNorm), n, config_.C);
+            cross_entropy(logits, config_.V, targets + first, backward ? &results()->loss_scale : nullptr,
                           losses + first, cuda_);
             if (!backward) continue;
-            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(first_ && first == 0), nullptr, cuda_);
+            gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(assigns() && first == 0), nullptr, cuda_);
             gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr,
                        cuda_);
         }
-        loss_sum(losses, N_, batch.scale, loss, cuda_);
+        loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
-        const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
-        begin_bucket(bucket);
-        norm_backward(norm_of(final_norm_, final_input()), dy, View{}, residual_gradient(),
-                      needs_amax(layers_.back().down.g), final_norm_.weight.gradient,
-                      final_norm_.bias.gradient, arena_.work<float>(Work::NormPartials), cuda_);
-        end_bucket(bucket);
+        begin_bucket(buckets() - 1);
+        residual_backward(final_norm(), final_norm_, dy, View{}, needs_amax(layers_.back().down.g));
+        end_bucket(buckets() - 1);
     }
 
     // --- Views
-    void set_shape(const Batch& batch) { B_ = batch.B, T_ = batch.T, N_ = B_ * T_; }
-    View of_batch(View saved) const { return saved.rows = N_, saved; }
+    void set_shape(int64_t B, int64_t T) { B_ = B, T_ = T, N_ = B * T; }
+    View saved(const Layer& b, Saved which) const {  // the rows of this batch
+        const View& v = b.saved[static_cast<int>(which)];
+        return {v.codes, v.scales, N_, v.cols, v.quant};
+    }
+    float* log_sum_exp(const Layer& b) const {
+        return static_cast<float*>(saved(b, Saved::LogSumExp).codes);
+    }
     View compute_view(void* data, int64_t n, int64_t cols) const {
         return {data, nullptr, n, cols, Quant{recipe_.compute}};
     }
-    View compute_view(Work w, int64_t cols) const { return compute_view(arena_.work(w), N_, cols); }
+    View compute_view(Work w, int64_t cols) const { return compute_view(device_.work(w), N_, cols); }
     View final_input() const {
-        return compute_view(arena_.at(arena_.layout.final_norm_input.offset), N_, config_.C);
+        return compute_view(device_.at(device_.layout.final_norm_input.offset), N_, config_.C);
     }
     // Backward reads the final norm's input once, to write this over it.
     View residual_gradient() const { return final_input(); }
-    Norm norm_of(const NormLayer& n, const View& in) const {
-        float2* stats_of_rows = arena_.work<float2>(Work::NormStatistics);
-        return {of_batch(in),  n.weight.values,  n.bias.values,
-                stats_of_rows, config_.arch.rms, config_.norm_eps};
+    Norm norm_of(size_t weight, const View& in) const {
+        const bool rms = config_.arch.rms;
+        return {in, state_.weight(weight).codes, rms ? nullptr : state_.weight(weight + 1).codes,
+                device_.work<float2>(Work::NormStatistics), rms, config_.norm_eps};
+    }
+    Norm norm1_of(const Layer& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
+    Norm norm2_of(const Layer& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
+    Norm final_norm() const { return norm_of(final_norm_, final_input()); }
+    const void* bias(const Linear& w) const {
+        return w.biased ? state_.weight(w.param + 1).codes : nullptr;
     }
     Rope rope() const {
-        return {arena_.work<float2>(Work::RopeTable), T_, config_.HS(), config_.q_cols() + config_.kv_cols()};
+        return {device_.work<float2>(Work::RopeTable), T_, config_.HS(),
+                config_.q_cols() + config_.kv_cols()};
     }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
-    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
-
-    // --- Buckets
-    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
-    // their gradients are cleared. A tied embedding has the head's part already.
-    void begin_bucket(int64_t number) const {
-        exchange_.wait_for_bucket(number);
-        const BucketRange& bucket = state_.buckets[number];
-        for (size_t i = bucket.first; first_ && i < bucket.last; i++) {
-            const Param& p = state_.params[i];
-            if (!p.role.linear && i != head_)
-                clear(state_.gradient(i).codes, p.padded_size() * info(state_.gradient_quant.format).bytes,
-                      cuda_);
-        }
-    }
-    void end_bucket(int64_t number) const {
-        if (bucket_done) bucket_done(number);
-    }
+    QuantStats* stats_of(Kind k) const { return stats_ ? stats_ + static_cast<int>(k) : nullptr; }
 
     // --- Construction
-    Vector make_vector(const std::string& name) const {
-        const size_t i = state_.index(name);
-        return {state_.weight(i).codes, state_.gradient(i)};
-    }
-    NormLayer make_norm(const std::string& name) const {
-        return {make_vector(name + ".weight"), config_.arch.rms ? Vector{} : make_vector(name + ".bias")};
-    }
-    Linear make_linear(const std::string& name, int64_t l, int which, uint8_t*& cache,
-                       const View& saved_x) const {
-        const size_t i = state_.index(name);
-        const bool biased = which == 0 ? config_.arch.qkv_bias : config_.arch.bias;  // 0: qkv
-        auto scale = [&](LinearOperand o) { return state_.operand_scales(l, o) + which; };
-        const Linear w{i,
-                       state_.params[i].bucket,  // each linear layer has a bucket and a stage of its own
-                       state_.gradient(i),
-                       biased ? make_vector(name + ".bias") : Vector{},
-                       scale(LinearOperand::X),
-                       state_.weight_scale(i),
-                       scale(LinearOperand::G),
-                       cache,
-                       saved_x};
-        const int64_t out = state_.params[i].rows, in = state_.params[i].cols;
-        if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
-        return w;
-    }
+    size_t param(const std::string& name) const { return param_of(state_.params, name); }
+    // cache: where the FP8 weights of its linear layers may lie, or null; moved on for the next layer.
     Layer make_layer(int64_t l, uint8_t*& cache) const {
-        const std::string name = "layers." + std::to_string(l) + ".";
-        const std::vector<SavedTensor> table = saved_per_layer(state_.setup);
-        auto saved = [&](Saved which) -> View {
-            for (size_t i = 0; i < table.size(); i++) {
-                if (table[i].which != which) continue;
-                const int64_t N = arena_.layout.tokens, cols = table[i].cols;
-                const int64_t offset = l * arena_.layout.layer_bytes + arena_.layout.saved_codes[i].offset;
-                uint8_t* codes = arena_.at(arena_.layout.saved.offset + offset);
-                return {codes, codes + table[i].quant.code_bytes(N, cols), N, cols, table[i].quant};
-            }
-            return {};
-        };
-        return {make_norm(name + "norm1"),
-                make_norm(name + "norm2"),
-                make_linear(name + "qkv", l, 0, cache, saved(Saved::Norm1Output)),
-                make_linear(name + "attention_out", l, 1, cache, View{}),
-                make_linear(name + "gate_up", l, 2, cache, saved(Saved::Norm2Output)),
-                make_linear(name + "down", l, 3, cache, saved(Saved::ActivationOutput)),
-                saved(Saved::Norm1Input),
-                saved(Saved::Qkv),
-                saved(Saved::Attention),
-                saved(Saved::LogSumExp),
-                saved(Saved::Norm2Input),
-                saved(Saved::GateUp),
-                state_.params[state_.index(name + "qkv")].bucket};
-    }
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// The Model that train.cpp drives
-
-class Gpu : public Model {
-public:
-    Gpu(const Setup& s, const GpuFacts& facts)
-        : setup_(s), arena_(setup_, facts),
-          gemms_(arena_.work(Work::GemmScratch), s.recipe.fast_accumulation), peers_(setup_, arena_, stream_),
-          state_(setup_, arena_, peers_, stream_), exchange_(setup_, arena_, state_, peers_, stream_),
-          network_(setup_, facts, arena_, state_, exchange_, gemms_, stream_), tokens_(batch_tokens()),
-          targets_(batch_tokens()), order_(batch_tokens()), chunks_(batch_tokens()), outcome_(1),
-          norms_(buckets()), loss_scale_(1) {
-        static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
-                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
-                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
-                      "as work_rows() in plan.cpp counts them");
-        start();
-        warm_up();
-        start();
-    }
-
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        check_and_pin(tokens, targets, batch_tokens());
-        const int64_t counted = sum_of_ranks(counted_targets(targets, batch_tokens()));
-        if (counted == 0) return {0, 0, true};
-        set_loss_scale(static_cast<double>(counted));
-        clear_outcome();
-        network_.begin_delayed();
-        network_.prepare();
-        const Hooks hooks{network_};
-        int64_t a = 0;
-        network_.bucket_done = [&](int64_t bucket) {
-            if (peers_.several()) exchange_.add_bucket(bucket, a == 0, a + 1 == setup_.accumulate);
-            if (setup_.keep_gradients) return;
-            peers_.make_compute_wait();
-            check_loss();
-            state_.update_bucket(bucket, adamw, results());
-            copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), stream_);
-        };
-        if (!peers_.several() && setup_.keep_gradients) network_.bucket_done = nullptr;
-        for (; a < setup_.accumulate; a++) {
-            run(a);
-            if (setup_.keep_gradients) check_loss();
+        Layer b{};
+        const GpuLayout& layout = device_.layout;
+        const std::vector<SavedTensor> table = saved_per_layer(setup_);
+        for (size_t i = 0; i < table.size(); i++) {
+            const int64_t N = layout.tokens, cols = table[i].cols,
+                          offset = l * layout.layer_bytes + layout.saved_codes[i].offset;
+            uint8_t* const codes = device_.at(layout.saved.offset + offset);
+            b.saved[static_cast<int>(table[i].which)] = {codes, codes + table[i].quant.code_bytes(N, cols), N,
+                                                         cols, table[i].quant};
         }
-        peers_.make_compute_wait();
-        if (setup_.keep_gradients) state_.update(adamw, results());
-        network_.weights_changed();
-        exchange_.weights_changed(true);
-        network_.end_delayed_step(results());
-        const Outcome& outcome = finish();
-        const bool skipped = outcome.gradients.skip != 0;
-        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
-        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, norm_correction(), counted};
-    }
-
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        check_and_pin(tokens, targets, setup_.B * setup_.T);
-        upload(0, setup_.B * setup_.T);
-        set_loss_scale(divisor_of_mean(targets, setup_.B * setup_.T));
-        clear_outcome();
-        network_.begin_delayed();
-        network_.prepare();
-        network_.evaluate(device_batch(), &results()->outcome.loss);
-        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->outcome.loss,
-                     stream_);
-        return finish().loss;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check_and_pin(tokens, tokens, n);
-        upload(0, n);
-        network_.begin_delayed();
-        network_.prepare();
-        network_.forward({device_tokens(), device_targets(), nullptr, 1, n});
-        const View row = network_.token_logits(n - 1),
-                   wide{arena_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
-        dequantize(row, wide, stream_);
-        copy(logits, wide.codes, setup_.config.V * 4, stream_);
-        stream_.wait();
-    }
-
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantReport report;
-        check_and_pin(tokens, targets, setup_.B * setup_.T);
-        set_loss_scale(divisor_of_mean(targets, setup_.B * setup_.T));
-        clear(results()->stats, sizeof(results()->stats), stream_);
-        clear_outcome();
-        const Hooks hooks{network_};
-        network_.stats = results()->stats;
-        network_.begin_delayed();
-        network_.prepare();
-        network_.bucket_done = [&](int64_t bucket) {
-            state_.measure(state_.buckets[bucket], results()->stats);
+        const std::string name = "layers." + std::to_string(l) + ".";
+        int64_t linears = 0;
+        auto linear = [&](const char* of, void* saved_x) -> Linear {
+            const size_t i = param(name + of);
+            const int64_t out = state_.params[i].rows, in = state_.params[i].cols, number = linears++;
+            uint8_t* const cached = cache;
+            if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
+            return {i, number == 0 ? config_.arch.qkv_bias : config_.arch.bias, state_.params[i].bucket,
+                    state_.operand_scales(l, LinearOperand::X) + number, state_.weight_scale(i),
+                    state_.operand_scales(l, LinearOperand::G) + number, cached, saved_x};
         };
-        run(0);
-        peers_.make_compute_wait();
-        state_.expansion_factors(report);
-        copy(report.kinds, results()->stats, sizeof(report.kinds), stream_);
-        stream_.wait();
-        add_weights_of_others(report.kinds[static_cast<int>(Kind::Weight)]);
-        std::sort(report.k_m.begin(), report.k_m.end());
-        std::sort(report.k_v.begin(), report.k_v.end());
-        return report;
-    }
-
-    // Gradients can be read from the end of a step to the next forward pass.
-    void read(const std::string& name, void* out) override {
-        peers_.make_compute_wait();
-        state_.read(name, out);
-    }
-    void write(const std::string& name, const void* in) override {
-        peers_.make_compute_wait();
-        state_.write(name, in);
-        network_.weights_changed();
-        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
-        exchange_.weights_changed(setup_.recipe.compute == Format::F32 &&
-                                  name.find(".remainder") != name.npos);
-    }
-    const Setup& setup() const override { return setup_; }
-
-private:
-    struct Hooks {  // takes back what one call has set in the network, also after an exception
-        Network& network;
-        ~Hooks() { network.stats = nullptr, network.bucket_done = nullptr; }
-    };
-
-    const Setup setup_;
-    Stream stream_;
-    Arena arena_;
-    Gemms gemms_;
-    Peers peers_;
-    State state_;
-    Exchange exchange_;
-    Network network_;
-    Pinned<int32_t> tokens_, targets_, order_;
-    Pinned<EmbeddingChunk> chunks_;
-    Pinned<Outcome> outcome_;
-    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
-    Pinned<double> loss_scale_;
-    Recording first_micro_batch_, later_micro_batch_;
-    bool tuning_ = false;
-
-    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
-    std::vector<double> norm_correction() const {
-        if (setup_.keep_gradients) return {};
-        return norm_corrections_of({norms_.get(), norms_.get() + buckets()});
-    }
-    int64_t batch_tokens() const { return setup_.accumulate * setup_.B * setup_.T; }
-    Results* results() const { return arena_.work<Results>(Work::Results); }
-    int32_t* device_tokens() const { return arena_.work<int32_t>(Work::Tokens); }
-    int32_t* device_targets() const { return arena_.work<int32_t>(Work::Targets); }
-
-    void start() {
-        peers_.make_compute_wait();
-        clear(results(), sizeof(Results), stream_);
-        state_.initialize();
-        network_.weights_changed();
-        exchange_.weights_changed(false);
-    }
-
-    template <class T>
-    T sum_of_ranks(T mine) const {
-        if (!peers_.several()) return mine;
-        T sum = 0;
-        for (T theirs : setup_.group->all_gather(mine)) sum += theirs;
-        return sum;
-    }
-    void set_loss_scale(double counted) {
-        *loss_scale_.get() = 1.0 / counted;
-        copy(&results()->loss_scale, loss_scale_.get(), sizeof(double), stream_);
-    }
-    // Where weights travel as codes, each rank has measured those that it made.
-    void add_weights_of_others(QuantStats& mine) const {
-        if (!peers_.several() || setup_.shard != Shard::All || !gathers_codes(setup_)) return;
-        const std::vector<QuantStats> all = setup_.group->all_gather(mine);
-        mine = {};
-        for (const QuantStats& s : all) mine += s;
-    }
-
-    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
-    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
-    void warm_up() {
-        std::vector<int32_t> tokens(batch_tokens());
-        const uint64_t V = static_cast<uint64_t>(setup_.config.V);
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        gemms_.tune(tuning_ = true);
-        step(tokens.data(), tokens.data(), {1, 0.0f});
-        gemms_.tune(tuning_ = false);
-        step(tokens.data(), tokens.data(), {2, 0.0f});
-    }
-
-    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        for (int64_t i = 0; i < n; i++)
-            if (tokens[i] < 0 || tokens[i] >= setup_.config.V || targets[i] < NO_TARGET ||
-                targets[i] >= setup_.config.V)
-                throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
-                            "; choose --data and --model that belong together.");
-        std::copy(tokens, tokens + n, tokens_.get());
-        std::copy(targets, targets + n, targets_.get());
-    }
-    void upload(int64_t first, int64_t n) {
-        copy(device_tokens(), tokens_.get() + first, n * 4, stream_);
-        copy(device_targets(), targets_.get() + first, n * 4, stream_);
-    }
-
-    // One micro-batch of the pinned tokens. It is a recording unless a launch may differ from the last one:
-    // while GEMMs are tuned or quantization is measured, when buckets are updated on the way, and as long as
-    // an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's
-    // gradient.
-    void run(int64_t micro_batch) {
-        const int64_t N = setup_.B * setup_.T;
-        // Several ranks sum what each micro-batch gives right away: every one assigns its gradients.
-        const bool first = micro_batch == 0 || peers_.several();
-        upload(micro_batch * N, N);
-        auto work = [&] {
-            network_.forward_and_backward(device_batch(), first, &results()->outcome.loss);
-        };
-        if (network_.stats || network_.bucket_done || tuning_ || state_.some_without_scale) work();
-        else (first ? first_micro_batch_ : later_micro_batch_).run(stream_, work);
-        network_.embedding_backward(upload_order(micro_batch), first);
-    }
-
-    Batch device_batch() const {
-        return {device_tokens(), device_targets(), &results()->loss_scale, setup_.B, setup_.T};
-    }
-
-    Batch upload_order(int64_t micro_batch) {
-        Batch batch = device_batch();
-        const int64_t N = batch.B * batch.T, first = micro_batch * N;
-        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N, setup_.config.V);
-        batch.order = arena_.work<int32_t>(Work::EmbeddingOrder),
-        batch.chunks = arena_.work<EmbeddingChunk>(Work::EmbeddingChunks);
-        batch.number_of_chunks = static_cast<int64_t>(order.chunks.size());
-        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
-        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
-        copy(arena_.work(Work::EmbeddingOrder), order_.get() + first, N * 4, stream_);
-        copy(arena_.work(Work::EmbeddingChunks), chunks_.get() + first,
-             batch.number_of_chunks * static_cast<int64_t>(sizeof(EmbeddingChunk)), stream_);
-        return batch;
-    }
-
-    void clear_outcome() {
-        clear(&results()->outcome, sizeof(Outcome), stream_);
-        clear(&results()->checked_loss, sizeof(double), stream_);
-    }
-    void check_loss() {
-        checked_loss(state_.scale(0), network_.scales(), &results()->outcome.loss, &results()->checked_loss,
-                     stream_);
-    }
-
-    const Outcome& finish() {
-        copy(outcome_.get(), &results()->outcome, sizeof(Outcome), stream_);
-        stream_.wait();
-        return *outcome_.get();
+        b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
+        b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].codes);
+        b.attention_out = linear("attention_out", nullptr);
+        b.gate_up = linear("gate_up", b.saved[static_cast<int>(Saved::Norm2Output)].codes);
+        b.down = linear("down", b.saved[static_cast<int>(Saved::ActivationOutput)].codes);
+        return b;
     }
 };
 
 // -----------------------------------------------------------------------------------------------------------
 // Whether this GPU can run a setup
 
-int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    check(cudaGetDevice(&device), "Asking for the GPU failed");
-    check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
-    return value;
-}
 int capability() {
-    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
 // Device memory that CUDA and cuBLAS take when kernels are first launched.
@@ -1463,38 +1318,35 @@ int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
     const int64_t allocated = gpu_layout(s, facts).total;
     return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
 }
-bool fits(const Setup& s, const GpuFacts& facts, int64_t free) { return needed_memory(s, facts) <= free; }
-
-int64_t largest_batch(Setup s, const GpuFacts& facts, int64_t free) {
-    int64_t fitting = 0, too_large = s.B;
-    while (too_large - fitting > 1) {
-        s.B = (fitting + too_large) / 2;
-        (fits(s, facts, free) ? fitting : too_large) = s.B;
-    }
-    return fitting;
-}
 
 void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
-    if (fits(s, facts, free)) return;
-    const int64_t batch = largest_batch(s, facts, free);
+    if (needed_memory(s, facts) <= free) return;
+    Setup smaller = s;
+    int64_t fitting = 0, too_large = s.B;  // --batch
+    while (too_large - fitting > 1) {
+        smaller.B = (fitting + too_large) / 2;
+        (needed_memory(smaller, facts) <= free ? fitting : too_large) = smaller.B;
+    }
     throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
                 " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
-                (batch ? "the largest --batch that fits is " + std::to_string(batch)
-                       : "not even --batch 1 fits: choose a smaller --model or --seq") +
+                (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
+                         : "not even --batch 1 fits: choose a smaller --model or --seq") +
                 ".");
 }
 
 GpuFacts facts_for(const Setup& s) {
     GpuFacts facts;
-    facts.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-    size_t free = 0, total = 0;
-    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
-    require_memory(s, facts, static_cast<int64_t>(free));
+    facts.multiprocessors = multiprocessors();
+    size_t free_bytes = 0, total = 0;
+    check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
+    const int64_t free = static_cast<int64_t>(free_bytes);
+    require_memory(s, facts, free);
     facts.cache_fp8_weights = caches_weights(s);
-    facts.cache_fp8_weights = facts.cache_fp8_weights && fits(s, facts, static_cast<int64_t>(free));
+    if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
     return facts;
 }
 
+// The setup as this GPU runs it. Error if a kernel for it is missing.
 Setup on_this_gpu(Setup s) {
     const bool fp8_gemm = capability() >= FP8_CAPABILITY;
     if (!fp8_gemm && s.recipe.x.fp8())
@@ -1503,12 +1355,9 @@ Setup on_this_gpu(Setup s) {
                      "layers run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
-    return s;
-}
-
-void require_kernels(const Setup& s) {
     for (const std::string& reason : {why_unsupported(s.optimizer), why_unsupported(s.recipe, capability())})
         if (!reason.empty()) throw Error(reason);
+    return s;
 }
 
 }  // namespace
@@ -1544,6 +1393,5 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     const Setup here = on_this_gpu(setup);
-    require_kernels(here);
     return std::make_unique<Gpu>(here, facts_for(here));
 }

@@ -35,7 +35,6 @@ public:
 // multiprocessor from the computation. Otherwise, or if the environment variable COAT_NCCL names a library
 // (libnccl.so.2, or a path), NCCL does. Every receive is in the one allocation that begins at `memory`.
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory);
-std::unique_ptr<Comm> make_copies(Ranks& group, void* memory);  // copies.cu; null if that is not possible
-std::unique_ptr<Comm> make_nccl(Ranks& group);                  // nccl.cu; Error if it is missing
+std::unique_ptr<Comm> make_nccl(Ranks& group);  // nccl.cu; Error if the library is missing
 
 }  // namespace coat::gpu

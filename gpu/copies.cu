@@ -26,13 +26,9 @@ struct StreamFlags {
 
     StreamFlags() {
         void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-        auto find = [&](const char* name) {
-            void* const address = driver ? dlsym(driver, name) : nullptr;
-            Operation operation;
-            std::memcpy(&operation, &address, sizeof address);
-            return operation;
-        };
-        write = find("cuStreamWriteValue32_v2"), wait = find("cuStreamWaitValue32_v2");
+        if (!driver) return;
+        write = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWriteValue32_v2"));
+        wait = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWaitValue32_v2"));
     }
 };
 
@@ -41,11 +37,13 @@ struct Address {
     char machine[40];
     uint64_t process;  // a random number: processes of two containers can have the same pid
     int device;
-    void *memory, *flags;
+    uint8_t* memory;
+    uint32_t* flags;
     cudaIpcMemHandle_t memory_handle, flags_handle;
 };
 
-Address address_of(void* memory, void* flags) {
+// machine is empty if CUDA cannot share this memory, say in a container without the right to.
+Address address_of(uint8_t* memory, uint32_t* flags) {
     Address address{};
     std::ifstream("/proc/sys/kernel/random/boot_id").read(address.machine, sizeof address.machine - 1);
     static const uint64_t process = uint64_t(std::random_device{}()) << 32 | uint32_t(getpid());
@@ -73,9 +71,10 @@ public:
         cudaGetLastError();
     }
 
+    // Whether every rank reaches the memory of every other: all ranks get the same answer.
     bool map_others(void* memory) {
         memory_ = static_cast<uint8_t*>(memory);
-        const Address mine = address_of(memory, flags_);
+        const Address mine = address_of(memory_, flags_);
         const std::vector<Address> addresses = group_.all_gather(mine);
         bool mapped = stream_.write && stream_.wait && mine.machine[0];
         for (int r = 0; r < ranks_ && mapped; r++)
@@ -86,6 +85,8 @@ public:
         return mapped;
     }
 
+    // Tells every sender that the places here are free. Then, for one receiver after the other: waits until
+    // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
     void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         const std::vector<uint8_t*>& places = places_of(key, transfers);
         const int me = group_.rank();
@@ -123,22 +124,21 @@ private:
     };
     std::map<int64_t, Places> places_;  // by key
 
+    // Ranks that are threads of one process have the same addresses; of another process, CUDA maps them.
     bool map(const Address& address, const Address& mine, Peer& peer) {
         if (address.process == mine.process) {
             const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);
-            peer.memory = static_cast<uint8_t*>(address.memory),
-            peer.flags = static_cast<uint32_t*>(address.flags);
+            peer.memory = address.memory, peer.flags = address.flags;
             return error == cudaSuccess || error == cudaErrorPeerAccessAlreadyEnabled;
         }
-        void *memory = nullptr, *flags = nullptr;
-        if (cudaIpcOpenMemHandle(&memory, address.memory_handle, cudaIpcMemLazyEnablePeerAccess) !=
-            cudaSuccess)
-            return false;
-        peer.memory = static_cast<uint8_t*>(memory);
-        if (cudaIpcOpenMemHandle(&flags, address.flags_handle, cudaIpcMemLazyEnablePeerAccess) != cudaSuccess)
-            return cudaIpcCloseMemHandle(memory), false;
-        peer.flags = static_cast<uint32_t*>(flags);
-        return peer.mapped = true;
+        auto open = [](auto** to, const cudaIpcMemHandle_t& handle) {
+            return cudaIpcOpenMemHandle(reinterpret_cast<void**>(to), handle,
+                                        cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
+        };
+        if (!open(&peer.memory, address.memory_handle)) return false;
+        peer.mapped = open(&peer.flags, address.flags_handle);
+        if (!peer.mapped) cudaIpcCloseMemHandle(peer.memory);
+        return peer.mapped;
     }
     void flag(StreamFlags::Operation operation, uint32_t* at, cudaStream_t s) const {
         if (operation(s, reinterpret_cast<uint64_t>(at), number_, 0) != 0)
@@ -173,19 +173,14 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Comm> make_copies(Ranks& group, void* memory) {
-    auto copies = std::make_unique<Copies>(group);
-    if (!copies->map_others(memory)) return nullptr;
-    return copies;
-}
-
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory) {
-    if (!std::getenv("COAT_NCCL"))
-        if (std::unique_ptr<Comm> copies = make_copies(group, memory)) return copies;
+    const bool chosen = std::getenv("COAT_NCCL");
+    auto copies = chosen ? nullptr : std::make_unique<Copies>(group);
+    if (copies && copies->map_others(memory)) return copies;
+    copies.reset();
     if (group.rank() == 0)
-        std::printf("The GPUs send through NCCL: %s.\n", std::getenv("COAT_NCCL")
-                                                             ? "COAT_NCCL is set"
-                                                             : "they do not reach each other's memory");
+        std::printf("The GPUs send through NCCL: %s.\n",
+                    chosen ? "COAT_NCCL is set" : "they do not reach each other's memory");
     return make_nccl(group);
 }
 

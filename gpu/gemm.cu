@@ -49,34 +49,25 @@ int32_t scale_mode(const Granularity& g) {
 // of `transpose` with which cuBLAS reduces over the contiguous dimension; true for its A, false for its B.
 Side side(const Operand& x, bool over_rows, bool contiguous) {
     const View& v = x.view;
-    if (v.quant.decoded()) {
-        const void* values = over_rows ? x.transposed : v.codes;
-        require(values, "a decoded operand lacks the orientation that this GEMM reads");
-        return {values, nullptr, v.cols, v.rows, over_rows != contiguous, Format::BF16};
-    }
-    if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, over_rows != contiguous, v.quant.format};
-    const bool per_tensor = v.quant.granularity == PER_TENSOR;
+    const bool transpose = over_rows != contiguous;
+    if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, transpose, v.quant.format};
     const void* codes = over_rows ? x.transposed : v.codes;
+    require(codes, "an FP8 operand lacks the orientation that this GEMM reads");
+    if (v.quant.decoded()) return {codes, nullptr, v.cols, v.rows, transpose, Format::BF16};
+    const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
-    require(codes && scales, "an FP8 operand lacks the orientation that this GEMM reads");
+    require(scales, "an FP8 operand lacks the scales of the orientation that this GEMM reads");
     require(v.quant.scale == Format::F32, "scales are FP32");
     require(depth % 16 == 0, "an FP8 operand's reduction dimension is not a multiple of 16");
     return {codes, scales, depth, width, contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }
 
-// A handle of cuBLASLt or CUDA that is destroyed with its owner, even if the owner's constructor throws.
-template <class Handle, class Status = cublasStatus_t>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Status (*)(Handle)>;
-
-template <class Handle, class Create, class... Args>
-Owned<Handle> make(cublasStatus_t (*destroy)(Handle), Create create, Args... args) {
-    Handle handle = nullptr;
-    succeed(create(&handle, args...), "Describing a GEMM to cuBLASLt failed");
-    return {handle, destroy};
-}
-Owned<cublasLtMatrixLayout_t> layout(Format f, int64_t rows, int64_t cols) {
-    return make(cublasLtMatrixLayoutDestroy, cublasLtMatrixLayoutCreate, data_type(f), rows, cols, rows);
+constexpr char DESCRIBING[] = "Describing a GEMM to cuBLASLt failed";
+cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
+    cublasLtMatrixLayoutOpaque_t layout;
+    succeed(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows), DESCRIBING);
+    return layout;
 }
 
 // Tells the outputs of two algorithms apart: a sum over all words, each mixed with its index, so that
@@ -125,15 +116,17 @@ struct Gemms::Call {
 };
 
 struct Gemms::Problem {  // what cuBLASLt knows of a shape
-    Owned<cublasLtMatrixLayout_t> a, b, out;
-    Owned<cublasLtMatmulDesc_t> operation =
-        make(cublasLtMatmulDescDestroy, cublasLtMatmulDescCreate, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatrixLayoutOpaque_t a, b, out;
+    cublasLtMatmulDescOpaque_t operation;
     cublasLtMatmulAlgo_t algorithm{};
     bool tuned = false;
 
+    // Accumulation is in FP32 (or, if fast, in fewer bits), alpha is 1 and beta 0 or 1. The bias is added by
+    // the epilogue.
     Problem(const Call& c, bool fast_accumulation)
         : a(layout(c.a.format, c.a.rows, c.a.cols)), b(layout(c.b.format, c.b.rows, c.b.cols)),
           out(layout(c.out.quant.format, c.out.cols, c.out.rows)) {
+        succeed(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), DESCRIBING);
         set(CUBLASLT_MATMUL_DESC_TRANSA, c.a.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, c.b.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(c.a.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(fast_accumulation));
@@ -146,9 +139,9 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
 
     template <class T>
     void set(cublasLtMatmulDescAttributes_t name, T value) {
-        succeed(cublasLtMatmulDescSetAttribute(operation.get(), name, &value, sizeof value),
-                "Describing a GEMM to cuBLASLt failed");
+        succeed(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value), DESCRIBING);
     }
+    // Scales and bias are read from device memory when the GEMM runs, so the host needs not know them.
     void set_pointers(const Call& c) {
         if (c.a.scale) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, c.a.scale);
         if (c.b.scale) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, c.b.scale);
@@ -157,11 +150,12 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
 
     // cuBLASLt's algorithms in its own order of preference, at least one. Partial sums in the
     // output's format are excluded.
-    std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) const {
-        const auto preference = make(cublasLtMatmulPreferenceDestroy, cublasLtMatmulPreferenceCreate);
+    std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle) {
+        cublasLtMatmulPreferenceOpaque_t preference;
+        succeed(cublasLtMatmulPreferenceInit(&preference), DESCRIBING);
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            succeed(cublasLtMatmulPreferenceSetAttribute(preference.get(), name, &value, sizeof value),
-                    "Setting a preference of cuBLASLt failed");
+            succeed(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value),
+                    DESCRIBING);
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(SCRATCH));
         prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -172,8 +166,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
         const cublasStatus_t status =
-            cublasLtMatmulAlgoGetHeuristic(handle, operation.get(), a.get(), b.get(), out.get(), out.get(),
-                                           preference.get(), CANDIDATES, found, &n);
+            cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES,
+                                           found, &n);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -192,26 +186,14 @@ Gemms::~Gemms() {
     cublasLtDestroy(handle_);
 }
 
-cublasStatus_t Gemms::launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
+// out = a b + beta out. The status is for the caller to judge: a candidate may fail, a chosen one may not.
+cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
-    const cublasStatus_t status = cublasLtMatmul(
-        handle_, p.operation.get(), &one, c.a.data, p.a.get(), c.b.data, p.b.get(), &beta, c.out.codes,
-        p.out.get(), c.out.codes, p.out.get(), &algorithm, scratch_, SCRATCH, c.stream);
+    const cublasStatus_t status =
+        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.codes,
+                       &p.out, c.out.codes, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
     if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
-}
-
-// The first GEMM of a shape, by the first algorithm that can be launched.
-std::unique_ptr<Gemms::Problem> Gemms::launch_first(Gemm kind, const Call& c) const {
-    auto p = std::make_unique<Problem>(c, fast_accumulation_[static_cast<int>(kind)]);
-    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-    for (const cublasLtMatmulAlgo_t& candidate : p->candidates(handle_)) {
-        p->algorithm = candidate;
-        status = launch(*p, candidate, c);
-        if (status == CUBLAS_STATUS_SUCCESS) break;
-    }
-    succeed(status, "A GEMM failed");
-    return p;
 }
 
 // Launches the GEMM in rounds of all candidates, without gaps, so that a GPU at its power limit slows
@@ -236,7 +218,8 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
         if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits)
             equal.push_back(candidate);
 
-    std::vector<Owned<cudaEvent_t, cudaError_t>> marks;  // one before each launch, one after the last
+    using Mark = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, cudaError_t (*)(cudaEvent_t)>;
+    std::vector<Mark> marks;  // one before each launch, one after the last
     for (size_t i = 0; i <= ROUNDS * equal.size(); i++) {
         cudaEvent_t mark = nullptr;
         if (i > 0) succeed(launch(p, equal[(i - 1) % equal.size()], c), "A GEMM failed");
@@ -280,8 +263,15 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     if (p) {
         p->set_pointers(call);
         succeed(launch(*p, p->algorithm, call), "A GEMM failed");
-    } else {
-        p = launch_first(kind, call);
+    } else {  // the first GEMM of a shape: by the first algorithm that can be launched
+        auto first = std::make_unique<Problem>(call, fast_accumulation_[static_cast<int>(kind)]);
+        cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+        for (const cublasLtMatmulAlgo_t& candidate : first->candidates(handle_)) {
+            status = launch(*first, first->algorithm = candidate, call);
+            if (status == CUBLAS_STATUS_SUCCESS) break;
+        }
+        succeed(status, "A GEMM failed");
+        p = std::move(first);
     }
     // Timing follows the GEMM and leaves the same bits in `out`.
     if (tuning_ && !p->tuned && !accumulate && out.rows * out.cols >= MIN_OUTPUTS) choose_fastest(*p, call);

@@ -31,8 +31,6 @@ public:
     // for each Gemm, as in Recipe.
     Gemms(void* scratch, const bool (&fast_accumulation)[3]);
     ~Gemms();
-    Gemms(const Gemms&) = delete;
-    Gemms& operator=(const Gemms&) = delete;
 
     // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
     // adds to it. bias (out), in out's format, or null: for Fprop. Shapes, formats or scales that no
@@ -54,8 +52,7 @@ private:
     // reduction; whether there is a bias.
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
-    cublasStatus_t launch(const Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
-    std::unique_ptr<Problem> launch_first(Gemm kind, const Call& call) const;
+    cublasStatus_t launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
     void choose_fastest(Problem& p, const Call& call) const;
 
     cublasLtHandle_t handle_ = nullptr;

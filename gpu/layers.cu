@@ -5,12 +5,15 @@
 namespace coat::gpu {
 namespace {
 
+// Loops over the values of a chunk have eight turns: nvcc unrolls them without a pragma.
+
 // ===========================================================================================================
 // Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
 // several.
 
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
+// As few warps as hold a row of C columns; several teams in a block where a row is short.
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
@@ -52,7 +55,6 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
     if (!rms) {
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++)
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
         team_sum<0>(sum);
     }
@@ -60,7 +62,6 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
     float square[1] = {0};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(d, d, square[0]);
@@ -70,161 +71,92 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 }
 
 // ===========================================================================================================
-// The second stage of a sum over rows: partial sums of blocks, in order
-
-constexpr int REDUCE_ROWS = 16;
-__global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
-    float sum = 0;
-    if (col < cols)
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0 || col >= cols) return;
-    float total = 0;
-    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.add(col, total);
-}
-
-}  // namespace
-
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
-    const int64_t n = gradient.rows * gradient.cols;
-    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
-                                                                           gradient_of(gradient));
-    CHECK_LAUNCH("reduce_partials");
-}
-
-// ===========================================================================================================
 // Residual and norm, forward
 
-namespace {
-
-template <class T>
-struct Sum {  // x + branch
-    struct Raw {
-        typename Dense<T>::Raw x, branch;
-    };
-    Dense<T> x, branch;
-    int64_t width;
-
-    __device__ Raw load(int64_t row, int64_t col) const {
-        return {x.load(row * width + col), branch.load(row * width + col)};
-    }
-    __device__ void compute(const Raw& raw, Values& v) const {
-        Values other;
-        x.values(raw.x, v);
-        branch.values(raw.branch, other);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], other[j]);
-    }
-};
-
-template <class T>
-struct Embedding {  // embedding[token] (+ positions[row % T])
-    struct Raw {
-        typename Dense<T>::Raw token, position;
-    };
-    const int32_t* tokens;
-    Dense<T> embedding, positions;
-    int64_t period, width;
-
-    __device__ Raw load(int64_t row, int64_t col) const {
-        Raw raw{};
-        raw.token = embedding.load(tokens[row] * width + col);
-        if (positions.data) raw.position = positions.load(row % period * width + col);
-        return raw;
-    }
-    __device__ void compute(const Raw& raw, Values& v) const {
-        Values p;
-        embedding.values(raw.token, v);
-        if (!positions.data) return;
-        positions.values(raw.position, p);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[j] = __fadd_rn(v[j], p[j]);
-    }
+// What is added: x + y by rows (N, C), the residual stream and a branch; or x[token] + y[position].
+template <class Compute>
+struct Sum {
+    Dense<Compute> x, y;          // y may be no tensor
+    const int32_t* tokens;  // (N); null: rows of x and y have the same number
+    int64_t T, rows, C;     // the position of a row is row % T
 };
 
 // sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's
 // quantizer needs.
-template <class Source, class Storage>
+template <class Storage, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Source source, int64_t rows, Dense<typename Storage::Compute> x_out, Storage in,
-                    NormParameters<typename Storage::Compute> parameters, float2* stats, bool rms, float eps,
-                    TensorScale* y_amax) {
-    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = source.width;
-    typename Source::Raw raw[ROW_CHUNKS] = {};
+    residual_kernel(Sum<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
+                    bool rms, float eps, TensorScale* y_amax) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
+    const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
+                  y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
+    typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
 #pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++)
-        if (row < rows && row_column(c) < C) raw[c] = source.load(row, row_column(c));
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= a.rows || row_column(c) >= C) continue;
+        raw_x[c] = a.x.load(x_row * C + row_column(c));
+        if (a.y.data) raw_y[c] = a.y.load(y_row * C + row_column(c));
+    }
     Values v[ROW_CHUNKS] = {};
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t col = row_column(c), i = row * C + col;
-        const bool live = row < rows && col < C;
-        Values sum = {};
-        if (live) source.compute(raw[c], sum);
-#pragma unroll
+        const bool live = row < a.rows && col < C;
+        Values sum, y;
+        a.x.values(raw_x[c], sum);
+        a.y.values(raw_y[c], y);
+        if (a.y.data)
+            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.store(i, sum, live);
         in.store(i, v[c], live);  // v becomes what the norm will read
     }
     const float2 st = row_stats(v, C, rms, eps);
-    if (row < rows && threadIdx.x == 0) stats[row] = st;
+    if (row < a.rows && threadIdx.x == 0) stats[row] = st;
     if (!y_amax) return;
     uint32_t top = 0;
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row >= rows || row_column(c) >= C) continue;
+        if (row >= a.rows || row_column(c) >= C) continue;
         Values weight, bias;
         parameters.load(row_column(c), weight, bias);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++)
             top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
     }
     update_amax_by_warp(&y_amax->amax, top);
 }
 
-template <class Source, class Storage>
-void launch_residual(const Source& source, const View& x_out, const Norm& n, Storage in, TensorScale* y_amax,
-                     cudaStream_t s) {
-    using T = typename Storage::Compute;
-    if (n.in.rows == 0) return;
-    const dim3 block = row_block(n.in.cols);
-    residual_kernel<<<blocks(n.in.rows, block.y), block, 0, s>>>(
-        source, n.in.rows, dense<T>(x_out.codes), in, NormParameters<T>{dense<T>(n.weight), dense<T>(n.bias)},
-        n.stats, n.rms, n.eps, y_amax);
-    CHECK_LAUNCH("residual");
+void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
+                     const Norm& n, TensorScale* y_amax, cudaStream_t s) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    if (rows == 0) return;
+    const dim3 block = row_block(C);
+    with_storage(n.in, [&](auto in) {
+        using F = typename decltype(in)::Compute;
+        const Sum<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
+        const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
+        residual_kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.codes), in, parameters,
+                                                                n.stats, n.rms, n.eps, y_amax);
+        CHECK_LAUNCH("residual");
+    });
 }
 
 }  // namespace
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
                   cudaStream_t s) {
-    with_storage(next.in, [&](auto in) {
-        using T = typename decltype(in)::Compute;
-        launch_residual(Sum<T>{dense<T>(x.codes), dense<T>(branch.codes), x.cols}, x_out, next, in, y_amax,
-                        s);
-    });
+    launch_residual(x, branch, nullptr, 1, x_out, next, y_amax, s);
 }
-
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
                        const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
-    with_storage(next.in, [&](auto in) {
-        using C = typename decltype(in)::Compute;
-        launch_residual(
-            Embedding<C>{tokens, dense<C>(embedding.codes), dense<C>(positions.codes), T, embedding.cols},
-            x_out, next, in, y_amax, s);
-    });
+    launch_residual(embedding, positions, tokens, T, x_out, next, y_amax, s);
 }
 
 // ===========================================================================================================
 // Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
-//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std       RMSNorm  dx = (d - xhat mean(d xhat)) /
-//   rms, xhat = x / rms dweight += dy xhat, dbias += dy
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
+//   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
+//   both       dweight += dy xhat, dbias += dy
 // A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
 // in order.
 
@@ -260,7 +192,6 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
         Values total = {}, one;
         for (int team = 0; team < blockDim.y; team++) {
             ColumnSums(sums + team * C, C, true).read(col, one);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
         partials.store(blockIdx.x * C + col, total, true);
@@ -315,7 +246,6 @@ struct BackwardRow {
     }
     __device__ void store(int c, Values& v, float& top) const {
         a.g_out.store(first + offset(c), v, true);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) top = larger(top, v[j]);
     }
 };
@@ -334,15 +264,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
          first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
         BackwardRow<Storage> r(a, first + threadIdx.y);
         Values x[ROW_CHUNKS];
-        float sum[2] = {
-            0, 0};  // of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn
+        // Of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn.
+        float sum[2] = {0, 0};
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             r.x(c, x[c]);
             if (!r.live(c)) continue;
             Values d, w;
             r.dy_and_weight(c, d, w);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float dw = d[j] * w[j];
                 sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
@@ -359,7 +288,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
             Values d, w, g;
             r.dy_and_weight(c, d, w);
             r.g(c, g);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = x[c][j] * inverse, dw = d[j] * w[j];
                 g[j] += inverse * (dw - xhat * mean_xhat);
@@ -403,7 +331,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
             if (!r.live(c)) continue;
             Values d, w;
             r.dy_and_weight(c, d, w);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 x[c][j] = (x[c][j] - st.x) * st.y;
                 const float dw = d[j] * w[j];
@@ -421,7 +348,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
             r.dy_and_weight(c, d, w);
             r.g(c, g);
             dbias.add(row_column(c), d);
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) {
                 const float xhat = x[c][j], dw = d[j] * w[j];
                 g[j] += st.y * ((dw - mean) - xhat * mean_xhat);
@@ -438,12 +364,39 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
     write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
 }
 
+// The second stage of a sum over rows: the partial sums of blocks, in order. A block has 32 columns: thread
+// (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
+constexpr int REDUCE_ROWS = 16;
+__global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient.add(col, total);
+}
+
+// A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
 // Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
 // the same path.
 constexpr size_t NORM_SHARED = 98 << 10;
 
 }  // namespace
+
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+    const int64_t n = gradient.rows * gradient.cols;
+    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
+                                                                           gradient_of(gradient));
+    CHECK_LAUNCH("reduce_partials");
+}
 
 size_t norm_backward_workspace(int64_t C) {
     return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
@@ -454,25 +407,15 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
     const dim3 block = row_block(C);
-    const unsigned grid =
-        std::min(blocks(rows, block.y), static_cast<unsigned>(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
     const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float),
                  shared = sums <= NORM_SHARED ? sums : 0;
     require(shared || !n.rms, "the sums of RMSNorm do not fit into shared memory");
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const NormBackward<Storage> a{in,
-                                      dense<T>(n.weight),
-                                      dense<T>(dy.codes),
-                                      dense<T>(g_in.codes),
-                                      dense<T>(g_out.codes),
-                                      rows,
-                                      C,
-                                      n.eps,
-                                      n.stats,
-                                      g_amax,
-                                      workspace};
+        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.codes), dense<T>(g_in.codes),
+                                      dense<T>(g_out.codes), rows, C, n.eps, n.stats, g_amax, workspace};
         const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
                             : shared ? layernorm_backward_kernel<Storage, true>
                                      : layernorm_backward_kernel<Storage, false>;
@@ -506,6 +449,7 @@ __device__ double rope_frequency(double theta, int i, int half, const RopeScalin
     return f * (kept + (1 - kept) / s.factor);
 }
 
+// table[t, i] = {cos, sin} of t f_i; in double, because angles reach thousands of radians.
 __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling, float2* table) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -533,6 +477,7 @@ __device__ float4 store4(float* p, float4 v) {
     put(p, v);
     return v;
 }
+// (x, y) -> (x cos - y sin, y cos + x sin): one of the two. The sign is in the sine.
 __device__ float rotated(float own, float partner, float cosine, float sine) {
     return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
 }
@@ -580,6 +525,8 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
 }
 
+// The angles depend on position and pair only, so a thread reads them once for all its heads. Without an
+// amax, columns that are not rotated are not touched.
 void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, cudaStream_t s) {
     require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
             "a head size is not a multiple of 8");
@@ -614,7 +561,9 @@ namespace {
 
 __device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
-struct Softmax {  // a maximum, and the sum of exp(x - maximum)
+// The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
+// parts are merged by rescaling the sum of the one with the smaller maximum.
+struct Softmax {
     float top, sum;
     __device__ Softmax(float top = -INFINITY, float sum = 0) : top(top), sum(sum) {}
     __device__ void merge(const Softmax& o) {
@@ -626,6 +575,7 @@ struct Softmax {  // a maximum, and the sum of exp(x - maximum)
 };
 
 constexpr int LOSS_THREADS = 512;
+// Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
 __device__ Softmax block_softmax(Softmax mine) {
     __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
 #pragma unroll
@@ -664,7 +614,6 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     const int live = static_cast<int>(V);
     auto mask = [&](int col, Values& x, float with) {  // columns beyond the vocabulary
         if (col + CHUNK <= live) return;
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = col + j < live ? x[j] : with;
     };
     Softmax mine;
@@ -682,11 +631,9 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
             logits.values(raw[i], x);
             mask(col, x, -INFINITY);
             float top = x[0];
-#pragma unroll
             for (int j = 1; j < CHUNK; j++) top = fmaxf(top, x[j]);
             if (top > mine.top) mine.merge({top, 0.0f});
             const float offset = -mine.top * LOG2_E;
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
         }
     }
@@ -695,15 +642,13 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     if (threadIdx.x == 0) losses[row] = lse - correct;
     if (!scale_of_step) return;
     const float scale = static_cast<float>(*scale_of_step);
+    // (softmax - one_hot(target)) * scale
 #pragma unroll 4
-    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride);
-         col += STEP) {  // (softmax - one_hot(target)) * scale
+    for (int col = threadIdx.x * CHUNK; col < static_cast<int>(stride); col += STEP) {
         Values x = {};
         if (col < live) logits.values(CACHED ? cached[col / CHUNK] : logits.load(first + col), x);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * scale;
         if (target >= col && target < col + CHUNK) {
-#pragma unroll
             for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
         }
         mask(col, x, 0.0f);
@@ -711,6 +656,7 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     }
 }
 
+// One block: a step has few losses, and their order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
 __global__ void __launch_bounds__(SUM_THREADS)
     loss_sum_kernel(const float* losses, int64_t n, const double* scale, double* total) {
@@ -786,7 +732,6 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
     for (int i = 0; i < n; i++) {
         Values v;
         x.values(x.load(index(i) * C + col), v);
-#pragma unroll
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }
@@ -818,15 +763,15 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     gradient.add(chunk.token * C + col, sum);
 }
 
+// Block t has position t: rows t, t + T, ... of g, one of each sequence.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
     positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, Gradient gradient) {
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
     Values sum = {};
-    sum_rows(
-        g, C, col, static_cast<int>((rows - t + period - 1) / period), [&](int b) { return b * period + t; },
-        sum);
+    const int batch = static_cast<int>((rows - t + period - 1) / period);
+    sum_rows(g, C, col, batch, [&](int b) { return b * period + t; }, sum);
     gradient.add(t * C + col, sum);
 }
 
@@ -837,13 +782,12 @@ void embedding_backward(const View& g, const int32_t* order, const EmbeddingChun
     if (number_of_chunks == 0) return;
     const dim3 grid = embedding_grid(number_of_chunks, g.cols);
     const Dense<float> partials{workspace};
+    const Gradient to = gradient_of(gradient);
     with_dense(g, [&](auto x) {
-        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks,
-                                                                   gradient_of(gradient), partials);
+        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, to, partials);
         CHECK_LAUNCH("embedding_backward");
     });
-    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, gradient_of(gradient),
-                                                               partials);
+    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, to, partials);
     CHECK_LAUNCH("embedding_backward, tokens with several chunks");
 }
 

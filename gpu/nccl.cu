@@ -16,7 +16,7 @@ struct UniqueId {
 };
 constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
 
-struct Library {
+struct Library {  // loaded by the constructor
     int (*get_unique_id)(UniqueId*);
     int (*init_rank)(void** communicator, int ranks, UniqueId id, int rank);
     int (*abort)(void* communicator);
@@ -54,10 +54,6 @@ struct Library {
                     "); NCCL_DEBUG=WARN in the environment makes it say more.");
     }
 };
-const Library& library() {
-    static const Library loaded;
-    return loaded;
-}
 
 class Nccl : public Comm {
 public:
@@ -65,31 +61,30 @@ public:
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
-        if (group.rank() == 0) library().check(library().get_unique_id(&id), "making an id");
+        if (group.rank() == 0) nccl_.check(nccl_.get_unique_id(&id), "making an id");
         id = group.all_gather(id)[0];
-        library().check(library().init_rank(&communicator_, group.count(), id, group.rank()),
-                        "connecting the GPUs");
+        nccl_.check(nccl_.init_rank(&communicator_, group.count(), id, group.rank()), "connecting the GPUs");
     }
     // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
-    ~Nccl() override { library().abort(communicator_); }
+    ~Nccl() override { nccl_.abort(communicator_); }
 
+    // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
+    // circle.
     void exchange(int64_t, const std::vector<Transfer>& transfers, cudaStream_t s) override {
-        library().check(library().group_start(), "starting a group");
+        nccl_.check(nccl_.group_start(), "starting a group");
         for (const Transfer& t : transfers) {
             const int peer = static_cast<int>(t.rank);
-            if (t.send_bytes)
-                library().check(library().send(t.send, static_cast<size_t>(t.send_bytes), BYTE, peer,
-                                               communicator_, s),
-                                "sending");
-            if (t.receive_bytes)
-                library().check(library().receive(t.receive, static_cast<size_t>(t.receive_bytes), BYTE, peer,
-                                                  communicator_, s),
-                                "receiving");
+            const size_t sent = static_cast<size_t>(t.send_bytes),
+                         received = static_cast<size_t>(t.receive_bytes);
+            if (sent) nccl_.check(nccl_.send(t.send, sent, BYTE, peer, communicator_, s), "sending");
+            if (received)
+                nccl_.check(nccl_.receive(t.receive, received, BYTE, peer, communicator_, s), "receiving");
         }
-        library().check(library().group_end(), "a group of transfers");
+        nccl_.check(nccl_.group_end(), "a group of transfers");
     }
 
 private:
+    const Library nccl_;
     void* communicator_ = nullptr;
 };
 
