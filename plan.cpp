@@ -69,8 +69,8 @@ constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
 void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
     auto require = [&](bool ok, const char* what) {
         if (!ok)
-            throw Error("Recipe " + std::string(r.name) + " cannot run " + gemm + " with operands " +
-                        a.text() + " and " + b.text() + ": " + what + ".");
+            throw Error("Recipe ", r.name, " cannot run ", gemm, " with operands ", a.text(), " and ",
+                        b.text(), ": ", what, ".");
     };
     require(a.fp8() == b.fp8(), "both operands must be FP8, or neither");
     if (!a.fp8()) return;
@@ -97,7 +97,7 @@ void validate(const Recipe& r) {
     validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
     validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
     if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
-        throw Error("Recipe " + std::string(r.name) +
+        throw Error("Recipe ", r.name,
                     " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
 }
 
@@ -107,27 +107,23 @@ void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
     if (s.T > s.config.longest())
-        throw Error("--seq " + std::to_string(s.T) + " is too long for " + s.config.name +
-                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented") +
-                    "; use at most --seq " + std::to_string(s.config.longest()) + ".");
+        throw Error("--seq ", s.T, " is too long for ", s.config.name,
+                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented"),
+                    "; use at most --seq ", s.config.longest(), ".");
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
     if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
-        throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) +
-                    " is more than " + std::to_string(MAX_SEQUENCES) + " sequences or " +
-                    std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
+        throw Error("--batch ", s.B, " with --seq ", s.T, " is more than ", MAX_SEQUENCES, " sequences or ",
+                    MAX_TOKENS, " tokens; use a smaller --batch and more --accumulate.");
     const bool groups = s.recipe.attention.fp8(), fp32 = s.recipe.compute == Format::F32;
     if (fp32 && (groups || !s.master))
-        throw Error(std::string(groups ? "--attention groups" : "--master none") +
-                    " needs BF16, but --recipe " + s.recipe.name +
-                    " computes in FP32; leave the flag out, or choose --recipe coat.");
+        throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
+                    s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
-        throw Error("--gradients none keeps no gradients to which --accumulate " +
-                    std::to_string(s.accumulate) +
+        throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
     if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.granularity == PER_TENSOR)
-        throw Error(std::string("--optimizer ") + s.optimizer.name +
-                    " has one scale per tensor, which --shard cannot share out; use --shard none, or another "
-                    "--optimizer.");
+        throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, which --shard cannot share "
+                    "out; use --shard none, or another --optimizer.");
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ namespace coat {
 std::string why_no_gpu(int) {
     return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
 }
-std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu() + "."); }
+std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
 }  // namespace coat
 #endif
 
@@ -136,12 +136,12 @@ public:
         const int mode = append ? O_APPEND : O_TRUNC;
         const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
         if (file < 0 && errno == ENXIO)
-            throw Error("--log " + path +
+            throw Error("--log ", path,
                         " is a pipe without a reader; start its reader first, or choose a file.");
         if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
         file_.reset(file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w"));
         if (!file_)
-            throw Error("--log " + path + " cannot be written (" + std::strerror(errno) +
+            throw Error("--log ", path, " cannot be written (", std::strerror(errno),
                         "); choose another file.");
     }
     void write(const Json& line) {
@@ -164,7 +164,7 @@ private:
         std::ifstream file(path_, std::ios::binary);
         file.read(found.data(), found.size());
         if (file.gcount() > 0 && found != begin)
-            throw Error("--log " + path_ + " exists and is not a log of this program; choose another file.");
+            throw Error("--log ", path_, " exists and is not a log of this program; choose another file.");
     }
 
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
@@ -314,9 +314,9 @@ private:
             count_step(result);
             print_step(result, adamw.lr, seconds() - before);
             if (skipped_in_a_row_ == MOST_SKIPPED)
-                throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                            " steps in a row; begin again with a lower --lr, or from the weights of the "
-                            "last checkpoint with --model and another --out.");
+                throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
+                            " steps in a row; begin again with a lower --lr, or from the weights of the last "
+                            "checkpoint with --model and another --out.");
 
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
@@ -418,11 +418,11 @@ private:
                         "that data/tokenize.py had.");
         unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum) && state_.step)
-            throw Error("The validation loss is not finite after step " + std::to_string(state_.step) +
+            throw Error("The validation loss is not finite after step ", state_.step,
                         "; begin again with a lower --lr.");
         if (!std::isfinite(sum))
-            throw Error("The first validation loss is not finite: the weights of --model " +
-                        flags_.text("model") + " contain NaN or infinity; start from other weights.");
+            throw Error("The first validation loss is not finite: the weights of --model ",
+                        flags_.text("model"), " contain NaN or infinity; start from other weights.");
         state_.validation = sum / weight;
         std::printf("validation | step %ld | loss %.4f", state_.step, state_.validation);
         Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
@@ -561,8 +561,7 @@ bool is_named_model(const std::string& name) {
 ModelConfig named_or_folder(const std::string& name) {
     if (is_named_model(name)) return find_row(models(), name, "--model");
     if (is_folder(name)) return read_model_config(name);
-    throw Error("--model " + name +
-                " is neither a folder nor a named model; ./train --help lists the names.");
+    throw Error("--model ", name, " is neither a folder nor a named model; ./train --help lists the names.");
 }
 
 // The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
@@ -602,7 +601,7 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
     const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
                                   ? "a vocabulary may have at most " + std::to_string(MAX_VOCABULARY)
                                   : "the vocabulary of " + config.name + " has " + std::to_string(config.V);
-    throw Error("--data contains token " + std::to_string(corpus->tokens_in_use - 1) + ", but " + limit +
+    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
                 " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
 
@@ -644,10 +643,9 @@ void require_memory(const Setup& setup, int64_t processes) {
     const int64_t needed = cpu_memory(setup) * processes;
     const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (needed > present)
-        throw Error("This run needs " + std::to_string(needed >> 20) +
-                    " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
-                    " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate (./train "
-                    "--plan shows what needs how much).");
+        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
+                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
+                    "(./train --plan shows what needs how much).");
 }
 
 std::string parent_folder(const std::string& path) {
@@ -671,8 +669,8 @@ public:
         create_folders(out, failed);
         folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-            throw Error("--out " + out + " cannot be written (" +
-                        (failed ? failed.message() : std::strerror(errno)) +
+            throw Error("--out ", out, " cannot be written (",
+                        (failed ? failed.message() : std::strerror(errno)),
                         "); choose another folder, or \"\" to save nothing.");
         struct stat locked, named;  // they differ if another run has just removed the folder
         if ((::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) &&
@@ -680,8 +678,7 @@ public:
             locked.st_ino == named.st_ino)
             return;
         ::close(folder_);
-        throw Error("--out " + out +
-                    " is the folder of another run that is going on; choose another folder.");
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
     }
     ~FolderLock() {
         if (made_) ::rmdir(out_.c_str());
@@ -711,9 +708,8 @@ void require_space(const Flags& flags, const Setup& setup, int64_t step, bool re
     std::error_code failed;
     const fs::space_info space = fs::space(out, failed);
     if (!failed && space.available < uint64_t(at_once * bytes))
-        throw Error("--out " + out + " has " + std::to_string(space.available >> 20) +
-                    " MiB free, but needs room for " + std::to_string(at_once) + " more checkpoints of " +
-                    std::to_string(bytes >> 20) +
+        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
+                    " more checkpoints of ", bytes >> 20,
                     " MiB each; free some space, choose another folder, or give a larger --save-every.");
 }
 
@@ -726,8 +722,8 @@ void require_no_other_run(const std::string& out, const std::string& resumed) {
     } catch (const Error&) {
         return;  // there is none
     }
-    throw Error("--out " + out + " already holds the checkpoint " + found + "; continue it with --resume " +
-                out + ", or choose another folder with --out.");
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
+                ", or choose another folder with --out.");
 }
 
 struct Origin {  // a checkpoint to continue, or nothing
@@ -749,8 +745,7 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
         theirs.typed();  // parses every number
         choose_rows(theirs, ignored);
     } catch (const Error& error) {
-        throw Error("The settings in trainer.json of --resume " + checkpoint +
-                    " are damaged: " + error.what());
+        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
     }
 }
 
@@ -762,12 +757,12 @@ void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t r
         std::string fitting;
         for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
             if (all % n == 0) fitting += (n == 1 ? "" : n == all ? " or " : ", ") + std::to_string(n);
-        throw Error("The run has " + micro_batches + ", which " + std::to_string(ranks) +
-                    " ranks cannot share; use " + fitting + (all == 1 ? " rank." : " ranks."));
+        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
+                    (all == 1 ? " rank." : " ranks."));
     }
     if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
-        throw Error("--accumulate " + flags.text("accumulate") + " on " + std::to_string(ranks) +
-                    " ranks differs from the checkpoint's " + micro_batches +
+        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
+                    " ranks differs from the checkpoint's ", micro_batches,
                     "; leave it out to continue that run, or leave --resume out to begin another.");
     settings["accumulate"] = std::to_string(all / ranks);
 }
@@ -780,8 +775,8 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     if (first) {
         if (!flags.given("out"))
-            flags.set("out",
-                      resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").cpu);
+            flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume")))
+                                     : find_flag("out").standard);
         const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
                            !(flags.given("steps") && flags.count("steps") == 0);
         if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
@@ -804,7 +799,7 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
         share_micro_batches(flags, settings, ranks);
         flags.take(settings);
     } catch (const nlohmann::json::exception&) {
-        throw Error("--resume " + origin.checkpoint +
+        throw Error("--resume ", origin.checkpoint,
                     " has no settings in its trainer.json; start from its weights with --model.");
     }
     return origin;
@@ -815,9 +810,8 @@ void require_same_flag(Ranks& group, const char* flag, const std::string& mine) 
     const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
-            throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " \"" +
-                        escaped(all[rank]) + "\", but rank 0 with \"" + escaped(all[0]) +
-                        "\"; give every rank the same flags.");
+            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
+                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
 }
 
 void require_same_data(Ranks& group, const Corpus& corpus) {
@@ -827,24 +821,22 @@ void require_same_data(Ranks& group, const Corpus& corpus) {
     const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
-            throw Error("Rank " + std::to_string(rank) +
-                        " reads other --data than rank 0; give every rank the same data.");
+            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
 }
 
 // The checkpoint must fit the flags, the data and the model.
 void require_steps_left(const Flags& flags, const Origin& origin) {
     if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step)
         return;
-    throw Error("--steps " + flags.text("steps") + " is already done: the checkpoint is at step " +
-                std::to_string(origin.state.step) + "; give a larger --steps to continue.");
+    throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ",
+                origin.state.step, "; give a larger --steps to continue.");
 }
 
 void require_same_data(const Origin& origin, const Corpus& corpus) {
     if (origin.checkpoint.empty()) return;
     if (origin.train_tokens != corpus.train.size())
-        throw Error("--data has " + std::to_string(corpus.train.size()) +
-                    " training tokens, but the checkpoint's run had " + std::to_string(origin.train_tokens) +
-                    "; give the same data again.");
+        throw Error("--data has ", corpus.train.size(), " training tokens, but the checkpoint's run had ",
+                    origin.train_tokens, "; give the same data again.");
     if (origin.train_hash != sampled_hash(corpus.train))
         throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
 }
@@ -853,9 +845,9 @@ void require_same_buckets(const Origin& origin, const ModelConfig& config) {
     const size_t buckets = bucket_ranges(parameters(config)).size(),
                  found = origin.state.norm_correction.size();
     if (found && found != buckets)
-        throw Error("--resume " + origin.checkpoint + " has " + std::to_string(found) +
-                    " values of norm_correction in its trainer.json, " + "but the model has " +
-                    std::to_string(buckets) + " buckets; resume from another checkpoint.");
+        throw Error("--resume ", origin.checkpoint, " has ", found,
+                    " values of norm_correction in its trainer.json, but the model has ", buckets,
+                    " buckets; resume from another checkpoint.");
 }
 
 void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
@@ -889,8 +881,8 @@ Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus&
     if (prompt.tokens.empty())
         throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
     if (int64_t(prompt.tokens.size()) >= setup.T)
-        throw Error("--prompt has " + std::to_string(prompt.tokens.size()) + " tokens, but --seq " +
-                    std::to_string(setup.T) + " must have room for more; shorten it.");
+        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", setup.T,
+                    " must have room for more; shorten it.");
     if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
         throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
     return prompt;
@@ -939,7 +931,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
     const Device& device = choose_device(wanted, launch.local, &note);
     if (!plan_only && device.gpu() && !why_no_gpu(launch.local).empty())
-        throw Error("--device gpu cannot be used: " + why_no_gpu(launch.local) + ".");
+        throw Error("--device gpu cannot be used: ", why_no_gpu(launch.local), ".");
     flags.take_defaults(device.gpu());
 
     Setup setup{};
@@ -985,7 +977,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
         return train(device, flags, *group, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
         const std::string needed = std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace";
-        throw Error("The machine's memory ran out" + (device.gpu() ? "" : ": this run needs " + needed) +
+        throw Error("The machine's memory ran out", (device.gpu() ? "" : ": this run needs " + needed),
                     "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
