@@ -129,9 +129,16 @@ std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json:
 
 class Log {
 public:
+    // Replaces the log of an earlier run, or appends to it. Any other file is an error.
     void open(const std::string& path, bool append) {
         path_ = path;
-        require_log_or_nothing();
+        std::error_code ignored;
+        const std::string begin = "{\"kind\":\"settings\"";
+        std::string found(begin.size(), '\0');
+        if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
+            std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 &&
+            found != begin)
+            throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
         // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
         const int mode = append ? O_APPEND : O_TRUNC;
         const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
@@ -144,6 +151,7 @@ public:
             throw Error("--log ", path, " cannot be written (", std::strerror(errno),
                         "); choose another file.");
     }
+    // A full disk does not end the run.
     void write(const Json& line) {
         if (!file_) return;
         if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)
@@ -155,18 +163,6 @@ public:
     }
 
 private:
-    // The log of an earlier run is replaced; any other file is not.
-    void require_log_or_nothing() const {
-        std::error_code ignored;
-        if (!fs::is_regular_file(path_, ignored)) return;  // reading a pipe would wait
-        const std::string begin = "{\"kind\":\"settings\"";
-        std::string found(begin.size(), '\0');
-        std::ifstream file(path_, std::ios::binary);
-        file.read(found.data(), found.size());
-        if (file.gcount() > 0 && found != begin)
-            throw Error("--log ", path_, " exists and is not a log of this program; choose another file.");
-    }
-
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
     std::string path_;
 };
@@ -174,7 +170,7 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
 
-// Of several ranks, each has measured the moments that it keeps.
+// Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
 void merge_moments(QuantReport& report, const Setup& setup) {
     if (!setup.group || setup.shard == Shard::None) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
@@ -183,10 +179,11 @@ void merge_moments(QuantReport& report, const Setup& setup) {
         report.kinds[int(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
-        const std::vector<std::vector<float>> all = setup.group->all_gather(*k);
-        k->clear();
-        for (const std::vector<float>& theirs : all) k->insert(k->end(), theirs.begin(), theirs.end());
-        std::sort(k->begin(), k->end());
+        std::vector<float> all;
+        for (const std::vector<float>& theirs : setup.group->all_gather(*k))
+            all.insert(all.end(), theirs.begin(), theirs.end());
+        std::sort(all.begin(), all.end());
+        *k = all;
     }
 }
 
@@ -252,13 +249,8 @@ public:
     // last_good: the newest checkpoint of this run in --out, or empty
     Training(const Flags& flags, Ranks& group, const Corpus& corpus, Model& model, const LoopState& state,
              const std::string& last_good, const Companions& companions, const Prompt& prompt)
-        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt),
-          schedule_(find_row(schedules(), flags.text("schedule"), "--schedule")), model_(model),
-          setup_(model.setup()), state_(state), last_good_(last_good), companions_(companions),
-          train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
-          validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step),
-          steps_(flags.count("steps")), micro_batches_(setup_.accumulate * setup_.ranks),
-          step_tokens_(micro_batches_ * setup_.B * setup_.T) {
+        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt), model_(model), state_(state),
+          last_good_(last_good), companions_(companions) {
         train_.seek(state_.position);
         Json settings = flags.remembered();
         settings["accumulate"] = std::to_string(micro_batches_);  // a checkpoint knows nothing of ranks
@@ -306,7 +298,7 @@ private:
         started_ = seconds();
         while (state_.step < steps_) {
             const double before = seconds();
-            batch_.fill(train_, setup_.accumulate, setup_.B * setup_.T, setup_.rank, setup_.ranks);
+            batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
             train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
             unsaved_ = false;                 // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
@@ -389,9 +381,8 @@ private:
     }
 
     void validate() {
-        const int64_t batches =
-            std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
-        Batch batch;
+        const int64_t windows = validation_.windows(), n = batch_tokens_;
+        const int64_t batches = std::max<int64_t>(1, std::min(VALIDATION_BATCHES, windows / setup_.B));
         struct Part {       // of one batch
             double loss;    // mean over its targets that count
             double weight;  // part of its targets that counts
@@ -399,18 +390,18 @@ private:
         };
         double sum = 0, weight = 0;
         int64_t bytes = 0;
+        Batch batch;
         for (int64_t first = 0; first < batches; first += setup_.ranks) {  // one batch for each rank
             validation_.seek({});
             validation_.skip(std::min(first + setup_.rank, batches - 1));
-            batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);
-            const int64_t n = setup_.B * setup_.T;
-            const Part mine{model_.evaluate(batch.tokens.data(), batch.targets.data()),
-                            double(counted_targets(batch.targets.data(), n)) / n,
-                            corpus_.vocabulary.text_bytes(batch.targets.data(), n)};
-            const std::vector<Part> parts = group_.all_gather(mine);
-            for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++) {
-                const Part& part = parts[i - first];
-                sum += part.loss * part.weight, weight += part.weight, bytes += part.bytes;
+            batch.fill(validation_, 1, n, 0, 1);
+            const int32_t* targets = batch.targets.data();
+            const std::vector<Part> parts = group_.all_gather(
+                Part{model_.evaluate(batch.tokens.data(), targets), double(counted_targets(targets, n)) / n,
+                     corpus_.vocabulary.text_bytes(targets, n)});
+            for (int64_t i = 0; i < std::min<int64_t>(setup_.ranks, batches - first); i++) {
+                sum += parts[i].loss * parts[i].weight;
+                weight += parts[i].weight, bytes += parts[i].bytes;
             }
         }
         if (weight == 0)
@@ -431,7 +422,7 @@ private:
             std::printf(" | perplexity %.4g", std::exp(state_.validation));
         }
         if (steps_ == 0 && bytes > 0) {
-            line["bits_per_byte"] = sum * (setup_.B * setup_.T) / std::log(2.0) / bytes;
+            line["bits_per_byte"] = sum * n / std::log(2.0) / bytes;
             std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
         }
         std::printf("\n");
@@ -442,8 +433,7 @@ private:
         if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
         const double before = seconds();
-        const std::vector<int32_t> tokens =
-            generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
+        const auto tokens = generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
         const double each = (seconds() - before) / (tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
                     each * 1e3, printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
@@ -486,16 +476,15 @@ private:
     void print_quantization() {
         validation_.seek({});
         Batch batch;
-        batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);  // the same one on every rank
+        batch.fill(validation_, 1, batch_tokens_, 0, 1);  // the same one on every rank
         QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
         merge_moments(report, setup_);
-        if (std::all_of(std::begin(report.kinds), std::end(report.kinds),
-                        [](const QuantStats& s) { return s.elements == 0; }))
-            return;
+        const auto nothing = [](const QuantStats& s) { return s.elements == 0; };
+        if (std::all_of(std::begin(report.kinds), std::end(report.kinds), nothing)) return;
         std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
         for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
             const QuantStats& s = report.kinds[kind];
-            if (s.elements == 0) continue;
+            if (nothing(s)) continue;
             std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
                         s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
         }
@@ -512,18 +501,21 @@ private:
     Ranks& group_;
     const Corpus& corpus_;
     const Prompt& prompt_;
-    const Schedule& schedule_;
     Model& model_;
-    const Setup& setup_;
     LoopState state_;
     std::string last_good_;
     const Companions& companions_;
-    bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
-    Loader train_, validation_;
+
+    const Schedule& schedule_ = find_row(schedules(), flags_.text("schedule"), "--schedule");
+    const Setup& setup_ = model_.setup();
+    const int64_t resumed_at_ = state_.step, steps_ = flags_.count("steps");
+    const int64_t micro_batches_ = setup_.accumulate * setup_.ranks;  // of a step, on all ranks
+    const int64_t batch_tokens_ = setup_.B * setup_.T, step_tokens_ = micro_batches_ * batch_tokens_;
+    Loader train_{corpus_.train, setup_.B, setup_.T, setup_.seed, true};
+    Loader validation_{corpus_.validation, setup_.B, setup_.T, VALIDATION_SEED, true};
     Batch batch_;
-    const int64_t resumed_at_, steps_;
-    const int64_t micro_batches_, step_tokens_;  // of a step, on all ranks
     Log log_;
+    bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
 };
@@ -538,13 +530,15 @@ struct Device {
 };
 const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
 
-// Resolves auto; *note says why that is the CPU.
-const Device& choose_device(const std::string& wanted, int gpu, std::string* note) {
+// Resolves auto; *note says why that is the CPU. A plan needs no device.
+const Device& choose_device(const std::string& wanted, int gpu, bool plan_only, std::string* note) {
     const Device& device = find_row(DEVICES, wanted, "--device");
-    if (device.make) return device;
+    if (device.make == make_reference || (device.gpu() && plan_only)) return device;
     const std::string missing = why_no_gpu(gpu);
-    if (!missing.empty()) *note = " (" + missing + ")";
-    return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
+    if (missing.empty()) return find_row(DEVICES, "gpu", "--device");
+    if (device.gpu()) throw Error("--device gpu cannot be used: ", missing, ".");
+    *note = " (" + missing + ")";
+    return find_row(DEVICES, "cpu", "--device");
 }
 
 bool is_folder(const std::string& path) {
@@ -553,9 +547,7 @@ bool is_folder(const std::string& path) {
 }
 
 bool is_named_model(const std::string& name) {
-    for (const ModelConfig& c : models())
-        if (c.name == name) return true;
-    return false;
+    return std::any_of(models().begin(), models().end(), [&](const auto& c) { return c.name == name; });
 }
 
 ModelConfig named_or_folder(const std::string& name) {
@@ -574,7 +566,7 @@ void choose_rows(Flags& flags, Setup& setup) {
     for (auto [flag, format] :
          {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        const FormatInfo& row = find_row(formats, flags.text(flag), (std::string("--") + flag).c_str());
+        const FormatInfo& row = find_row(formats, flags.text(flag), concat("--", flag).c_str());
         *format = Format(&row - formats.data());
     }
     bool* const fast = setup.recipe.fast_accumulation;
@@ -586,8 +578,7 @@ void choose_rows(Flags& flags, Setup& setup) {
         std::copy(row.fast, row.fast + 3, fast);
     }
     for (const MemoryMode& mode : memory_modes()) {
-        const Choice& choice =
-            find_row(mode.choices, flags.text(mode.flag), (std::string("--") + mode.flag).c_str());
+        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
     setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
@@ -599,8 +590,8 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
     if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
     if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
     const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
-                                  ? "a vocabulary may have at most " + std::to_string(MAX_VOCABULARY)
-                                  : "the vocabulary of " + config.name + " has " + std::to_string(config.V);
+                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
+                                  : concat("the vocabulary of ", config.name, " has ", config.V);
     throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
                 " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
@@ -613,17 +604,17 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
         std::printf("  %-14s %s\n", name, text.c_str());
     };
     line("device", device.name + note);
-    if (setup.ranks > 1) line("ranks", std::to_string(setup.ranks) + ", --shard " + flags.text("shard"));
-    line("parameters", std::to_string(parameter_count(c)) + ": " + c.arch.name + ", " + std::to_string(c.L) +
-                           " layers, hidden size " + std::to_string(c.C) + ", " + std::to_string(c.NH) +
-                           " heads (" + std::to_string(c.NKV) + " for keys and values), feed-forward size " +
-                           std::to_string(c.F) + ", vocabulary " + std::to_string(c.V));
+    if (setup.ranks > 1) line("ranks", concat(setup.ranks, ", --shard ", flags.text("shard")));
+    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
+                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
+                              ", vocabulary ", c.V));
     if (corpus) line("text", printable(corpus->description));
     const std::vector<std::string> above = {"device", "ranks", "shard"};
-    for (const Flag& flag : flag_table())
-        if (flag.setting() && !std::count(above.begin(), above.end(), flag.name) &&
-            !flags.text(flag.name).empty())
-            line(flag.name, escaped(flags.text(flag.name)));
+    for (const Flag& flag : flag_table()) {
+        const std::string value = flag.setting() ? flags.text(flag.name) : "";
+        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
+            line(flag.name, escaped(value));
+    }
 }
 
 // The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
@@ -631,11 +622,10 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
 int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t copies =
-        parameter_count(setup.config) * (4 + 4 - info(setup.recipe.compute).bytes) + 2 * 4 * largest;
-    const int64_t sums = setup.ranks > 1 ? 4 * parameter_count(setup.config) : 0;  // beside the gradients
+    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
+    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + copies + sums + batch;
+    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
@@ -672,9 +662,9 @@ public:
             throw Error("--out ", out, " cannot be written (",
                         (failed ? failed.message() : std::strerror(errno)),
                         "); choose another folder, or \"\" to save nothing.");
+        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
         struct stat locked, named;  // they differ if another run has just removed the folder
-        if ((::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) &&
-            ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
+        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
             locked.st_ino == named.st_ino)
             return;
         ::close(folder_);
@@ -752,11 +742,11 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
 // The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
     const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
-    const std::string text = std::to_string(all), micro_batches = text + " micro-batches a step";
+    const std::string micro_batches = concat(all, " micro-batches a step");
     if (all % ranks) {
         std::string fitting;
         for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
-            if (all % n == 0) fitting += (n == 1 ? "" : n == all ? " or " : ", ") + std::to_string(n);
+            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
         throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
                     (all == 1 ? " rank." : " ranks."));
     }
@@ -817,33 +807,23 @@ void require_same_flag(Ranks& group, const char* flag, const std::string& mine) 
 void require_same_data(Ranks& group, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
-        mine += std::to_string(tokens->size()) + " " + sampled_hash(*tokens) + " ";
+        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
     const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
             throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
 }
 
-// The checkpoint must fit the flags, the data and the model.
-void require_steps_left(const Flags& flags, const Origin& origin) {
-    if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step)
-        return;
-    throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ",
-                origin.state.step, "; give a larger --steps to continue.");
-}
-
-void require_same_data(const Origin& origin, const Corpus& corpus) {
+// The checkpoint must fit the data (null: a plan without data) and the model.
+void require_same_run(const Origin& origin, const Corpus* corpus, const ModelConfig& config) {
     if (origin.checkpoint.empty()) return;
-    if (origin.train_tokens != corpus.train.size())
-        throw Error("--data has ", corpus.train.size(), " training tokens, but the checkpoint's run had ",
+    if (corpus && origin.train_tokens != corpus->train.size())
+        throw Error("--data has ", corpus->train.size(), " training tokens, but the checkpoint's run had ",
                     origin.train_tokens, "; give the same data again.");
-    if (origin.train_hash != sampled_hash(corpus.train))
+    if (corpus && origin.train_hash != sampled_hash(corpus->train))
         throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
-}
-
-void require_same_buckets(const Origin& origin, const ModelConfig& config) {
-    const size_t buckets = bucket_ranges(parameters(config)).size(),
-                 found = origin.state.norm_correction.size();
+    const size_t buckets = bucket_ranges(parameters(config)).size();
+    const size_t found = origin.state.norm_correction.size();
     if (found && found != buckets)
         throw Error("--resume ", origin.checkpoint, " has ", found,
                     " values of norm_correction in its trainer.json, but the model has ", buckets,
@@ -929,9 +909,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
-    const Device& device = choose_device(wanted, launch.local, &note);
-    if (!plan_only && device.gpu() && !why_no_gpu(launch.local).empty())
-        throw Error("--device gpu cannot be used: ", why_no_gpu(launch.local), ".");
+    const Device& device = choose_device(wanted, launch.local, plan_only, &note);
     flags.take_defaults(device.gpu());
 
     Setup setup{};
@@ -942,7 +920,10 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     require_same_flag(*group, "device", device.name);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model"))
                                              : read_model_config(origin.checkpoint);
-    if (!plan_only) require_steps_left(flags, origin);
+    const int64_t steps = flags.count("steps"), done = origin.state.step;
+    if (!plan_only && !origin.checkpoint.empty() && steps && steps <= done)
+        throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ", done,
+                    "; give a larger --steps to continue.");
     if (origin.lock) require_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
@@ -958,8 +939,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     setup.rank = launch.rank;
     setup.group = several ? group.get() : nullptr;
     validate(setup);
-    if (corpus) require_same_data(origin, *corpus), require_same_data(*group, *corpus);
-    require_same_buckets(origin, setup.config);
+    require_same_run(origin, corpus.get(), setup.config);
+    if (corpus) require_same_data(*group, *corpus);
 
     print_settings(flags, setup, device, note, corpus.get());
     print_precision_plan(setup);
@@ -976,8 +957,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     try {
         return train(device, flags, *group, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
-        const std::string needed = std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace";
-        throw Error("The machine's memory ran out", (device.gpu() ? "" : ": this run needs " + needed),
+        const std::string needed = concat(": this run needs ", cpu_memory(setup) >> 20, " MiB and workspace");
+        throw Error("The machine's memory ran out", device.gpu() ? "" : needed,
                     "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
