@@ -17,7 +17,7 @@ const std::vector<Flag>& flag_table() {
         {"ranks", COUNT, IGNORE, "1",
          "processes to start, one for each GPU; under torchrun, mpirun or srun their environment says it",
          1, 1024},
-        {"shard", TEXT, DEFAULT, "none", "what of weights and moments the GPUs share out"},
+        {"shard", TEXT, DEFAULT, "none", "what of weights and moments the ranks share out"},
         {"model", TEXT, SAME, "llama-tiny",
          "a named model, or a Hugging Face folder to start from", 0, 0, "llama-30m"},
         {"recipe", TEXT, SAME, "coat", "formats of weights, activations and gradients"},
@@ -34,7 +34,7 @@ const std::vector<Flag>& flag_table() {
          "crosses from one text or conversation into the next"},
         {"batch", COUNT, SAME, "16", "sequences per micro-batch", 1, 1 << 20, "32"},
         {"seq", COUNT, SAME, "128", "tokens per sequence", 1, 1 << 24, "1024"},
-        {"accumulate", COUNT, SAME, "1", "micro-batches per step, on each GPU", 1, 1 << 20},
+        {"accumulate", COUNT, SAME, "1", "micro-batches per step, on each rank", 1, 1 << 20},
         {"steps", COUNT, DEFAULT, "250",
          "steps in total; 0 evaluates on up to 20 held-out batches, samples if --prompt is given, and stops",
          0, MOST, "900"},
@@ -86,6 +86,7 @@ std::string number_text(double x) {
     return text;
 }
 
+// The rows of a table whose names are the values of a flag.
 template <class Table>
 void print_choices(const char* flag, const Table& table) {
     std::printf("\n--%s\n", flag);
@@ -152,6 +153,8 @@ void Flags::parse(int argc, char** argv) {
     }
 }
 
+// A flag that makes another run of it must be left out, or have the checkpoint's value. Numbers are compared
+// as numbers: 1e-3 is 0.001.
 void Flags::take(const nlohmann::json& saved) {
     for (const Flag& flag : flag_table()) {
         if (flag.resume == Resume::Ignore || !saved.contains(flag.name)) continue;
@@ -177,6 +180,7 @@ nlohmann::ordered_json Flags::remembered() const {
     return json;
 }
 
+// Flags without a value in the table, such as --plan, are no settings.
 nlohmann::ordered_json Flags::typed() const {
     nlohmann::ordered_json json;
     for (const Flag& flag : flag_table()) {
@@ -188,10 +192,9 @@ nlohmann::ordered_json Flags::typed() const {
 }
 
 void print_help() {
-    std::printf(
-        "./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). Without "
-        "flags it trains\na small model on text that this machine has. Flags and their defaults (on a CPU | on "
-        "a GPU, where they differ):\n\n");
+    std::printf("./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). "
+                "Without flags it trains\na small model on text that this machine has. Flags and their "
+                "defaults (on a CPU | on a GPU, where they differ):\n\n");
     for (const Flag& flag : flag_table()) {
         const std::string defaults = escaped(flag.standard) + (flag.gpu ? concat(" | ", flag.gpu) : "");
         const char* const kinds[] = {"", "[full]", "TEXT", "N", "X"};

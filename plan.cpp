@@ -24,6 +24,7 @@ const std::vector<Schedule>& schedules() {
     return table;
 }
 
+// The first step already has a learning rate above 0, so no step of the warm-up is lost.
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step) {
     if (step < warmup) return float(peak * (step + 1) / warmup);
     const double progress = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
@@ -60,6 +61,8 @@ constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
     {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128},
     {PER_1x32, PER_1x32}};  // decoded for a BF16 GEMM
 
+// Hopper's FP8 GEMMs restrict which formats, scales and accumulation go together. A recipe that breaks a rule
+// is an error on the CPU too, so that a recipe means the same run everywhere.
 void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
     auto require = [&](bool ok, const char* what) {
         if (!ok)
@@ -97,6 +100,7 @@ void validate(const Recipe& r) {
 
 }  // namespace
 
+// Each message names the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
@@ -133,12 +137,12 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     // What residual adds write.
     const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
     const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
-    const std::string layers = "each of " + std::to_string(c.L) + " layers";
+    const std::string layers = concat("each of ", c.L, " layers");
     const std::string up = c.arch.gated ? "gate and up" : "up";
     auto linear = [&](const std::string& name) { return name + (q.fallback ? " (falls back)" : ""); };
     const bool remainder = s.master && r.compute != Format::F32;
     const std::string weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
-    const std::string dw = std::string(info(gradient_format(s)).name) + " gradient";
+    const std::string dw = concat(info(gradient_format(s)).name, " gradient");
 
     const std::string activation = c.arch.gated ? "SiLU(gate) x up" : "GELU";
     std::vector<PrecisionRow> table = {
@@ -456,6 +460,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     }
     // Attention's output is an operand in place if both are in the compute dtype.
     const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
+    // A gradient in the compute dtype is an operand in place. In FP8, it has codes for dgrad and for wgrad.
     const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
     const uint32_t qkv_gradient = fp8 ? QKV_BACKWARD : 0;
     const uint32_t gate_up_gradient = gate_up_in_place ? 0 : GATE_UP_BACKWARD;
@@ -565,22 +570,19 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
 // -----------------------------------------------------------------------------------------------------------
 // The whole allocation of a GPU
 
-// How many layers' saved activations are still needed when the gradient of this parameter is first written.
-int64_t layers_alive(const ModelConfig& c, const Param& p) {
-    const std::string prefix = "layers.";
-    if (p.name.compare(0, prefix.size(), prefix) == 0) return std::stoll(p.name.substr(prefix.size())) + 1;
-    return p.name == "positions" || (p.name == "embedding" && !c.tied) ? 0 : c.L;  // these are written last
-}
-
-// The lowest offset from the first saved activation at which all gradients may begin.
+// The lowest offset from the first saved activation at which all gradients may begin. The gradients of a
+// parameter are first written when later layers need no saved activations any more. A layer has four buckets;
+// the tied embedding's gradient is written first by the head.
 int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
-    if (s.accumulate > 1) return s.config.L * layer_bytes;
-    int64_t offset = 0, each = gradient_bytes(s);
-    const std::vector<Param> params = parameters(s.config);
+    const ModelConfig& c = s.config;
+    if (s.accumulate > 1) return c.L * layer_bytes;
+    const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> shards = shard_places(s);
+    int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        const int64_t alive = layers_alive(s.config, params[i]) * layer_bytes;
-        offset = std::max(offset, alive - shards[i].state_at * each);
+        const bool by_head = params[i].name == "embedding" && c.tied;
+        const int64_t layers_alive = by_head ? c.L : std::min(c.L, ceil_div(params[i].bucket, 4));
+        offset = std::max(offset, layers_alive * layer_bytes - shards[i].state_at * gradient_bytes(s));
     }
     return round_up(offset, GPU_ALIGNMENT);
 }
@@ -610,6 +612,7 @@ void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layou
     }
 }
 
+// All codes first, then all scales, so that each is one buffer.
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::vector<Param> params = parameters(s.config);
     const OptimizerFormat& o = s.optimizer;
@@ -644,6 +647,7 @@ bool caches_weights(const Setup& s) {
     return s.accumulate > 1 && linear_formats(s).w.fp8() && (s.shard != Shard::All || s.ranks == 1);
 }
 
+// In the order of the allocation: the state of the run, saved activations and gradients, then the workspace.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t compute = info(s.recipe.compute).bytes, elements = state_elements(s);
     GpuLayout layout{};
@@ -687,28 +691,25 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     return layout;
 }
 
+// The workspace in a few rows. What is used in all phases is added up. The other buffers share memory, so
+// they have one size together.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const GpuLayout layout = gpu_layout(s, facts);
-    const int64_t tokens = s.B * s.T, parameters = parameter_count(s.config);
+    const std::vector<WorkRow> work = work_rows(s, facts);
     Place unused[int(Work::Count)];
     int64_t always = 0, cached = 0;
-    for (const WorkRow& row : work_rows(s, facts))
+    for (const WorkRow& row : work)
         if (row.phases() == ALWAYS) (row.work == Work::CachedWeights ? cached : always) += row.bytes;
-    const int64_t others = pack(work_rows(s, facts), unused) - always - cached;
-    auto add = [&](const char* name, int64_t bytes, const char* per, int64_t count) {
-        plan.push_back({Category::Workspace, name, bytes, per, count});
-    };
-    if (cached) add("cached FP8 weights and their transposes", cached, "parameter", parameters);
-    if (s.ranks > 1)
-        add("gradients of two buckets, not yet summed", unsummed_bytes(s), "parameter", parameters);
-    add("operands, gradients of one layer, logits", others, "token", tokens);
-    add("GEMM scratch, scales, tokens", always, "token", tokens);
-    if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
-    add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
-    add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
-    if (s.ranks > 1)
-        add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total), "token", tokens);
+    auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
+    if (cached) add("cached FP8 weights and their transposes", cached);
+    if (s.ranks > 1) add("gradients of two buckets, not yet summed", unsummed_bytes(s));
+    add("operands, gradients of one layer, logits", pack(work, unused) - always - cached);
+    add("GEMM scratch, scales, tokens", always);
+    if (layout.shared) add("gradients stored over activations", -layout.shared);
+    add("alignment", layout.total - total_bytes(plan));  // and room for padding tokens
+    add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
+    if (s.ranks > 1) add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total));
     return plan;
 }
 
@@ -739,6 +740,8 @@ const std::vector<std::string>& phase_names() {
     return names;
 }
 
+// The named parts of the allocation first, then the workspace. Where gate and up were saved, there is
+// something else when backward is done with them.
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     const GpuLayout layout = gpu_layout(s, facts);
     const uint32_t backward = ALWAYS & ~FORWARD & ~HEAD;
@@ -774,6 +777,8 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     return table;
 }
 
+// A producer takes the amax of what it writes, so that per-tensor scaling needs no pass of its own (paper
+// section 5). The rows where it needs one say so.
 std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
     const LinearFormats q = linear_formats(s);
     if (!q.x.fp8()) return {};
@@ -818,6 +823,7 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
 // -----------------------------------------------------------------------------------------------------------
 // What a GPU does not support
 
+// Every sentence ends with what to do instead: another flag, another GPU, or --device cpu.
 static std::string version_text(int number, int major) {
     return concat(number / major, ".", number % major);
 }
@@ -867,6 +873,7 @@ std::string why_unsupported(const Recipe& r, int capability) {
     return "";
 }
 
+// From the outermost cause to the innermost: without a driver, nothing else can be asked.
 std::string why_unsupported(const GpuFound& found) {
     auto version = [](int v) { return version_text(v / 10, 100); };
     const std::string capability = version_text(found.capability, 10);
@@ -922,6 +929,7 @@ std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
 
 }  // namespace
 
+// The table, then notes about what its cells cannot say.
 void print_precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
@@ -969,6 +977,7 @@ void print_precision_plan(const Setup& s) {
                    "gradient is not finite, its bucket and all later ones of the step are not updated.");
 }
 
+// The run beside the BF16 baseline, row by row and by category; then what a GPU adds, and what ranks send.
 void print_memory_plan(const Setup& s) {
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = memory_plan(s), beside = memory_plan(other);
@@ -981,34 +990,31 @@ void print_memory_plan(const Setup& s) {
     std::printf("  %-33s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-33s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
-        const MemoryRow none{plan[i].category, "", 0, "", 1}, &row = plan[i];
-        const MemoryRow& same = i < beside.size() ? beside[i] : none;
+        const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
         std::printf("  %-33s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
                     row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
-    auto sum = [](const char* name, int64_t bytes, int64_t baseline) {
-        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(bytes), "", mib(baseline));
-    };
     for (const auto& [name, category] :
          {std::pair{"weights", Category::Weights}, {"gradients", Category::Gradients},
           {"optimizer", Category::Optimizer}, {"activations", Category::Activations},
           {"total without workspace", Category::All}})
-        sum(name, total_bytes(plan, category), total_bytes(beside, category));
+        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
+                    mib(total_bytes(beside, category)));
 
     const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_of(s));
     auto line = [](const std::string& name, int64_t bytes) {
         std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
     };
-    const std::string gpus = s.ranks > 1 ? concat("On each of ", s.ranks, " GPUs, at most") : "On one GPU";
-    std::printf("\n  %-45s MiB\n", gpus.c_str());
+    auto heading = [](const std::string& text) { std::printf("\n  %-45s MiB\n", text.c_str()); };
+    heading(s.ranks > 1 ? concat("On the GPU of each of ", s.ranks, " ranks, at most") : "On one GPU");
     line("total without workspace", total_bytes(plan));
     for (const MemoryRow& row : gpu)
         if (row.category == Category::Workspace) line(row.name, row.bytes);
     line("total", total_bytes(gpu));
     if (s.ranks > 1) {
         const Traffic bytes = traffic(s);
-        std::printf("\n  Each of %ld GPUs sends in a step (and receives)    MiB\n", s.ranks);
+        heading(concat("Each of ", s.ranks, " ranks sends and receives per step"));
         line("gradients", bytes.gradients);
         line("weights", bytes.weights);
     }
@@ -1036,6 +1042,7 @@ void print_operands(const Setup& s) {
                     row.amax.c_str(), row.codes.c_str());
 }
 
+// A buffer with several contents prints its place once.
 void print_buffers(const Setup& s) {
     std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
     for (size_t i = 0; i < phase_names().size(); i++)

@@ -56,8 +56,8 @@ struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
-    int64_t count;    // how many of these there are
+    const char* per = "";  // "parameter", "token", ...: the bytes are also printed per one of these
+    int64_t count = 1;     // how many of these there are
     double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);

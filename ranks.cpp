@@ -54,6 +54,7 @@ bool is_set(const char* name) {
     return text && *text;
 }
 
+// The value of a variable that is set.
 int number(const char* name, int least, int most) {
     const char* text = std::getenv(name);
     char* end;
@@ -65,6 +66,7 @@ int number(const char* name, int least, int most) {
     return int(value);
 }
 
+// In seconds, for deadlines.
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -147,6 +149,7 @@ int listen_at(const Launch& launch) {
 
 }  // namespace
 
+// The launcher's variables first; then --ranks, which must agree with them or starts the ranks itself.
 Launch find_launch(int64_t ranks_flag) {
     Launch launch;
     const auto says = [](const Launcher& each) { return is_set(each.rank) && is_set(each.ranks); };
@@ -233,12 +236,11 @@ struct Ranks::Connections {
             const pid_t child = children[rank] = fork();
             if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
             if (child > 0) continue;
-            for (const char* name : {"COAT_RANK", "COAT_LOCAL_RANK"})
-                setenv(name, to_string(rank).c_str(), 1);
-            setenv("COAT_RANKS", to_string(launch.ranks).c_str(), 1);
-            setenv("COAT_PORT", to_string(ntohs(at.sin_port)).c_str(), 1);
+            for (const auto& [name, value] :
+                 {std::pair{"COAT_RANK", rank}, {"COAT_LOCAL_RANK", rank}, {"COAT_RANKS", launch.ranks},
+                  {"COAT_PORT", int(ntohs(at.sin_port))}, {"COAT_STARTED", 1}})
+                setenv(name, to_string(value).c_str(), 1);
             setenv("MASTER_ADDR", "127.0.0.1", 1);
-            setenv("COAT_STARTED", "1", 1);
             setenv("OMP_NUM_THREADS", to_string(threads).c_str(), 0);
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (getppid() == parent) execv("/proc/self/exe", argv);
@@ -304,6 +306,7 @@ struct Ranks::Connections {
                     "); check the memory of this host and start again.");
     }
 
+    // The alarm connection comes first: from then on this rank learns that another has failed.
     void connect_with_rank_0(double seconds) {
         const double deadline = now() + seconds;
         for (const Channel channel : {ALARM, DATA}) {
@@ -420,6 +423,7 @@ struct Ranks::Connections {
             for (;;) sleep_ms(1000);
     }
 
+    // Other ranks give their sentence to rank 0, which prints it. Without rank 0 they print it themselves.
     [[noreturn]] void fail(const std::string& sentence) {
         if (launch.rank == 0) end_all(sentence);
         wait_if_failing();
@@ -442,6 +446,7 @@ struct Ranks::Connections {
         if (!sent) end_of(to);
     }
 
+    // As send_frame() sent it. Different numbers of exchanges are a defect of the program, not of a network.
     std::vector<Bytes> receive_frame(int from) {
         std::vector<uint64_t> head(1 + data.size());
         if (!receive_all(data[from], head.data(), head.size() * sizeof(uint64_t))) end_of(from);

@@ -1,8 +1,8 @@
 // train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
 //
-// In order: generated text, the log, the training loop, what the flags make of a run, and
-// main. This file knows models through coat.h's Model, files through data/, the command line through flags.h.
-// It contains no CUDA and no file format.
+// In order: generated text, the log, the training loop, what the flags make of a run, and main. This file
+// knows models through coat.h's Model, files through data/, the command line through flags.h. It contains no
+// CUDA and no file format.
 #include "flags.h"
 
 #include <fcntl.h>
@@ -68,6 +68,7 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
     return int32_t(chosen - sums.begin());
 }
 
+// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
                               uint64_t random) {
     constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
@@ -125,6 +126,7 @@ Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
 // -----------------------------------------------------------------------------------------------------------
 // The log: one JSON object per line, written at once
 
+// Bytes that are not UTF-8, say of a path, do not end the run: they are replaced.
 std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
 class Log {
@@ -198,6 +200,7 @@ void finish_step_at_interrupt() {  // a second signal ends the program at once
     if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // under nohup it stays ignored
 }
 
+// For durations; the origin means nothing.
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -223,6 +226,7 @@ std::string sampled_hash(const TokenStream& tokens) {
     return std::to_string(hash);
 }
 
+// Of a run, in its checkpoints: two runs in one folder are told apart by it.
 std::string random_name() {
     std::random_device random;
     char text[17];
@@ -260,7 +264,8 @@ public:
         if (state_.run.empty()) state_.run = random_name();
     }
 
-    // Returns the exit code.
+    // Returns the exit code. With --steps 0 it evaluates, and updates nothing. After an error, the last
+    // complete step is saved.
     int run() {
         if (!flags_.text("log").empty() && setup_.rank == 0) log_.open(flags_.text("log"), resumed_at_ > 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};
@@ -329,6 +334,7 @@ private:
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
+    // Skipped steps do not count for the bias correction, but they do for the schedule.
     AdamW optimizer_settings() {
         AdamW adamw{};
         adamw.step = state_.updates + 1;
@@ -352,6 +358,7 @@ private:
         return result.skipped ? std::vector<double>() : result.norm_correction;
     }
 
+    // The position in the data goes on after a skipped step too: the same batch would be skipped again.
     void count_step(const StepResult& result) {
         state_.step++;
         state_.updates += !result.skipped;
@@ -380,6 +387,8 @@ private:
                     {"tokens_per_second", rate}, {"skipped", result.skipped}});
     }
 
+    // Mean loss over the targets that count in up to 20 batches of held-out windows, the same in every run.
+    // The ranks share the batches out.
     void validate() {
         const int64_t windows = validation_.windows(), n = batch_tokens_;
         const int64_t batches = std::max<int64_t>(1, std::min(VALIDATION_BATCHES, windows / setup_.B));
@@ -429,6 +438,7 @@ private:
         log_.write(line);
     }
 
+    // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
     void sample() {
         if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
@@ -451,6 +461,7 @@ private:
                     state_.step, printable(last_good_).c_str());
     }
 
+    // Returns the exit code that shells expect after a signal.
     int stop_early(int signal) {
         save();
         const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
@@ -459,6 +470,7 @@ private:
         return 128 + signal;
     }
 
+    // The speed is that of all steps but the first; of one step it is that of the whole run.
     void print_end() {
         const int64_t steps = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         const double took = seconds() - started_;
@@ -596,6 +608,7 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
                 " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
 
+// Every flag that has a value in this run, given or not.
 void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
                     const Corpus* corpus) {
     const ModelConfig& c = setup.config;
@@ -638,6 +651,7 @@ void require_memory(const Setup& setup, int64_t processes) {
                     "(./train --plan shows what needs how much).");
 }
 
+// The folder that a checkpoint or a file is in.
 std::string parent_folder(const std::string& path) {
     const fs::path whole = fs::absolute(path).lexically_normal();
     const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
@@ -868,6 +882,7 @@ Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus&
     return prompt;
 }
 
+// Files and flags are checked before the model is made, which can take minutes.
 int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& corpus, const Setup& setup,
           const Origin& origin, bool prompt_given) {
     const bool resumes = !origin.checkpoint.empty();
@@ -889,6 +904,8 @@ int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& 
     return training.run();
 }
 
+// Flags are completed in four steps: from the command line, the checkpoint, the device's defaults, and the
+// recipe. group outlives an error, so that main() can tell the other ranks of it.
 int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     Flags flags;
     std::exception_ptr wrong_flags;  // the other ranks hear of it, too
