@@ -574,12 +574,10 @@ void choose_rows(Flags& flags, Setup& setup) {
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
     if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
     setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
-    static const std::vector<FormatInfo> formats(std::begin(FORMATS), std::end(FORMATS));
     for (auto [flag, format] :
          {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        const FormatInfo& row = find_row(formats, flags.text(flag), concat("--", flag).c_str());
-        *format = Format(&row - formats.data());
+        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
     }
     bool* const fast = setup.recipe.fast_accumulation;
     if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
@@ -674,7 +672,7 @@ public:
         folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
             throw Error("--out ", out, " cannot be written (",
-                        (failed ? failed.message() : std::strerror(errno)),
+                        failed ? failed.message() : std::strerror(errno),
                         "); choose another folder, or \"\" to save nothing.");
         const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
         struct stat locked, named;  // they differ if another run has just removed the folder
