@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace coat {
 
@@ -73,10 +74,23 @@ inline void print_error(const std::string& sentence) {
     std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
 }
 
-// An error that the user can correct: one sentence that names the file or flag and says what to do. train.cpp
-// prints it and exits with 1.
+// The text of parts that are strings or numbers: concat("--seq ", 300, " is too long").
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+    std::string text;
+    auto add = [&](const auto& part) {
+        if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) text += std::to_string(part);
+        else text += part;
+    };
+    (add(parts), ...);
+    return text;
+}
+
+// An error that the user can correct: one sentence, given in parts as above, that names the file or flag and
+// says what to do. train.cpp prints it and exits with 1.
 struct Error : std::runtime_error {
-    explicit Error(const std::string& sentence) : std::runtime_error(escaped(sentence, 1500)) {}
+    template <class... Parts>
+    explicit Error(const Parts&... parts) : std::runtime_error(escaped(concat(parts...), 1500)) {}
 };
 
 }  // namespace coat

@@ -7,67 +7,65 @@
 
 namespace coat {
 
+// A text default "" stands for what the recipe, the data or the checkpoint says.
 const std::vector<Flag>& flag_table() {
     constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
     constexpr Value TEXT = Value::Text, COUNT = Value::Count, REAL = Value::Real;
     constexpr Resume IGNORE = Resume::Ignore, DEFAULT = Resume::Default, SAME = Resume::Same;
     static const std::vector<Flag> table = {
-        {"device", TEXT, "auto", "auto", 0, 0, IGNORE, "auto, cpu or gpu; auto is the GPU if there is one"},
-        {"ranks", COUNT, "1", "1", 1, 1024, IGNORE,
-         "processes to start, one for each GPU; under torchrun, mpirun or srun their environment says it"},
-        {"shard", TEXT, "none", "none", 0, 0, DEFAULT, "what of weights and moments the GPUs share out"},
-        {"model", TEXT, "llama-tiny", "llama-30m", 0, 0, SAME,
-         "a named model, or a Hugging Face folder to start from"},
-        {"recipe", TEXT, "coat", "coat", 0, 0, SAME, "formats of weights, activations and gradients"},
-        {"optimizer", TEXT, "", "", 0, 0, SAME,
-         "formats of the moments; default: coat with recipe coat, else fp32"},
-        {"m-format", TEXT, "", "", 0, 0, SAME, "format of the first moment: e4m3, e5m2, fp16, bf16, fp32"},
-        {"v-format", TEXT, "", "", 0, 0, SAME,
-         "format of the second moment; both default to the optimizer's"},
-        {"attention", TEXT, "compute", "compute", 0, 0, SAME,
-         "format of the saved q, k, v and attention output"},
-        {"master", TEXT, "exact", "exact", 0, 0, SAME, "FP32 master weights, or none (stochastic rounding)"},
-        {"gradients", TEXT, "kept", "kept", 0, 0, SAME,
-         "kept until the update, or none (update during backward)"},
-        {"recompute", TEXT, "on", "on", 0, 0, DEFAULT,
-         "whether backward recomputes norms and activation functions"},
-        {"accumulation", TEXT, "", "", 0, 0, SAME, "sums in FP8 GEMMs on Hopper; default: the recipe's"},
-        {"data", TEXT, "", "", 0, 0, DEFAULT,
+        {"device", TEXT, IGNORE, "auto", "auto, cpu or gpu; auto is the GPU if there is one"},
+        {"ranks", COUNT, IGNORE, "1",
+         "processes to start, one for each GPU; under torchrun, mpirun or srun their environment says it",
+         1, 1024},
+        {"shard", TEXT, DEFAULT, "none", "what of weights and moments the ranks share out"},
+        {"model", TEXT, SAME, "llama-tiny",
+         "a named model, or a Hugging Face folder to start from", 0, 0, "llama-30m"},
+        {"recipe", TEXT, SAME, "coat", "formats of weights, activations and gradients"},
+        {"optimizer", TEXT, SAME, "", "formats of the moments; default: coat with recipe coat, else fp32"},
+        {"m-format", TEXT, SAME, "", "format of the first moment: e4m3, e5m2, fp16, bf16, fp32"},
+        {"v-format", TEXT, SAME, "", "format of the second moment; both default to the optimizer's"},
+        {"attention", TEXT, SAME, "compute", "format of the saved q, k, v and attention output"},
+        {"master", TEXT, SAME, "exact", "FP32 master weights, or none (stochastic rounding)"},
+        {"gradients", TEXT, SAME, "kept", "kept until the update, or none (update during backward)"},
+        {"recompute", TEXT, DEFAULT, "on", "whether backward recomputes norms and activation functions"},
+        {"accumulation", TEXT, SAME, "", "sums in FP8 GEMMs on Hopper; default: the recipe's"},
+        {"data", TEXT, DEFAULT, "",
          "text files, folders of them, or token files (.bin), with commas; default: C++ headers; attention "
          "crosses from one text or conversation into the next"},
-        {"batch", COUNT, "16", "32", 1, 1 << 20, SAME, "sequences per micro-batch"},
-        {"seq", COUNT, "128", "1024", 1, 1 << 24, SAME, "tokens per sequence"},
-        {"accumulate", COUNT, "1", "1", 1, 1 << 20, SAME, "micro-batches per step, on each GPU"},
-        {"steps", COUNT, "250", "900", 0, MOST, DEFAULT,
-         "steps in total; 0 evaluates on up to 20 held-out batches, samples if --prompt is given, and stops"},
-        {"lr", REAL, "3e-3", "1e-3", 0, 10, SAME, "peak of the learning rate"},
-        {"warmup", COUNT, "100", "100", 0, MOST, SAME, "steps of linear warm-up"},
-        {"schedule", TEXT, "cosine", "cosine", 0, 0, SAME, "the learning rate after the warm-up"},
-        {"weight-decay", REAL, "0.1", "0.1", 0, 10, SAME, "decoupled weight decay of matrices"},
-        {"clip", REAL, "1", "1", 0, 1e9, SAME, "clip gradients to this global norm; 0: do not clip"},
-        {"seed", COUNT, "1", "1", 0, MOST, SAME,
-         "seed of the first weights, the order of the data, the samples"},
-        {"out", TEXT, "out", "out", 0, 0, IGNORE, "folder for checkpoints; \"\": save none"},
-        {"save-every", COUNT, "0", "0", 0, MOST, DEFAULT, "steps between checkpoints; 0: only at the end"},
-        {"resume", TEXT, "", "", 0, 0, IGNORE, "a checkpoint, or a folder of them: continue the newest"},
-        {"eval-every", COUNT, "50", "150", 0, MOST, DEFAULT,
-         "steps between validations; 0: only first and last"},
-        {"sample-every", COUNT, "125", "300", 0, MOST, DEFAULT,
-         "steps between samples of generated text; 0: none"},
-        {"prompt", TEXT, "\n", "\n", 0, 0, DEFAULT,
+        {"batch", COUNT, SAME, "16", "sequences per micro-batch", 1, 1 << 20, "32"},
+        {"seq", COUNT, SAME, "128", "tokens per sequence", 1, 1 << 24, "1024"},
+        {"accumulate", COUNT, SAME, "1", "micro-batches per step, on each rank", 1, 1 << 20},
+        {"steps", COUNT, DEFAULT, "250",
+         "steps in total; 0 evaluates on up to 20 held-out batches, samples if --prompt is given, and stops",
+         0, MOST, "900"},
+        {"lr", REAL, SAME, "3e-3", "peak of the learning rate", 0, 10, "1e-3"},
+        {"warmup", COUNT, SAME, "100", "steps of linear warm-up", 0, MOST},
+        {"schedule", TEXT, SAME, "cosine", "the learning rate after the warm-up"},
+        {"weight-decay", REAL, SAME, "0.1", "decoupled weight decay of matrices", 0, 10},
+        {"clip", REAL, SAME, "1", "clip gradients to this global norm; 0: do not clip", 0, 1e9},
+        {"seed", COUNT, SAME, "1", "seed of the first weights, the order of the data, the samples", 0, MOST},
+        {"out", TEXT, IGNORE, "out", "folder for checkpoints; \"\": save none"},
+        {"save-every", COUNT, DEFAULT, "0", "steps between checkpoints; 0: only at the end", 0, MOST},
+        {"resume", TEXT, IGNORE, "", "a checkpoint, or a folder of them: continue the newest"},
+        {"eval-every", COUNT, DEFAULT, "50",
+         "steps between validations; 0: only first and last", 0, MOST, "150"},
+        {"sample-every", COUNT, DEFAULT, "125",
+         "steps between samples of generated text; 0: none", 0, MOST, "300"},
+        {"prompt", TEXT, DEFAULT, "\n",
          "the beginning of each sample; with --steps 0 in the tokens of the model folder's tokenizer"},
-        {"temperature", REAL, "0.8", "0.8", 0, 100, DEFAULT,
-         "of the samples; 0: always the most probable token"},
-        {"log", TEXT, "", "", 0, 0, IGNORE, "file for a log in JSON lines"},
-        {"plan", Value::Optional, "", "", 0, 0, IGNORE,
+        {"temperature", REAL, DEFAULT, "0.8", "of the samples; 0: always the most probable token", 0, 100},
+        {"log", TEXT, IGNORE, "", "file for a log in JSON lines"},
+        {"plan", Value::Optional, IGNORE, "",
          "print formats and memory of the run and stop; full: also FP8 operands and buffers"},
-        {"help", Value::None, "", "", 0, 0, IGNORE, "print this and stop"},
+        {"help", Value::None, IGNORE, "", "print this and stop"},
     };
     return table;
 }
 
 namespace {
 
+// How many letters must be inserted, removed or replaced to make b of a (Levenshtein), to suggest a flag.
+// row[j] is the distance of the first i letters of a from the first j of b.
 size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); j++) row[j] = j;
@@ -88,6 +86,7 @@ std::string number_text(double x) {
     return text;
 }
 
+// The rows of a table whose names are the values of a flag.
 template <class Table>
 void print_choices(const char* flag, const Table& table) {
     std::printf("\n--%s\n", flag);
@@ -103,7 +102,7 @@ const Flag& find_flag(const std::string& name) {
     };
     const Flag& nearest = *std::min_element(table.begin(), table.end(), nearer);
     if (name != nearest.name)
-        throw Error("--" + escaped(name) + " is not a flag; write --" + nearest.name +
+        throw Error("--", escaped(name), " is not a flag; write --", nearest.name,
                     " if you meant that (./train --help lists all flags).");
     return nearest;
 }
@@ -121,57 +120,57 @@ double Flag::parse(const std::string& text) const {
     char* end = nullptr;
     const double x = std::strtod(text.c_str(), &end);  // an overflow, infinity, is out of range
     if (!digits || *end || !(x >= least && x <= most))
-        throw Error("--" + std::string(name) + " " + escaped(text) + " is not " + limits() +
-                    "; give such a number.");
+        throw Error("--", name, " ", escaped(text), " is not ", limits(), "; give such a number.");
     return x;
 }
 
+// Both "--flag value" and "--flag=value".
 void Flags::parse(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string argument = std::string(argv[i]) == "-h" ? "--help" : argv[i];
         if (argument.compare(0, 2, "--") != 0)
-            throw Error("\"" + escaped(argument) +
+            throw Error("\"", escaped(argument),
                         "\" is not a flag; write --flag value (./train --help lists the flags).");
-        const size_t equals = argument.find('=');
-        const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const size_t equals = std::min(argument.find('='), argument.size());
+        const std::string name = argument.substr(2, equals - 2);
         const Flag& flag = find_flag(name);
-        if (flag.value == Value::None && equals != std::string::npos)
-            throw Error("--" + name + " takes no value; write it alone.");
-        const bool optional = flag.value == Value::Optional,
-                   follows = i + 1 < argc && std::string(argv[i + 1]).compare(0, 1, "-") != 0;
-        const bool separate = equals == std::string::npos && (flag.setting() || (optional && follows));
-        if (separate && i + 1 == argc)
-            throw Error("--" + name + " needs a value after it: " + flag.limits() + ".");
-        if (given(name)) throw Error("--" + name + " is given twice; give it once.");
-        values_[name] = separate ? argv[++i] : equals == std::string::npos ? "" : argument.substr(equals + 1);
-        if (flag.number()) flag.parse(values_[name]);
-        if (flag.resume != Resume::Ignore && !is_utf8(values_[name]))  // a checkpoint remembers it, in JSON
-            throw Error("--" + name + " " + escaped(values_[name]) +
+        const bool inside = equals < argument.size(), last = i + 1 == argc;
+        if (flag.value == Value::None && inside) throw Error("--", name, " takes no value; write it alone.");
+        if (flag.setting() && !inside && last)
+            throw Error("--", name, " needs a value after it: ", flag.limits(), ".");
+        if (given(name)) throw Error("--", name, " is given twice; give it once.");
+        std::string& value = values_[name];
+        const bool optional = flag.value == Value::Optional;
+        if (inside) value = argument.substr(equals + 1);
+        else if (flag.setting() || (optional && !last && argv[i + 1][0] != '-')) value = argv[++i];
+        if (flag.number()) flag.parse(value);
+        if (flag.resume != Resume::Ignore && !is_utf8(value))  // a checkpoint remembers it, in JSON
+            throw Error("--", name, " ", escaped(value),
                         " is not UTF-8 text; give another value, or rename the file.");
-        if (optional && !values_[name].empty() && values_[name] != "full")
-            throw Error("--" + name + " " + escaped(values_[name]) + " is not known; write --" + name +
-                        " or --" + name + " full.");
+        if (optional && !value.empty() && value != "full")
+            throw Error("--", name, " ", escaped(value), " is not known; write --", name, " or --", name,
+                        " full.");
     }
 }
 
+// A flag that makes another run of it must be left out, or have the checkpoint's value. Numbers are compared
+// as numbers: 1e-3 is 0.001.
 void Flags::take(const nlohmann::json& saved) {
     for (const Flag& flag : flag_table()) {
         if (flag.resume == Resume::Ignore || !saved.contains(flag.name)) continue;
         const std::string theirs = saved[flag.name].get<std::string>();
-        if (flag.resume == Resume::Same && given(flag.name)) {
-            const std::string& ours = text(flag.name);
-            if (flag.number() ? flag.parse(ours) != flag.parse(theirs) : ours != theirs)
-                throw Error("--" + std::string(flag.name) + " " + escaped(ours) +
-                            " differs from the checkpoint's " + escaped(theirs) +
-                            "; leave it out to continue that run, or leave --resume out to begin another.");
-        }
-        values_.emplace(flag.name, theirs);
+        const std::string& ours = values_.emplace(flag.name, theirs).first->second;
+        const bool equal = flag.number() ? flag.parse(ours) == flag.parse(theirs) : ours == theirs;
+        if (flag.resume == Resume::Same && !equal)
+            throw Error("--", flag.name, " ", escaped(ours), " differs from the checkpoint's ",
+                        escaped(theirs),
+                        "; leave it out to continue that run, or leave --resume out to begin another.");
     }
 }
 
 void Flags::take_defaults(bool gpu) {
     for (const Flag& flag : flag_table())
-        if (flag.setting()) values_.emplace(flag.name, gpu ? flag.gpu : flag.cpu);
+        if (flag.setting()) values_.emplace(flag.name, gpu && flag.gpu ? flag.gpu : flag.standard);
 }
 
 nlohmann::ordered_json Flags::remembered() const {
@@ -181,6 +180,7 @@ nlohmann::ordered_json Flags::remembered() const {
     return json;
 }
 
+// Flags without a value in the table, such as --plan, are no settings.
 nlohmann::ordered_json Flags::typed() const {
     nlohmann::ordered_json json;
     for (const Flag& flag : flag_table()) {
@@ -192,13 +192,11 @@ nlohmann::ordered_json Flags::typed() const {
 }
 
 void print_help() {
-    std::printf(
-        "./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). Without "
-        "flags it trains\na small model on text that this machine has. Flags and their defaults (on a CPU | on "
-        "a GPU, where they differ):\n\n");
+    std::printf("./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). "
+                "Without flags it trains\na small model on text that this machine has. Flags and their "
+                "defaults (on a CPU | on a GPU, where they differ):\n\n");
     for (const Flag& flag : flag_table()) {
-        const std::string cpu = escaped(flag.cpu), gpu = escaped(flag.gpu),
-                          defaults = cpu == gpu ? cpu : cpu + " | " + gpu;
+        const std::string defaults = escaped(flag.standard) + (flag.gpu ? concat(" | ", flag.gpu) : "");
         const char* const kinds[] = {"", "[full]", "TEXT", "N", "X"};
         const std::string name = std::string("--") + flag.name + " " + kinds[int(flag.value)];
         std::printf("  %-19s %-24s %s%s\n", name.c_str(), defaults.c_str(), flag.about,

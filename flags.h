@@ -15,10 +15,10 @@ enum class Resume : uint8_t { Ignore, Default, Same };
 struct Flag {
     const char* name;
     Value value;
-    const char *cpu, *gpu;  // default values on each device
-    double least, most;     // of a number
     Resume resume;
-    const char* about;
+    const char *standard, *about;  // the default, and a line for --help
+    double least = 0, most = 0;    // of a number
+    const char* gpu = nullptr;     // the default on a GPU, if it is another
 
     bool number() const { return value == Value::Count || value == Value::Real; }
     bool setting() const { return number() || value == Value::Text; }

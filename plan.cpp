@@ -5,6 +5,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <sstream>
 
 namespace coat {
 
@@ -23,6 +24,7 @@ const std::vector<Schedule>& schedules() {
     return table;
 }
 
+// The first step already has a learning rate above 0, so no step of the warm-up is lost.
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step) {
     if (step < warmup) return float(peak * (step + 1) / warmup);
     const double progress = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
@@ -34,26 +36,19 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
-        {"attention", true,
+        {"attention", true, nullptr,
          {{"compute", "q, k, v and attention's output are saved in the compute dtype"},
-          {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}},
-         [](const Setup& s) { return !s.recipe.attention.fp8(); },
-         [](Setup& s, bool first) { s.recipe.attention = first ? Quant{s.recipe.compute} : Q_GROUP; }},
-        {"master", true,
+          {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}}},
+        {"master", true, &Setup::master,
          {{"exact", "16 bits beside each BF16 weight make an exact FP32 master weight"},
-          {"none", "BF16 weights alone; the update rounds them stochastically"}},
-         [](const Setup& s) { return s.master; },
-         [](Setup& s, bool first) { s.master = first; }},
-        {"gradients", true,
+          {"none", "BF16 weights alone; the update rounds them stochastically"}}},
+        {"gradients", true, &Setup::keep_gradients,
          {{"kept", "all gradients are kept until the update, which follows the backward pass"},
-          {"none", "backward updates each layer once its gradient is complete; clipping estimates the norm"}},
-         [](const Setup& s) { return s.keep_gradients; },
-         [](Setup& s, bool first) { s.keep_gradients = first; }},
-        {"recompute", false,
+          {"none",
+           "backward updates each layer once its gradient is complete; clipping estimates the norm"}}},
+        {"recompute", false, &Setup::recompute,
          {{"on", "backward recomputes the outputs of norms and activation functions"},
-          {"off", "a GPU saves them: the same bits in less time and more memory (a CPU always recomputes)"}},
-         [](const Setup& s) { return s.recompute; },
-         [](Setup& s, bool first) { s.recompute = first; }},
+          {"off", "a GPU saves them: the same bits in less time and more memory (a CPU always recomputes)"}}},
     };
     return table;
 }
@@ -66,11 +61,13 @@ constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
     {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128},
     {PER_1x32, PER_1x32}};  // decoded for a BF16 GEMM
 
+// Hopper's FP8 GEMMs restrict which formats, scales and accumulation go together. A recipe that breaks a rule
+// is an error on the CPU too, so that a recipe means the same run everywhere.
 void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
     auto require = [&](bool ok, const char* what) {
         if (!ok)
-            throw Error("Recipe " + std::string(r.name) + " cannot run " + gemm + " with operands " +
-                        a.text() + " and " + b.text() + ": " + what + ".");
+            throw Error("Recipe ", r.name, " cannot run ", gemm, " with operands ", a.text(), " and ",
+                        b.text(), ": ", what, ".");
     };
     require(a.fp8() == b.fp8(), "both operands must be FP8, or neither");
     if (!a.fp8()) return;
@@ -97,37 +94,35 @@ void validate(const Recipe& r) {
     validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
     validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
     if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
-        throw Error("Recipe " + std::string(r.name) +
+        throw Error("Recipe ", r.name,
                     " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
 }
 
 }  // namespace
 
+// Each message names the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
     if (s.T > s.config.longest())
-        throw Error("--seq " + std::to_string(s.T) + " is too long for " + s.config.name +
-                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented") +
-                    "; use at most --seq " + std::to_string(s.config.longest()) + ".");
+        throw Error("--seq ", s.T, " is too long for ", s.config.name,
+                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented"),
+                    "; use at most --seq ", s.config.longest(), ".");
+    constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
     if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
-        throw Error("--batch " + std::to_string(s.B) + " with --seq " + std::to_string(s.T) +
-                    " is more than " + std::to_string(MAX_SEQUENCES) + " sequences or " +
-                    std::to_string(MAX_TOKENS) + " tokens; use a smaller --batch and more --accumulate.");
+        throw Error("--batch ", s.B, " with --seq ", s.T, " is more than ", MAX_SEQUENCES, " sequences or ",
+                    MAX_TOKENS, " tokens; use a smaller --batch and more --accumulate.");
     const bool groups = s.recipe.attention.fp8(), fp32 = s.recipe.compute == Format::F32;
     if (fp32 && (groups || !s.master))
-        throw Error(std::string(groups ? "--attention groups" : "--master none") +
-                    " needs BF16, but --recipe " + s.recipe.name +
-                    " computes in FP32; leave the flag out, or choose --recipe coat.");
+        throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
+                    s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
-        throw Error("--gradients none keeps no gradients to which --accumulate " +
-                    std::to_string(s.accumulate) +
+        throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
     if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.granularity == PER_TENSOR)
-        throw Error(std::string("--optimizer ") + s.optimizer.name +
-                    " has one scale per tensor, which --shard cannot share out; use --shard none, or another "
-                    "--optimizer.");
+        throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, which --shard cannot share "
+                    "out; use --shard none, or another --optimizer.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -142,12 +137,12 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     // What residual adds write.
     const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
     const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
-    const std::string layers = "each of " + std::to_string(c.L) + " layers";
+    const std::string layers = concat("each of ", c.L, " layers");
     const std::string up = c.arch.gated ? "gate and up" : "up";
     auto linear = [&](const std::string& name) { return name + (q.fallback ? " (falls back)" : ""); };
     const bool remainder = s.master && r.compute != Format::F32;
     const std::string weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
-    const std::string dw = std::string(info(gradient_format(s)).name) + " gradient";
+    const std::string dw = concat(info(gradient_format(s)).name, " gradient");
 
     const std::string activation = c.arch.gated ? "SiLU(gate) x up" : "GELU";
     std::vector<PrecisionRow> table = {
@@ -186,44 +181,12 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Memory
+// Several ranks: what each keeps, and what travels
 
 namespace {
 
-// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
-// its gradient first and the embedding last.
-struct BucketElements {
-    int64_t largest = 0, embedding = 0;
-};
-BucketElements bucket_elements(const Setup& s) {
-    BucketElements e;
-    const std::vector<BucketRange> buckets = bucket_ranges(parameters(s.config));
-    for (size_t b = 0; b < buckets.size(); b++)
-        if (b == 0 && s.config.tied) e.embedding = buckets[b].elements;
-        else e.largest = std::max(e.largest, buckets[b].elements);
-    return e;
-}
-
-// Elements that this rank owns of a bucket, at most.
-int64_t largest_owned(const Setup& s) {
-    const std::vector<Param> params = parameters(s.config);
-    std::vector<int64_t> owned_of(size_t(params.back().bucket) + 1);
-    for (const Param& p : params) owned_of[p.bucket] += padded(owned(s, p));
-    return *std::max_element(owned_of.begin(), owned_of.end());
-}
-
-// Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
-int64_t gradient_elements(const Setup& s) {
-    if (s.keep_gradients) return state_elements(s);
-    const BucketElements e = bucket_elements(s);
-    return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
-}
-
-}  // namespace
-
-// -----------------------------------------------------------------------------------------------------------
-// Several ranks: what each keeps, and what travels
-
+// A rank's weights lie one after the other, as do its masters, moments and sums of gradients. Each slice is
+// padded to whole groups of moments.
 std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
     int64_t weight = 0, state = 0, chunk = 0;
@@ -235,6 +198,8 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     }
     return table;
 }
+
+// All elements that a rank keeps, with padding.
 int64_t weight_elements(const Setup& s) {
     const ShardPlace last = shard_places(s).back();
     return last.weight_at + padded(last.weight);
@@ -242,6 +207,89 @@ int64_t weight_elements(const Setup& s) {
 int64_t state_elements(const Setup& s) {
     const ShardPlace last = shard_places(s).back();
     return last.state_at + padded(last.state);
+}
+
+// Bytes of one element of the gradients.
+int64_t gradient_bytes(const Setup& s) { return info(gradient_format(s)).bytes; }
+
+// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
+// its gradient first and the embedding last.
+struct BucketElements {
+    int64_t largest = 0, embedding = 0;
+};
+BucketElements bucket_elements(const Setup& s) {
+    BucketElements e;
+    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
+        if (bucket.first == 0 && s.config.tied) e.embedding = bucket.elements;
+        else e.largest = std::max(e.largest, bucket.elements);
+    return e;
+}
+
+// Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
+int64_t gradient_elements(const Setup& s) {
+    if (s.keep_gradients) return state_elements(s);
+    const BucketElements e = bucket_elements(s);
+    return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
+}
+
+// Gradients of several ranks that are not summed yet: one bucket travels while the next is computed.
+int64_t unsummed_bytes(const Setup& s) {
+    const BucketElements e = bucket_elements(s);
+    return s.ranks > 1 ? (2 * e.largest + e.embedding) * gradient_bytes(s) : 0;
+}
+
+// What a rank receives of a bucket: from each of the others, the gradients that it owns.
+int64_t received_bytes(const Setup& s) {
+    const std::vector<Param> params = parameters(s.config);
+    std::vector<int64_t> owned_of(size_t(params.back().bucket) + 1);
+    for (const Param& p : params) owned_of[p.bucket] += padded(owned(s, p));
+    return (s.ranks - 1) * *std::max_element(owned_of.begin(), owned_of.end()) * gradient_bytes(s);
+}
+
+// as_codes: whether weights of linear layers travel as FP8 codes.
+int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
+    const std::vector<Param> params = parameters(s.config);
+    int64_t bytes = 0;
+    for (size_t i : stage) {
+        const bool codes = params[i].role.linear && as_codes;
+        const int64_t each = codes ? 1 : info(s.recipe.compute).bytes;
+        bytes += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+    }
+    return bytes;
+}
+
+// Bytes that one rank sends in a step; it receives as many.
+struct Traffic {
+    int64_t gradients, weights;
+};
+Traffic traffic(const Setup& s) {
+    int64_t all = 0, gathered = 0;
+    for (const Param& p : parameters(s.config)) all += p.size();
+    const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
+    for (size_t i = 0; i < stages.size(); i++) {
+        // Linear layers are gathered for backward once more; the last one is still there. (In later
+        // micro-batches so is the first.) Norms, biases, amaxes and sums of squares are small and not
+        // counted.
+        const bool linear = i > 0 && i + 2 < stages.size();
+        gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
+    }
+    auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
+    const int64_t gradients = others(all * gradient_bytes(s)),
+                  weights = others(all * info(s.recipe.compute).bytes);
+    if (s.shard == Shard::None) return {gradients * (s.accumulate + 1), 0};
+    return {gradients * s.accumulate, s.shard == Shard::All ? others(gathered) * s.accumulate : weights};
+}
+
+}  // namespace
+
+std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
+    std::vector<BucketRange> table;
+    for (size_t i = 0; i < params.size(); i++) {
+        if (i == 0 || params[i].bucket != params[i - 1].bucket) table.push_back({i, i, params[i].offset, 0});
+        table.back().last = i + 1;
+        table.back().elements += params[i].padded_size();
+    }
+    return table;
 }
 
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c) {
@@ -261,91 +309,54 @@ bool gathers_codes(const Setup& s) {
     return w.fp8() && w.granularity == PER_TENSOR;
 }
 
-// as_codes: whether weights of linear layers travel as FP8 codes.
-static int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
-    const std::vector<Param> params = parameters(s.config);
-    int64_t bytes = 0;
-    for (size_t i : stage) {
-        const bool codes = params[i].role.linear && as_codes;
-        const int64_t each = codes ? 1 : info(s.recipe.compute).bytes;
-        bytes += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
-    }
-    return bytes;
-}
-
-Traffic traffic(const Setup& s) {
-    int64_t all = 0, gathered = 0;
-    for (const Param& p : parameters(s.config)) all += p.size();
-    const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
-    for (size_t i = 0; i < stages.size(); i++) {
-        // Linear layers are gathered for backward once more; the last one is still there. (In later
-        // micro-batches so is the first.) Norms, biases, amaxes and sums of squares are small and not
-        // counted.
-        const bool linear = i > 0 && i + 2 < stages.size();
-        gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
-    }
-    auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
-    const int64_t gradients = others(all * info(gradient_format(s)).bytes),
-                  weights = others(all * info(s.recipe.compute).bytes);
-    if (s.shard == Shard::None) return {gradients * (s.accumulate + 1), 0};
-    return {gradients * s.accumulate, s.shard == Shard::All ? others(gathered) * s.accumulate : weights};
-}
+// -----------------------------------------------------------------------------------------------------------
+// Memory
 
 // A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
     const int64_t N = s.B * s.T, live = parameter_count(c);
-    const Format compute = s.recipe.compute, gradient = gradient_format(s);
+    const Format compute = s.recipe.compute;
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
     // stored in FP32 is its own master; a BF16 weight has a 16-bit remainder beside it.
-    int64_t moment[2] = {0, 0}, moment_scales = 0, scaling = 0;
+    int64_t m = 0, v = 0, moment_scales = 0, scaling = 0;
     for (const Param& p : parameters(c))
-        for (int i = 0; i < 2; i++) {
-            const Format f = p.moment(i == 0 ? s.optimizer.m : s.optimizer.v);
+        for (const auto& [bytes, wanted] : {std::pair{&m, s.optimizer.m}, {&v, s.optimizer.v}}) {
+            const Format f = p.moment(wanted);
             const Slice slice = kept_state(s, p);
-            moment[i] += padded(slice) * info(f).bytes;
+            *bytes += padded(slice) * info(f).bytes;
             moment_scales += s.optimizer.scales(f, slice.count) * 4 * (s.optimizer.expands(f) ? 2 : 1);
         }
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
-    auto format = [](Format f) { return std::string(" (") + info(f).name + ")"; };
-    const std::string scales = std::string(s.optimizer.expand ? "max and k" : "max") +
-                               (s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
-    const int64_t gradients = gradient_elements(s) * info(gradient).bytes;
-    const std::string kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
+    auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
+    const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
+                                      s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
+    const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
+    const int64_t compute_bytes = info(compute).bytes, gradients = gradient_elements(s) * gradient_bytes(s);
     const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state_elements(s) * 2;
+    using C = Category;
     std::vector<MemoryRow> plan = {
-        {Category::Weights, "weights" + format(compute), weight_elements(s) * info(compute).bytes,
-         "parameter", live},
-        {Category::Weights, "remainder of the FP32 master weights", remainder, "parameter", live},
-        {Category::Gradients, kept + format(gradient), gradients, "parameter", live},
-        {Category::Optimizer, "first moments" + format(s.optimizer.m), moment[0], "parameter", live},
-        {Category::Optimizer, "second moments" + format(s.optimizer.v), moment[1], "parameter", live},
-        {Category::Optimizer, scales, moment_scales, "parameter", live},
-        {Category::Activations, "final norm input" + format(compute), N * c.C * info(compute).bytes, "token",
-         N},
+        {C::Weights, format("weights", compute), weight_elements(s) * compute_bytes, "parameter", live},
+        {C::Weights, "remainder of the FP32 master weights", remainder, "parameter", live},
+        {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", live},
+        {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", live},
+        {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", live},
+        {C::Optimizer, scales, moment_scales, "parameter", live},
+        {C::Activations, format("final norm input", compute), N * c.C * compute_bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
-        plan.push_back({Category::Activations, std::string(t.name) + " (" + t.quant.text() + ")",
-                        t.bytes(N) * c.L, "token and layer", N * c.L});
-    if (scaling) plan.push_back({Category::Weights, "amaxes and delayed scales", scaling, "parameter", live});
+        plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
+                        "token and layer", N * c.L});
+    if (scaling) plan.push_back({C::Weights, "amaxes and delayed scales", scaling, "parameter", live});
     return plan;
-}
-
-int64_t total_bytes(const std::vector<MemoryRow>& plan) {
-    int64_t bytes = 0;
-    for (const MemoryRow& row : plan) bytes += row.bytes;
-    return bytes;
 }
 
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
     int64_t bytes = 0;
-    for (const MemoryRow& row : plan) bytes += row.category == category ? row.bytes : 0;
+    for (const MemoryRow& row : plan)
+        if (category == Category::All || row.category == category) bytes += row.bytes;
     return bytes;
-}
-
-double optimizer_bytes_per_parameter(const Setup& s) {
-    return double(total_bytes(memory_plan(s), Category::Optimizer)) / parameter_count(s.config);
 }
 
 double saved_bytes_per_token_and_layer(const Setup& s) {
@@ -403,6 +414,9 @@ struct WorkRow {
     }
 };
 
+// Rows that buffers are made for: FP8 GEMMs need a multiple of 16.
+int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
+
 // The gradient of q, k, v is written over the layer's saved gate and up if it is no larger: by then nothing
 // reads those any more.
 bool qkv_gradient_in_place(const Setup& s) {
@@ -446,6 +460,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     }
     // Attention's output is an operand in place if both are in the compute dtype.
     const int64_t operand_cols = std::max(C, fp8 || attention_groups ? Q : 0);
+    // A gradient in the compute dtype is an operand in place. In FP8, it has codes for dgrad and for wgrad.
     const uint32_t residual_gradients = fp8 ? DOWN_WGRAD | DOWN_DGRAD | OUT_WGRAD | OUT_DGRAD : 0;
     const uint32_t qkv_gradient = fp8 ? QKV_BACKWARD : 0;
     const uint32_t gate_up_gradient = gate_up_in_place ? 0 : GATE_UP_BACKWARD;
@@ -456,7 +471,6 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const bool codes = gathers_codes(s) && r.scaling == Scaling::JustInTime;  // delayed scales: not at first
     for (const auto& matrices : weight_stages(c)) stage = std::max(stage, stage_bytes(s, matrices, codes));
     const bool several = s.ranks > 1, gathers = several && s.shard == Shard::All;
-    const int64_t received = several ? (s.ranks - 1) * largest_owned(s) * info(gradient_format(s)).bytes : 0;
     const uint32_t norm = s.keep_gradients ? uint32_t(UPDATE) : ALWAYS;
 
     // W(name) is the buffer and its name in the print-out.
@@ -478,7 +492,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
 
         {W(GatheredWeights), gathers ? 2 * stage : 0,
          {{ALWAYS, "whole weights of a linear layer, and of the next one"}}},
-        {W(ReceivedGradients), received, {{ALWAYS, "gradients of a bucket, from the other ranks"}}},
+        {W(ReceivedGradients), received_bytes(s), {{ALWAYS, "gradients of a bucket, from the other ranks"}}},
         {W(RankScales), several ? s.ranks * (params + 12 * c.L) * 16 : 0, {{ALWAYS, "amaxes of all ranks"}}},
 
         {W(Residual), groups ? N * C * compute : 0, {{FORWARD, "residual stream in the compute dtype"}}},
@@ -556,22 +570,19 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
 // -----------------------------------------------------------------------------------------------------------
 // The whole allocation of a GPU
 
-// How many layers' saved activations are still needed when the gradient of this parameter is first written.
-int64_t layers_alive(const ModelConfig& c, const Param& p) {
-    const std::string prefix = "layers.";
-    if (p.name.compare(0, prefix.size(), prefix) == 0) return std::stoll(p.name.substr(prefix.size())) + 1;
-    return p.name == "positions" || (p.name == "embedding" && !c.tied) ? 0 : c.L;  // these are written last
-}
-
-// The lowest offset from the first saved activation at which all gradients may begin.
+// The lowest offset from the first saved activation at which all gradients may begin. The gradients of a
+// parameter are first written when later layers need no saved activations any more. A layer has four buckets;
+// the tied embedding's gradient is written first by the head.
 int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
-    if (s.accumulate > 1) return s.config.L * layer_bytes;
-    int64_t offset = 0, each = info(gradient_format(s)).bytes;
-    const std::vector<Param> params = parameters(s.config);
+    const ModelConfig& c = s.config;
+    if (s.accumulate > 1) return c.L * layer_bytes;
+    const std::vector<Param> params = parameters(c);
     const std::vector<ShardPlace> shards = shard_places(s);
+    int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        const int64_t alive = layers_alive(s.config, params[i]) * layer_bytes;
-        offset = std::max(offset, alive - shards[i].state_at * each);
+        const bool by_head = params[i].name == "embedding" && c.tied;
+        const int64_t layers_alive = by_head ? c.L : std::min(c.L, ceil_div(params[i].bucket, 4));
+        offset = std::max(offset, layers_alive * layer_bytes - shards[i].state_at * gradient_bytes(s));
     }
     return round_up(offset, GPU_ALIGNMENT);
 }
@@ -588,7 +599,7 @@ struct Allocation {
 // Gradients that are not kept. All buckets share one place; with several ranks they alternate between two, so
 // that one travels while the next is computed. Those of a tied embedding have their own.
 void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const int64_t each = info(gradient_format(s)).bytes;
+    const int64_t each = gradient_bytes(s);
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
     const BucketElements e = bucket_elements(s);
@@ -601,6 +612,7 @@ void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layou
     }
 }
 
+// All codes first, then all scales, so that each is one buffer.
 void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
     const std::vector<Param> params = parameters(s.config);
     const OptimizerFormat& o = s.optimizer;
@@ -631,21 +643,11 @@ bool gate_up_gradient_in_place(const Setup& s) {
     return same_size && s.recipe.x.granularity == PER_TENSOR;
 }
 
-std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
-    std::vector<BucketRange> table;
-    for (size_t i = 0; i < params.size(); i++) {
-        if (i == 0 || params[i].bucket != params[i - 1].bucket) table.push_back({i, i, params[i].offset, 0});
-        table.back().last = i + 1;
-        table.back().elements += params[i].padded_size();
-    }
-    return table;
-}
-
 bool caches_weights(const Setup& s) {
     return s.accumulate > 1 && linear_formats(s).w.fp8() && (s.shard != Shard::All || s.ranks == 1);
 }
-int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
 
+// In the order of the allocation: the state of the run, saved activations and gradients, then the workspace.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t compute = info(s.recipe.compute).bytes, elements = state_elements(s);
     GpuLayout layout{};
@@ -661,7 +663,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
         layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
-    const int64_t saved = s.config.L * layout.layer_bytes, each = info(gradient_format(s)).bytes;
+    const int64_t saved = s.config.L * layout.layer_bytes, each = gradient_bytes(s);
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
     const bool several = s.ranks > 1;
@@ -689,32 +691,25 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     return layout;
 }
 
+// The workspace in a few rows. What is used in all phases is added up. The other buffers share memory, so
+// they have one size together.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const GpuLayout layout = gpu_layout(s, facts);
-    const int64_t tokens = s.B * s.T, parameters = parameter_count(s.config);
+    const std::vector<WorkRow> work = work_rows(s, facts);
     Place unused[int(Work::Count)];
     int64_t always = 0, cached = 0;
-    for (const WorkRow& row : work_rows(s, facts))
+    for (const WorkRow& row : work)
         if (row.phases() == ALWAYS) (row.work == Work::CachedWeights ? cached : always) += row.bytes;
-    const int64_t others = pack(work_rows(s, facts), unused) - always - cached;
-    auto add = [&](const char* name, int64_t bytes, const char* per, int64_t count) {
-        plan.push_back({Category::Workspace, name, bytes, per, count});
-    };
-    if (cached) add("cached FP8 weights and their transposes", cached, "parameter", parameters);
-    if (s.ranks > 1) {
-        const BucketElements e = bucket_elements(s);
-        const int64_t elements = 2 * e.largest + e.embedding;
-        add("gradients of two buckets, not yet summed", elements * info(gradient_format(s)).bytes,
-            "parameter", parameters);
-    }
-    add("operands, gradients of one layer, logits", others, "token", tokens);
-    add("GEMM scratch, scales, tokens", always, "token", tokens);
-    if (layout.shared) add("gradients stored over activations", -layout.shared, "parameter", parameters);
-    add("alignment", layout.total - total_bytes(plan), "token", tokens);  // and room for padding tokens
-    add("CUDA context and loaded kernels (about)", GPU_CONTEXT, "token", tokens);
-    if (s.ranks > 1)
-        add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total), "token", tokens);
+    auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
+    if (cached) add("cached FP8 weights and their transposes", cached);
+    if (s.ranks > 1) add("gradients of two buckets, not yet summed", unsummed_bytes(s));
+    add("operands, gradients of one layer, logits", pack(work, unused) - always - cached);
+    add("GEMM scratch, scales, tokens", always);
+    if (layout.shared) add("gradients stored over activations", -layout.shared);
+    add("alignment", layout.total - total_bytes(plan));  // and room for padding tokens
+    add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
+    if (s.ranks > 1) add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total));
     return plan;
 }
 
@@ -722,37 +717,40 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 // The maps of ./train --plan full
 
 const std::vector<std::string>& phase_names() {
-    static const std::vector<std::string> names = {"forward: norm 1, q, k, v projection, attention",
-                                                   "forward: attention output projection, residual add",
-                                                   "forward: norm 2, gate and up projection",
-                                                   "forward: activation, down projection, residual add",
-                                                   "head and loss, forward and backward",
-                                                   "backward: down projection, wgrad",
-                                                   "backward: down projection, dgrad",
-                                                   "backward: activation",
-                                                   "backward: gate and up projection, dgrad; norm 2",
-                                                   "backward: gate and up projection, wgrad",
-                                                   "backward: attention output projection, wgrad",
-                                                   "backward: attention output projection, dgrad",
-                                                   "backward: attention",
-                                                   "backward: rotary positions",
-                                                   "backward: q, k, v projection, dgrad; norm 1",
-                                                   "backward: q, k, v projection, wgrad",
-                                                   "backward: embedding",
-                                                   "update: gradient norm, AdamW"};
+    static const std::vector<std::string> names = {
+        "forward: norm 1, q, k, v projection, attention",
+        "forward: attention output projection, residual add",
+        "forward: norm 2, gate and up projection",
+        "forward: activation, down projection, residual add",
+        "head and loss, forward and backward",
+        "backward: down projection, wgrad",
+        "backward: down projection, dgrad",
+        "backward: activation",
+        "backward: gate and up projection, dgrad; norm 2",
+        "backward: gate and up projection, wgrad",
+        "backward: attention output projection, wgrad",
+        "backward: attention output projection, dgrad",
+        "backward: attention",
+        "backward: rotary positions",
+        "backward: q, k, v projection, dgrad; norm 1",
+        "backward: q, k, v projection, wgrad",
+        "backward: embedding",
+        "update: gradient norm, AdamW",
+    };
     return names;
 }
 
+// The named parts of the allocation first, then the workspace. Where gate and up were saved, there is
+// something else when backward is done with them.
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     const GpuLayout layout = gpu_layout(s, facts);
     const uint32_t backward = ALWAYS & ~FORWARD & ~HEAD;
     const Place gate_up = gate_up_gradient_in_place(s) ? layout.saved : Place{};
     const Place qkv = qkv_gradient_in_place(s) ? layout.saved : Place{};
     const Place gradients{*std::min_element(layout.sums.begin(), layout.sums.end()),
-                          gradient_elements(s) * info(gradient_format(s)).bytes};
-    const BucketElements e = bucket_elements(s);
+                          gradient_elements(s) * gradient_bytes(s)};
     const Place unsummed{*std::min_element(layout.gradients.begin(), layout.gradients.end()),
-                           s.ranks > 1 ? (2 * e.largest + e.embedding) * info(gradient_format(s)).bytes : 0};
+                         unsummed_bytes(s)};
     const std::vector<BufferRow> all = {
         {"weights", "weights", layout.weights, ALWAYS},
         {"remainder", "remainder of the FP32 master weights", layout.remainder, ALWAYS},
@@ -779,6 +777,8 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
     return table;
 }
 
+// A producer takes the amax of what it writes, so that per-tensor scaling needs no pass of its own (paper
+// section 5). The rows where it needs one say so.
 std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
     const LinearFormats q = linear_formats(s);
     if (!q.x.fp8()) return {};
@@ -803,19 +803,19 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
     };
     const std::string both = "quantize, both orientations in one pass";
     const std::string weight = facts.cache_fp8_weights ? "quantize, once per step" : "quantize";
+    const std::string x = q.x.text(), w = q.w.text(), g = q.g.text();
     std::vector<OperandRow> table;
     for (const auto& l : linears) {
         const bool saved = !s.recompute && l.layer != "attention output";
-        auto add = [&](const char* gemm, const std::string& operand, const Quant& q_of,
-                       const std::string& amax_by, const std::string& codes) {
-            table.push_back({l.layer, gemm, operand, q_of.text(), amax(amax_by), codes});
-        };
-        add("fprop", "x    " + l.x, q.x, l.x_amax, saved ? both : "quantize");
-        add("fprop", "w    weight", q.w, "adamw", weight);
-        add("dgrad", "g    " + l.g, q.g, l.g_amax, both);
-        add("dgrad", "w^T  weight", q.w, "adamw", weight);
-        add("wgrad", "g^T  " + l.g, q.g, l.g_amax, "quantize, with g");
-        add("wgrad", "x^T  " + l.x, q.x, l.x_amax, saved ? "quantize, with x" : "quantize, again");
+        const std::string x_amax = amax(l.x_amax), w_amax = amax("adamw"), g_amax = amax(l.g_amax);
+        table.insert(table.end(), {
+            {l.layer, "fprop", "x    " + l.x, x, x_amax, saved ? both : "quantize"},
+            {l.layer, "fprop", "w    weight", w, w_amax, weight},
+            {l.layer, "dgrad", "g    " + l.g, g, g_amax, both},
+            {l.layer, "dgrad", "w^T  weight", w, w_amax, weight},
+            {l.layer, "wgrad", "g^T  " + l.g, g, g_amax, "quantize, with g"},
+            {l.layer, "wgrad", "x^T  " + l.x, x, x_amax, saved ? "quantize, with x" : "quantize, again"},
+        });
     }
     return table;
 }
@@ -823,8 +823,9 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
 // -----------------------------------------------------------------------------------------------------------
 // What a GPU does not support
 
+// Every sentence ends with what to do instead: another flag, another GPU, or --device cpu.
 static std::string version_text(int number, int major) {
-    return std::to_string(number / major) + "." + std::to_string(number % major);
+    return concat(number / major, ".", number % major);
 }
 
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
@@ -835,60 +836,61 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 
 std::string why_unsupported(const OptimizerFormat& o) {
     const bool per_tensor = o.granularity == PER_TENSOR;
-    const std::string optimizer = "--optimizer " + std::string(o.name);
     for (auto [flag, format] : {std::pair{"--m-format ", o.m}, {"--v-format ", o.v}}) {
         if (format == Format::F16 && !per_tensor)
-            return std::string(flag) + info(format).name +
-                   " in groups of 128 is supported only on the CPU; use --optimizer fp8lm, or --device cpu.";
+            return concat(flag, info(format).name, " in groups of 128 is supported only on the CPU; use "
+                          "--optimizer fp8lm, or --device cpu.");
         if (!per_tensor && is_fp8(format) && !o.expand && !o.keep_positive)
-            return optimizer +
-                   " rounds small second moments to zero, which only the CPU supports; use --device cpu.";
+            return concat("--optimizer ", o.name, " rounds small second moments to zero, which only the CPU "
+                          "supports; use --device cpu.");
         if (per_tensor && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
-            return optimizer + " has one scale per tensor with expansion or a smallest positive code, which "
-                               "only the CPU supports; use --device cpu.";
+            return concat("--optimizer ", o.name, " has one scale per tensor with expansion or a smallest "
+                          "positive code, which only the CPU supports; use --device cpu.");
     }
     return "";
 }
 
 std::string why_unsupported(const Recipe& r, int capability) {
-    const std::string recipe = "--recipe " + std::string(r.name), compute = info(r.compute).name;
+    const std::string recipe = concat("--recipe ", r.name), compute = info(r.compute).name;
     const bool bf16 = r.compute == Format::BF16;
     for (const Quant& q : {r.x, r.w, r.g}) {
         if (q.fp8() && !bf16)
-            return recipe + " has " + q.text() + " operands with compute dtype " + compute +
-                   ", which only the CPU supports; use compute dtype bf16, or --device cpu.";
+            return concat(recipe, " has ", q.text(), " operands with compute dtype ", compute,
+                          ", which only the CPU supports; use compute dtype bf16, or --device cpu.");
         if (q.fp8() && !(q.granularity == PER_TENSOR) && !q.decoded() && capability != HOPPER_CAPABILITY)
-            return recipe + " has " + q.text() +
-                   " operands, which need a GPU of compute capability 9.0, but this one has " +
-                   version_text(capability, 10) + "; use --recipe colossal, or --device cpu.";
+            return concat(recipe, " has ", q.text(), " operands, which need a GPU of compute capability 9.0, "
+                          "but this one has ", version_text(capability, 10), "; use --recipe colossal, or "
+                          "--device cpu.");
     }
     if (r.x.format == Format::E5M2)
-        return recipe + " quantizes inputs of linear layers to e5m2, which only the CPU supports; use e4m3, "
-                        "or --device cpu.";
+        return concat(recipe, " quantizes inputs of linear layers to e5m2, which only the CPU supports; use "
+                      "e4m3, or --device cpu.");
     for (const Quant& q : {r.nonlinear, r.attention})
         if (!(q == Quant{r.compute}) && !(q == Q_GROUP && bf16))
-            return recipe + " saves " + q.text() + " tensors with compute dtype " + compute +
-                   ", which only the CPU supports; save " + Q_GROUP.text() +
-                   " with compute dtype bf16, or the compute dtype, or use --device cpu.";
+            return concat(recipe, " saves ", q.text(), " tensors with compute dtype ", compute,
+                          ", which only the CPU supports; save ", Q_GROUP.text(),
+                          " with compute dtype bf16, or the compute dtype, or use --device cpu.");
     return "";
 }
 
+// From the outermost cause to the innermost: without a driver, nothing else can be asked.
 std::string why_unsupported(const GpuFound& found) {
     auto version = [](int v) { return version_text(v / 10, 100); };
     const std::string capability = version_text(found.capability, 10);
     if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
     if (found.driver_too_old)
-        return "the NVIDIA driver supports CUDA " + version(found.driver) + ", but this program needs " +
-               version(found.runtime) + ": update the driver, or run make again with an older CUDA toolkit";
-    if (!found.error.empty()) return "CUDA does not start (" + found.error + "): check nvidia-smi";
+        return concat("the NVIDIA driver supports CUDA ", version(found.driver), ", but this program needs ",
+                      version(found.runtime),
+                      ": update the driver, or run make again with an older CUDA toolkit");
+    if (!found.error.empty()) return concat("CUDA does not start (", found.error, "): check nvidia-smi");
     if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
     if (found.capability < BF16_CAPABILITY)
-        return "this GPU has compute capability " + capability +
-               ", but BF16 needs 8.0: use a newer one, or --device cpu";
-    if (!found.kernels_fit)
-        return "this program was built for another GPU, not for compute capability " + capability +
-               ": run make clean, then make GPU_ARCH=" + std::to_string(found.capability) +
-               (found.capability >= 90 ? "a" : "");
+        return concat("this GPU has compute capability ", capability,
+                      ", but BF16 needs 8.0: use a newer one, or --device cpu");
+    if (!found.kernels_fit)  // from Hopper on, kernels for one architecture have an "a" in its name
+        return concat("this program was built for another GPU, not for compute capability ", capability,
+                      ": run make clean, then make GPU_ARCH=", found.capability,
+                      found.capability >= 90 ? "a" : "");
     return "";
 }
 
@@ -899,21 +901,17 @@ namespace {
 
 double mib(int64_t bytes) { return bytes / double(1 << 20); }
 
-GpuFacts facts_without_gpu(const Setup& s) {  // weights are cached where memory allows
-    GpuFacts facts;
-    facts.cache_fp8_weights = caches_weights(s);
-    return facts;
-}
+// Without a GPU: weights are cached where memory allows.
+GpuFacts facts_of(const Setup& s) { return {GpuFacts().multiprocessors, caches_weights(s)}; }
 
-void print_note(const std::string& text) {  // in lines of at most 110 columns
-    size_t column = 0;
-    for (size_t at = 0, end; at < text.size(); at = end + 1) {
-        end = std::min(text.find(' ', at), text.size());
-        const char* const before = column == 0 ? "  " : column + end - at > 108 ? "\n  " : " ";
-        column = *before == '\n' ? 2 : column;
-        column += size_t(std::printf("%s%s", before, text.substr(at, end - at).c_str()));
-    }
-    std::printf("\n");
+// A paragraph, in lines that fit 110 columns.
+template <class... Parts>
+void print_note(const Parts&... parts) {
+    std::string line = " ";
+    std::istringstream words(concat(parts...));
+    for (std::string word; words >> word; line += " " + word)
+        if (line.size() + word.size() > 107) std::printf("%s\n", line.c_str()), line = " ";
+    std::printf("%s\n", line.c_str());
 }
 
 std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
@@ -923,20 +921,22 @@ std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
         last = first;
         if (!(phases >> first & 1)) continue;
         while (phases >> (last + 1) & 1) last++;
-        text += (text.empty() ? "" : ", ") + std::to_string(first + 1);
-        if (last > first) text += "-" + std::to_string(last + 1);
+        text += concat(text.empty() ? "" : ", ", first + 1);
+        if (last > first) text += concat("-", last + 1);
     }
     return text;
 }
 
 }  // namespace
 
+// The table, then notes about what its cells cannot say.
 void print_precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
+    const bool fp8 = q.x.fp8();
     std::printf("\nPrecision plan: formats and scales of what operators read, write and save for backward\n");
     std::printf("  recipe %s: %s\n", r.name, r.about);
-    if (q.x.fp8() || r.nonlinear.fp8() || r.attention.fp8())
+    if (fp8 || r.nonlinear.fp8() || r.attention.fp8())
         print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), per 16 values of a token "
                    "(\"1x16\"), or per block (\"1x32\", \"1x128\", \"128x128\")");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
@@ -951,24 +951,24 @@ void print_precision_plan(const Setup& s) {
                     row.saved.c_str());
     }
     std::printf("\n");
-    auto adds = [&](int gemm) { return std::string(r.fast_accumulation[gemm] ? "fast" : "exact"); };
-    if (q.x.fp8() && r.x.power_of_two)
+    auto adds = [&](int gemm) { return r.fast_accumulation[gemm] ? "fast" : "exact"; };
+    if (fp8 && r.x.power_of_two)
         print_note("Scales of operands of linear layers are rounded up to powers of two.");
     if (q.x.decoded())
         print_note("A GPU decodes these operands to BF16, which is exact, and runs BF16 GEMMs.");
-    else if (q.x.fp8())
-        print_note("FP8 GEMMs on Hopper accumulate: " + adds(0) + " in fprop, " + adds(1) + " in dgrad, " +
-                   adds(2) + " in wgrad.");
-    if (q.x.fp8() && r.scaling == Scaling::Delayed)
-        print_note("Linear layers use delayed scaling: a scale comes from the largest amax of the last " +
-                   std::to_string(r.history) + " steps, with a margin of " + std::to_string(r.margin) +
-                   " powers of two. Without any amax, as in the first step, they are scaled just in time.");
-    if (q.x.fp8() && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
+    else if (fp8)
+        print_note("FP8 GEMMs on Hopper accumulate: ", adds(0), " in fprop, ", adds(1), " in dgrad, ",
+                   adds(2), " in wgrad.");
+    if (fp8 && r.scaling == Scaling::Delayed)
+        print_note("Linear layers use delayed scaling: a scale comes from the largest amax of the last ",
+                   r.history, " steps, with a margin of ", r.margin, " powers of two. Without any amax, as "
+                   "in the first step, they are scaled just in time.");
+    if (fp8 && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
         print_note("Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in "
                    "wgrad, along the tokens.");
     if (q.fallback)
-        print_note("Linear layers fall back to " + std::string(info(r.compute).name) + " for the whole run, "
-                   "also for samples and evaluation: --batch x --seq is " + std::to_string(s.B * s.T) +
+        print_note("Linear layers fall back to ", info(r.compute).name, " for the whole run, also for "
+                   "samples and evaluation: --batch x --seq is ", s.B * s.T,
                    " tokens, which is not a multiple of 16.");
     if (!s.keep_gradients)
         print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
@@ -977,58 +977,58 @@ void print_precision_plan(const Setup& s) {
                    "gradient is not finite, its bucket and all later ones of the step are not updated.");
 }
 
+// The run beside the BF16 baseline, row by row and by category; then what a GPU adds, and what ranks send.
 void print_memory_plan(const Setup& s) {
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> plan = memory_plan(s), beside = memory_plan(other);
     auto title = [](const Setup& t) {
-        const char *recipe = t.recipe.name, *m = info(t.optimizer.m).name, *v = info(t.optimizer.v).name;
-        return std::string("recipe ") + recipe + ", moments " + m + " " + v;
+        const OptimizerFormat& o = t.optimizer;
+        return concat("recipe ", t.recipe.name, ", moments ", info(o.m).name, " ", info(o.v).name);
     };
     std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
                 parameter_count(s.config), s.config.L, s.B * s.T);
     std::printf("  %-33s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-33s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
-        const MemoryRow none{plan[i].category, "", 0, "", 1}, &row = plan[i];
-        const MemoryRow& same = i < beside.size() ? beside[i] : none;
+        const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
         std::printf("  %-33s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
                     row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
-    auto sum = [](const char* name, int64_t bytes, int64_t baseline) {
-        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(bytes), "", mib(baseline));
-    };
-    for (Category c : {Category::Weights, Category::Gradients, Category::Optimizer, Category::Activations})
-        sum(CATEGORY_NAMES[int(c)], total_bytes(plan, c), total_bytes(beside, c));
-    sum("total without workspace", total_bytes(plan), total_bytes(beside));
+    for (const auto& [name, category] :
+         {std::pair{"weights", Category::Weights}, {"gradients", Category::Gradients},
+          {"optimizer", Category::Optimizer}, {"activations", Category::Activations},
+          {"total without workspace", Category::All}})
+        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
+                    mib(total_bytes(beside, category)));
 
-    const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_without_gpu(s));
+    const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_of(s));
     auto line = [](const std::string& name, int64_t bytes) {
         std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
     };
-    const std::string gpus =
-        s.ranks > 1 ? "On each of " + std::to_string(s.ranks) + " GPUs, at most" : "On one GPU";
-    std::printf("\n  %-45s MiB\n", gpus.c_str());
+    auto heading = [](const std::string& text) { std::printf("\n  %-45s MiB\n", text.c_str()); };
+    heading(s.ranks > 1 ? concat("On the GPU of each of ", s.ranks, " ranks, at most") : "On one GPU");
     line("total without workspace", total_bytes(plan));
     for (const MemoryRow& row : gpu)
         if (row.category == Category::Workspace) line(row.name, row.bytes);
     line("total", total_bytes(gpu));
     if (s.ranks > 1) {
         const Traffic bytes = traffic(s);
-        std::printf("\n  Each of %ld GPUs sends in a step (and receives)    MiB\n", s.ranks);
+        heading(concat("Each of ", s.ranks, " ranks sends and receives per step"));
         line("gradients", bytes.gradients);
         line("weights", bytes.weights);
     }
-    const int64_t C = s.config.C;
+    const int64_t C = s.config.C, count = parameter_count(s.config);
+    auto moments = [&](const auto& rows) { return double(total_bytes(rows, Category::Optimizer)) / count; };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
-        optimizer_bytes_per_parameter(s), optimizer_bytes_per_parameter(other));
+        moments(plan), moments(beside));
 }
 
 void print_operands(const Setup& s) {
-    const std::vector<OperandRow> table = operand_plan(s, facts_without_gpu(s));
+    const std::vector<OperandRow> table = operand_plan(s, facts_of(s));
     std::printf(
         "\nFP8 operands of a layer's GEMMs on a GPU: who takes their amax, and who makes their codes\n");
     if (table.empty()) return print_note("There are none.");
@@ -1042,13 +1042,14 @@ void print_operands(const Setup& s) {
                     row.amax.c_str(), row.codes.c_str());
 }
 
+// A buffer with several contents prints its place once.
 void print_buffers(const Setup& s) {
     std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
     for (size_t i = 0; i < phase_names().size(); i++)
         std::printf("  phase %2zu  %s\n", i + 1, phase_names()[i].c_str());
     std::printf("\n  %-18s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
     std::string last;
-    for (const BufferRow& row : buffer_plan(s, facts_without_gpu(s))) {
+    for (const BufferRow& row : buffer_plan(s, facts_of(s))) {
         const double size = mib(row.place.bytes), offset = mib(row.place.offset);
         if (row.name == last) std::printf("  %-18s %10s %12s", "", "", "");
         else std::printf("  %-18s %10.1f %12.1f", row.name.c_str(), size, offset);

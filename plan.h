@@ -27,9 +27,13 @@ struct Choice {
 struct MemoryMode {
     const char* flag;
     bool changes_numbers;  // a checkpoint can only be resumed with the value that it was saved with
+    bool Setup::*setting;  // true is the first choice; null: the recipe's column `attention`
     std::vector<Choice> choices;
-    bool (*is_first)(const Setup&);
-    void (*choose)(Setup&, bool first);
+    bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }
+    void choose(Setup& s, bool first) const {
+        if (setting) s.*setting = first;
+        else s.recipe.attention = first ? Quant{s.recipe.compute} : Q_GROUP;
+    }
     const char* chosen(const Setup& s) const { return choices[is_first(s) ? 0 : 1].name; }
 };
 const std::vector<MemoryMode>& memory_modes();
@@ -46,23 +50,19 @@ std::vector<PrecisionRow> precision_plan(const Setup& s);
 // The memory of a run. Everything but the workspace lives from one operator to the next. The workspace is
 // what operators need only while they run (one layer's FP8 operands, logits, partial sums). It depends on the
 // device: gpu_memory_plan() adds its rows.
-enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace };
-inline constexpr const char* CATEGORY_NAMES[] = {"weights", "gradients", "optimizer", "activations",
-                                                 "workspace"};
+enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace, All };
 
 struct MemoryRow {
     Category category;
     std::string name;
     int64_t bytes;
-    const char* per;  // "parameter", "token", ...: the bytes are also printed per one of these
-    int64_t count;    // how many of these there are
+    const char* per = "";  // "parameter", "token", ...: the bytes are also printed per one of these
+    int64_t count = 1;     // how many of these there are
     double of_one() const { return double(bytes) / count; }
 };
 std::vector<MemoryRow> memory_plan(const Setup& s);
 
-int64_t total_bytes(const std::vector<MemoryRow>& plan);
-int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category);
-double optimizer_bytes_per_parameter(const Setup& s);
+int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category = Category::All);
 double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input
 
 // The run that the plan is compared with: recipe bf16, FP32 moments, no memory mode.
@@ -90,7 +90,6 @@ struct Place {
     int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
 };
 inline constexpr int64_t GPU_ALIGNMENT = 256;
-inline constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
 // What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
 // on driver and GPU.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
@@ -111,9 +110,6 @@ struct ShardPlace {
     int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
     int64_t chunk;        // number of the parameter's first chunk (SHARD_CHUNK) among those of all parameters
 };
-std::vector<ShardPlace> shard_places(const Setup& s);
-int64_t weight_elements(const Setup& s);  // of one rank, padded to groups of moments
-int64_t state_elements(const Setup& s);
 
 // Matrices that are gathered together, one stage after the other, where weights are shared out: embeddings,
 // each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of
@@ -122,11 +118,6 @@ std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
 // (Delayed scaling has none in the first step.)
 bool gathers_codes(const Setup& s);
-// Bytes that one GPU sends in a step; it receives as many.
-struct Traffic {
-    int64_t gradients, weights;
-};
-Traffic traffic(const Setup& s);
 
 struct GpuFacts {
     int64_t multiprocessors = 132;   // of an H100 or H200
@@ -134,7 +125,7 @@ struct GpuFacts {
 };
 
 struct GpuLayout {
-    int64_t tokens;                  // gpu_tokens()
+    int64_t tokens;                  // rows of buffers: those of a micro-batch, rounded up to 16s
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer
     Place work[int(Work::Count)];
@@ -160,9 +151,6 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by
 
 // Whether all FP8 weights are made once per step, where memory allows: if several micro-batches use them.
 bool caches_weights(const Setup& s);
-// Rows that buffers are made for: the tokens of a micro-batch, rounded up to a multiple of 16, because FP8
-// GEMMs need that.
-int64_t gpu_tokens(const Setup& s);
 // With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
 // those are no longer needed when the gradients are written. With more micro-batches they may not, because
 // the sums must outlive a forward pass.

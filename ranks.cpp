@@ -54,18 +54,19 @@ bool is_set(const char* name) {
     return text && *text;
 }
 
+// The value of a variable that is set.
 int number(const char* name, int least, int most) {
     const char* text = std::getenv(name);
     char* end;
     errno = 0;
     const long value = std::strtol(text, &end, 10);
     if (errno || *end || value < least || value > most)
-        throw Error(std::string("The environment variable ") + name + " is \"" + escaped(text) +
-                    "\"; set it to a whole number from " + to_string(least) + " to " +
-                    to_string(most) + ", or unset it.");
+        throw Error("The environment variable ", name, " is \"", escaped(text),
+                    "\"; set it to a whole number from ", least, " to ", most, ", or unset it.");
     return int(value);
 }
 
+// In seconds, for deadlines.
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -124,8 +125,8 @@ enum Answer : uint32_t { WELCOME = 0x4B4F5243, REJECTED = 0x4F4E5243 };
 enum Alarm : char { GOODBYE = 'G', STOP = 'S', SENTENCE = 'E' };
 
 std::string ended_unexpectedly(int rank) {
-    return "Rank " + to_string(rank) + " has ended unexpectedly (killed, or out of memory?); start again " +
-           "with --resume from the last checkpoint.";
+    return concat("Rank ", rank, " has ended unexpectedly (killed, or out of memory?); start again with "
+                  "--resume from the last checkpoint.");
 }
 
 int listen_at(const Launch& launch) {
@@ -142,18 +143,17 @@ int listen_at(const Launch& launch) {
     const int why = errno;
     close(fd);
     if (why == EADDRINUSE)
-        throw Error("Port " + to_string(launch.port) +
-                    " is in use by another run; choose another with COAT_PORT.");
+        throw Error("Port ", launch.port, " is in use by another run; choose another with COAT_PORT.");
     throw std::system_error(why, std::generic_category(), "listen");
 }
 
 }  // namespace
 
+// The launcher's variables first; then --ranks, which must agree with them or starts the ranks itself.
 Launch find_launch(int64_t ranks_flag) {
     Launch launch;
-    const auto* launcher =
-        std::find_if(std::begin(LAUNCHERS), std::end(LAUNCHERS),
-                     [](const Launcher& each) { return is_set(each.rank) && is_set(each.ranks); });
+    const auto says = [](const Launcher& each) { return is_set(each.rank) && is_set(each.ranks); };
+    const auto* launcher = std::find_if(std::begin(LAUNCHERS), std::end(LAUNCHERS), says);
     if (launcher != std::end(LAUNCHERS)) {
         launch.ranks = number(launcher->ranks, 1, MOST_RANKS);
         launch.rank = number(launcher->rank, 0, launch.ranks - 1);
@@ -164,9 +164,8 @@ Launch find_launch(int64_t ranks_flag) {
     }
     if (ranks_flag > 0 && ranks_flag != launch.ranks) {
         if (launch.ranks > 1)
-            throw Error("--ranks " + to_string(ranks_flag) + " contradicts " + launcher->ranks + "=" +
-                        to_string(launch.ranks) + " in the environment; leave out --ranks, or unset " +
-                        launcher->ranks + ".");
+            throw Error("--ranks ", ranks_flag, " contradicts ", launcher->ranks, "=", launch.ranks,
+                        " in the environment; leave out --ranks, or unset ", launcher->ranks, ".");
         // A launcher that has started a single process leaves it to --ranks how many ranks there are.
         return {0, int(ranks_flag), 0, "127.0.0.1", 0};
     }
@@ -176,28 +175,28 @@ Launch find_launch(int64_t ranks_flag) {
                   : is_set("MASTER_PORT") ? number("MASTER_PORT", 1, 65534) + 1  // torchrun holds MASTER_PORT
                                           : DEFAULT_PORT;
     if (launch.local != launch.rank && !is_set("MASTER_ADDR"))
-        throw Error("Rank " + to_string(launch.rank) + " has the local rank " + to_string(launch.local) +
+        throw Error("Rank ", launch.rank, " has the local rank ", launch.local,
                     ", so there are several hosts; set MASTER_ADDR to the name of the host of rank 0.");
     return launch;
 }
 
-// Sockets by rank; -1: none. Rank 0 has one for every other rank, the others have one for rank 0.
+// The connections of one rank. Rank 0 has sockets for every other rank, the others have those for rank 0.
 struct Ranks::Connections {
     const Launch launch;
     const int exceptions = std::uncaught_exceptions();
-    std::vector<int> data, alarm;
-    std::vector<pid_t> children;  // by rank, if rank 0 has started them
+    std::vector<int> data, alarm;  // sockets, by rank; -1: none
+    std::vector<pollfd> watched;   // of alarm: those that may still have a message; else -1
+    std::vector<pid_t> children;   // by rank, if rank 0 has started them
     int listening = -1;
-    std::vector<int> guests;  // rank 0 does not know yet who they are
     uint64_t exchanges = 0;
     std::thread listener;
-    std::vector<bool> goodbye, ended;  // only for the listener: what it has heard, by rank
+    bool goodbye = false;              // of rank 0; only for the listener
     std::atomic<bool> failing{false};  // a failure is being reported
     std::atomic<bool> closing{false};  // without a goodbye
     std::atomic<bool> lost{false};     // rank 0 has ended
 
-    explicit Connections(const Launch& launch)
-        : launch(launch), data(size_t(launch.ranks), -1), alarm(data), goodbye(data.size()), ended(goodbye) {}
+    explicit Connections(const Launch& l)
+        : launch(l), data(size_t(l.ranks), -1), alarm(data), watched(data.size(), {-1, POLLIN, 0}) {}
 
     // If an exception ends this rank (also one of the constructor of Ranks), the others stop.
     ~Connections() {
@@ -208,7 +207,7 @@ struct Ranks::Connections {
             if (fd >= 0 && !orderly) shutdown(fd, SHUT_RDWR);  // wakes the listener
         }
         if (listener.joinable()) listener.join();
-        for (const auto* sockets : {&data, &alarm, &guests})
+        for (const auto* sockets : {&data, &alarm})
             for (const int fd : *sockets)
                 if (fd >= 0) close(fd);
         if (listening >= 0) close(listening);
@@ -237,12 +236,11 @@ struct Ranks::Connections {
             const pid_t child = children[rank] = fork();
             if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
             if (child > 0) continue;
-            for (const char* name : {"COAT_RANK", "COAT_LOCAL_RANK"})
-                setenv(name, to_string(rank).c_str(), 1);
-            setenv("COAT_RANKS", to_string(launch.ranks).c_str(), 1);
-            setenv("COAT_PORT", to_string(ntohs(at.sin_port)).c_str(), 1);
+            for (const auto& [name, value] :
+                 {std::pair{"COAT_RANK", rank}, {"COAT_LOCAL_RANK", rank}, {"COAT_RANKS", launch.ranks},
+                  {"COAT_PORT", int(ntohs(at.sin_port))}, {"COAT_STARTED", 1}})
+                setenv(name, to_string(value).c_str(), 1);
             setenv("MASTER_ADDR", "127.0.0.1", 1);
-            setenv("COAT_STARTED", "1", 1);
             setenv("OMP_NUM_THREADS", to_string(threads).c_str(), 0);
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (getppid() == parent) execv("/proc/self/exe", argv);
@@ -250,53 +248,49 @@ struct Ranks::Connections {
         }
     }
 
-    // Rank 0 waits for all others.
+    // Rank 0 waits for all others, which connect in any order.
     void accept_all(char** argv, double seconds) {
         const double deadline = now() + seconds;
         listening = listen_at(launch);
         if (launch.port == 0) start_others(argv);
-        for (int missing = 2 * (launch.ranks - 1); missing > 0; sleep_ms(2)) {
+        for (int missing = 2 * (launch.ranks - 1); missing > 0;) {
             for (int fd; (fd = accept4(listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;)
-                guests.push_back(fd);
-            for (int& guest : guests) missing -= greet(&guest);
-            guests.erase(std::remove(guests.begin(), guests.end(), -1), guests.end());
-            for (int rank = 1; rank < launch.ranks; rank++) {
-                pollfd watched{alarm[rank], POLLIN, 0};  // a negative socket is ignored
-                if (poll(&watched, 1, 0) > 0) hear(rank);
-                if (!children.empty() && watched.fd < 0) check_child(rank);
-            }
-            if (missing > 0 && now() > deadline) throw Error(missing_ranks());
+                missing -= greet(fd);
+            hear_alarms(2);
+            for (size_t rank = 1; rank < children.size(); rank++)
+                if (alarm[rank] < 0) check_child(int(rank));
+            if (missing == 0 || now() < deadline) continue;
+            std::string list;
+            for (int rank = 1; rank < launch.ranks; rank++)
+                if (data[rank] < 0) list += concat(list.empty() ? "" : ", ", rank);
+            throw Error("Some ranks of ", launch.ranks, " have not connected in time (", list,
+                        "); start all, with the same MASTER_ADDR and COAT_PORT (", launch.port, ").");
         }
-        for (const int guest : guests) close(guest);
-        guests.clear();
         close(listening);
         listening = -1;
     }
 
-    // True if the guest is a rank, which now has a connection. A connection of another program is closed.
-    bool greet(int* guest) {
+    // True if a rank has connected. A connection of another program is closed.
+    bool greet(int fd) {
         Hello hello;
-        const ssize_t size = recv(*guest, &hello, sizeof(hello), MSG_PEEK | MSG_DONTWAIT);
-        if (size < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-        const bool ours = size >= 8 && hello.magic == Hello().magic && hello.version == Hello().version;
-        if (ours && size < ssize_t(sizeof(hello))) return false;  // the rest comes later
-        const int fd = *guest;
-        *guest = -1;
-        if (!ours || hello.channel > ALARM) return close(fd), false;
-        receive_all(fd, &hello, sizeof(hello));
+        limit_waiting(fd, 1);  // another program may say nothing
+        const bool ours = receive_all(fd, &hello, sizeof(hello)) && hello.magic == Hello().magic &&
+                          hello.version == Hello().version && hello.channel <= ALARM;
+        if (!ours) return close(fd), false;
+        limit_waiting(fd, 0);
         auto& sockets = hello.channel == DATA ? data : alarm;
-        const std::string rank = "Rank " + to_string(hello.rank);
         std::string error;
         if (hello.ranks != data.size() || hello.rank == 0 || hello.rank >= hello.ranks)
-            error = rank + " of " + to_string(hello.ranks) + " has connected with rank 0 of " +
-                    to_string(launch.ranks) + "; start each rank once, with the same number of ranks.";
+            error = concat("Rank ", hello.rank, " of ", hello.ranks, " has connected with rank 0 of ",
+                           launch.ranks, "; start each rank once, with the same number of ranks.");
         else if (sockets[hello.rank] >= 0)
-            error = rank + " has connected twice: two runs use port " + to_string(launch.port) +
-                    "; choose another port for one of them with COAT_PORT.";
+            error = concat("Rank ", hello.rank, " has connected twice: two runs use port ", launch.port,
+                           "; choose another port for one of them with COAT_PORT.");
         const Answer answer = error.empty() ? WELCOME : REJECTED;
         send_all(fd, &answer, sizeof(answer));
-        if (error.empty()) sockets[hello.rank] = fd;
-        else close(fd), throw Error(error);
+        if (!error.empty()) close(fd), throw Error(error);
+        sockets[hello.rank] = fd;
+        if (hello.channel == ALARM) watched[hello.rank].fd = fd;
         set_options(fd);
         return true;
     }
@@ -308,31 +302,24 @@ struct Ranks::Connections {
         if (child == 0 || waitpid(child, &status, WNOHANG) != child) return;
         child = 0;
         if (WIFEXITED(status) && WEXITSTATUS(status) == 1) end_all("");
-        throw Error("Rank " + to_string(rank) + " has ended before it connected with rank 0 (wait status " +
-                    to_string(status) + "); check the memory of this host and start again.");
+        throw Error("Rank ", rank, " has ended before it connected with rank 0 (wait status ", status,
+                    "); check the memory of this host and start again.");
     }
 
-    std::string missing_ranks() const {
-        std::string list;
-        for (int rank = 1; rank < launch.ranks; rank++)
-            if (data[rank] < 0) list += (list.empty() ? "" : ", ") + to_string(rank);
-        return "Some ranks of " + to_string(launch.ranks) + " have not connected in time (" + list +
-               "); start all, with the same MASTER_ADDR and COAT_PORT (" + to_string(launch.port) + ").";
-    }
-
+    // The alarm connection comes first: from then on this rank learns that another has failed.
     void connect_with_rank_0(double seconds) {
         const double deadline = now() + seconds;
         for (const Channel channel : {ALARM, DATA}) {
             int& fd = (channel == DATA ? data : alarm)[0];
             while ((fd = try_to_connect(channel, deadline)) < 0) {
                 if (now() > deadline)
-                    throw Error("Rank " + to_string(launch.rank) + " cannot connect with rank 0 at " +
-                                launch.address + ", port " + to_string(launch.port) +
+                    throw Error("Rank ", launch.rank, " cannot connect with rank 0 at ", launch.address,
+                                ", port ", launch.port,
                                 "; start rank 0, and check MASTER_ADDR and COAT_PORT.");
                 sleep_ms(20);
             }
             set_options(fd);
-            if (channel == ALARM) start_listener();
+            if (channel == ALARM) watched[0].fd = fd, start_listener();
         }
         if (is_set("COAT_STARTED")) prctl(PR_SET_PDEATHSIG, 0);  // from now on the alarm connection does this
     }
@@ -375,21 +362,18 @@ struct Ranks::Connections {
         sigset_t all, old;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &old);  // signals are for the main thread
-        listener = std::thread([this] { listen_to_alarms(); });
+        listener = std::thread([this] {
+            auto open = [](const pollfd& each) { return each.fd >= 0; };
+            while (std::any_of(watched.begin(), watched.end(), open)) hear_alarms(-1);
+        });
         pthread_sigmask(SIG_SETMASK, &old, nullptr);
     }
 
-    void listen_to_alarms() {
-        for (;;) {
-            std::vector<pollfd> watched;
-            for (size_t rank = 0; rank < alarm.size(); rank++)
-                watched.push_back({ended[rank] ? -1 : alarm[rank], POLLIN, 0});
-            if (std::all_of(watched.begin(), watched.end(), [](const pollfd& each) { return each.fd < 0; }))
-                return;
-            poll(watched.data(), watched.size(), -1);
-            for (size_t rank = 0; rank < watched.size(); rank++)
-                if (watched[rank].revents) hear(int(rank));
-        }
+    // Waits for messages on the alarm connections, at most so long (-1: until there is one).
+    void hear_alarms(int milliseconds) {
+        if (poll(watched.data(), watched.size(), milliseconds) <= 0) return;
+        for (size_t rank = 0; rank < watched.size(); rank++)
+            if (watched[rank].revents) hear(int(rank));
     }
 
     // One message from the alarm connection with a rank, or its end. After its goodbye, rank 0 closes the
@@ -397,8 +381,9 @@ struct Ranks::Connections {
     void hear(int rank) {
         char kind = 0;
         const bool open = receive_all(alarm[rank], &kind, 1);
-        if (closing || (!open && goodbye[rank])) lost = ended[rank] = true;
-        else if (kind == GOODBYE) goodbye[rank] = true, ended[rank] = launch.rank == 0;
+        if (closing || (!open && goodbye)) lost = true, watched[rank].fd = -1;
+        else if (kind == GOODBYE && launch.rank == 0) watched[rank].fd = -1;
+        else if (kind == GOODBYE) goodbye = true;
         else if (launch.rank != 0) rank_0_has_ended(kind == STOP);
         else if (kind == STOP) sleep_ms(300), end_all("");  // that rank prints its error in the meantime
         else if (kind != SENTENCE) end_all(ended_unexpectedly(rank));
@@ -407,13 +392,13 @@ struct Ranks::Connections {
             receive_all(alarm[rank], &size, sizeof(size));
             std::string sentence(size, ' ');
             receive_all(alarm[rank], sentence.data(), size);
-            end_all("Rank " + to_string(rank) + ": " + sentence);
+            end_all(concat("Rank ", rank, ": ", sentence));
         }
     }
 
     void rank_0_has_ended(bool with_sentence) {
         if (!with_sentence) {
-            lost = ended[0] = true;
+            lost = true, watched[0].fd = -1;
             if (failing) return;  // fail() prints its sentence
             if (launch.rank == 1) print_error(ended_unexpectedly(0));
         }
@@ -438,6 +423,7 @@ struct Ranks::Connections {
             for (;;) sleep_ms(1000);
     }
 
+    // Other ranks give their sentence to rank 0, which prints it. Without rank 0 they print it themselves.
     [[noreturn]] void fail(const std::string& sentence) {
         if (launch.rank == 0) end_all(sentence);
         wait_if_failing();
@@ -460,6 +446,7 @@ struct Ranks::Connections {
         if (!sent) end_of(to);
     }
 
+    // As send_frame() sent it. Different numbers of exchanges are a defect of the program, not of a network.
     std::vector<Bytes> receive_frame(int from) {
         std::vector<uint64_t> head(1 + data.size());
         if (!receive_all(data[from], head.data(), head.size() * sizeof(uint64_t))) end_of(from);

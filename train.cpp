@@ -1,8 +1,8 @@
 // train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
 //
-// In order: generated text, the log, the training loop, what the flags make of a run, and
-// main. This file knows models through coat.h's Model, files through data/, the command line through flags.h.
-// It contains no CUDA and no file format.
+// In order: generated text, the log, the training loop, what the flags make of a run, and main. This file
+// knows models through coat.h's Model, files through data/, the command line through flags.h. It contains no
+// CUDA and no file format.
 #include "flags.h"
 
 #include <fcntl.h>
@@ -36,7 +36,7 @@ namespace coat {
 std::string why_no_gpu(int) {
     return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
 }
-std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu() + "."); }
+std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
 }  // namespace coat
 #endif
 
@@ -68,6 +68,7 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
     return int32_t(chosen - sums.begin());
 }
 
+// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
                               uint64_t random) {
     constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
@@ -125,25 +126,34 @@ Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
 // -----------------------------------------------------------------------------------------------------------
 // The log: one JSON object per line, written at once
 
+// Bytes that are not UTF-8, say of a path, do not end the run: they are replaced.
 std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
 class Log {
 public:
+    // Replaces the log of an earlier run, or appends to it. Any other file is an error.
     void open(const std::string& path, bool append) {
         path_ = path;
-        require_log_or_nothing();
+        std::error_code ignored;
+        const std::string begin = "{\"kind\":\"settings\"";
+        std::string found(begin.size(), '\0');
+        if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
+            std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 &&
+            found != begin)
+            throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
         // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
         const int mode = append ? O_APPEND : O_TRUNC;
         const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
         if (file < 0 && errno == ENXIO)
-            throw Error("--log " + path +
+            throw Error("--log ", path,
                         " is a pipe without a reader; start its reader first, or choose a file.");
         if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
         file_.reset(file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w"));
         if (!file_)
-            throw Error("--log " + path + " cannot be written (" + std::strerror(errno) +
+            throw Error("--log ", path, " cannot be written (", std::strerror(errno),
                         "); choose another file.");
     }
+    // A full disk does not end the run.
     void write(const Json& line) {
         if (!file_) return;
         if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)
@@ -155,18 +165,6 @@ public:
     }
 
 private:
-    // The log of an earlier run is replaced; any other file is not.
-    void require_log_or_nothing() const {
-        std::error_code ignored;
-        if (!fs::is_regular_file(path_, ignored)) return;  // reading a pipe would wait
-        const std::string begin = "{\"kind\":\"settings\"";
-        std::string found(begin.size(), '\0');
-        std::ifstream file(path_, std::ios::binary);
-        file.read(found.data(), found.size());
-        if (file.gcount() > 0 && found != begin)
-            throw Error("--log " + path_ + " exists and is not a log of this program; choose another file.");
-    }
-
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
     std::string path_;
 };
@@ -174,7 +172,7 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
 
-// Of several ranks, each has measured the moments that it keeps.
+// Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
 void merge_moments(QuantReport& report, const Setup& setup) {
     if (!setup.group || setup.shard == Shard::None) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
@@ -183,10 +181,11 @@ void merge_moments(QuantReport& report, const Setup& setup) {
         report.kinds[int(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
-        const std::vector<std::vector<float>> all = setup.group->all_gather(*k);
-        k->clear();
-        for (const std::vector<float>& theirs : all) k->insert(k->end(), theirs.begin(), theirs.end());
-        std::sort(k->begin(), k->end());
+        std::vector<float> all;
+        for (const std::vector<float>& theirs : setup.group->all_gather(*k))
+            all.insert(all.end(), theirs.begin(), theirs.end());
+        std::sort(all.begin(), all.end());
+        *k = all;
     }
 }
 
@@ -201,6 +200,7 @@ void finish_step_at_interrupt() {  // a second signal ends the program at once
     if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // under nohup it stays ignored
 }
 
+// For durations; the origin means nothing.
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -226,6 +226,7 @@ std::string sampled_hash(const TokenStream& tokens) {
     return std::to_string(hash);
 }
 
+// Of a run, in its checkpoints: two runs in one folder are told apart by it.
 std::string random_name() {
     std::random_device random;
     char text[17];
@@ -252,13 +253,8 @@ public:
     // last_good: the newest checkpoint of this run in --out, or empty
     Training(const Flags& flags, Ranks& group, const Corpus& corpus, Model& model, const LoopState& state,
              const std::string& last_good, const Companions& companions, const Prompt& prompt)
-        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt),
-          schedule_(find_row(schedules(), flags.text("schedule"), "--schedule")), model_(model),
-          setup_(model.setup()), state_(state), last_good_(last_good), companions_(companions),
-          train_(corpus.train, setup_.B, setup_.T, setup_.seed, true),
-          validation_(corpus.validation, setup_.B, setup_.T, VALIDATION_SEED, true), resumed_at_(state.step),
-          steps_(flags.count("steps")), micro_batches_(setup_.accumulate * setup_.ranks),
-          step_tokens_(micro_batches_ * setup_.B * setup_.T) {
+        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt), model_(model), state_(state),
+          last_good_(last_good), companions_(companions) {
         train_.seek(state_.position);
         Json settings = flags.remembered();
         settings["accumulate"] = std::to_string(micro_batches_);  // a checkpoint knows nothing of ranks
@@ -268,7 +264,8 @@ public:
         if (state_.run.empty()) state_.run = random_name();
     }
 
-    // Returns the exit code.
+    // Returns the exit code. With --steps 0 it evaluates, and updates nothing. After an error, the last
+    // complete step is saved.
     int run() {
         if (!flags_.text("log").empty() && setup_.rank == 0) log_.open(flags_.text("log"), resumed_at_ > 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};
@@ -306,7 +303,7 @@ private:
         started_ = seconds();
         while (state_.step < steps_) {
             const double before = seconds();
-            batch_.fill(train_, setup_.accumulate, setup_.B * setup_.T, setup_.rank, setup_.ranks);
+            batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
             train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
             unsaved_ = false;                 // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
@@ -314,9 +311,9 @@ private:
             count_step(result);
             print_step(result, adamw.lr, seconds() - before);
             if (skipped_in_a_row_ == MOST_SKIPPED)
-                throw Error("The loss or a gradient was not finite in " + std::to_string(MOST_SKIPPED) +
-                            " steps in a row; begin again with a lower --lr, or from the weights of the "
-                            "last checkpoint with --model and another --out.");
+                throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
+                            " steps in a row; begin again with a lower --lr, or from the weights of the last "
+                            "checkpoint with --model and another --out.");
 
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
@@ -337,6 +334,7 @@ private:
 
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
+    // Skipped steps do not count for the bias correction, but they do for the schedule.
     AdamW optimizer_settings() {
         AdamW adamw{};
         adamw.step = state_.updates + 1;
@@ -360,6 +358,7 @@ private:
         return result.skipped ? std::vector<double>() : result.norm_correction;
     }
 
+    // The position in the data goes on after a skipped step too: the same batch would be skipped again.
     void count_step(const StepResult& result) {
         state_.step++;
         state_.updates += !result.skipped;
@@ -388,10 +387,11 @@ private:
                     {"tokens_per_second", rate}, {"skipped", result.skipped}});
     }
 
+    // Mean loss over the targets that count in up to 20 batches of held-out windows, the same in every run.
+    // The ranks share the batches out.
     void validate() {
-        const int64_t batches =
-            std::max<int64_t>(1, std::min(VALIDATION_BATCHES, validation_.windows() / setup_.B));
-        Batch batch;
+        const int64_t windows = validation_.windows(), n = batch_tokens_;
+        const int64_t batches = std::max<int64_t>(1, std::min(VALIDATION_BATCHES, windows / setup_.B));
         struct Part {       // of one batch
             double loss;    // mean over its targets that count
             double weight;  // part of its targets that counts
@@ -399,18 +399,18 @@ private:
         };
         double sum = 0, weight = 0;
         int64_t bytes = 0;
+        Batch batch;
         for (int64_t first = 0; first < batches; first += setup_.ranks) {  // one batch for each rank
             validation_.seek({});
             validation_.skip(std::min(first + setup_.rank, batches - 1));
-            batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);
-            const int64_t n = setup_.B * setup_.T;
-            const Part mine{model_.evaluate(batch.tokens.data(), batch.targets.data()),
-                            double(counted_targets(batch.targets.data(), n)) / n,
-                            corpus_.vocabulary.text_bytes(batch.targets.data(), n)};
-            const std::vector<Part> parts = group_.all_gather(mine);
-            for (int64_t i = first; i < std::min(first + setup_.ranks, batches); i++) {
-                const Part& part = parts[i - first];
-                sum += part.loss * part.weight, weight += part.weight, bytes += part.bytes;
+            batch.fill(validation_, 1, n, 0, 1);
+            const int32_t* targets = batch.targets.data();
+            const std::vector<Part> parts = group_.all_gather(
+                Part{model_.evaluate(batch.tokens.data(), targets), double(counted_targets(targets, n)) / n,
+                     corpus_.vocabulary.text_bytes(targets, n)});
+            for (int64_t i = 0; i < std::min<int64_t>(setup_.ranks, batches - first); i++) {
+                sum += parts[i].loss * parts[i].weight;
+                weight += parts[i].weight, bytes += parts[i].bytes;
             }
         }
         if (weight == 0)
@@ -418,11 +418,11 @@ private:
                         "that data/tokenize.py had.");
         unsaved_ &= std::isfinite(sum);
         if (!std::isfinite(sum) && state_.step)
-            throw Error("The validation loss is not finite after step " + std::to_string(state_.step) +
+            throw Error("The validation loss is not finite after step ", state_.step,
                         "; begin again with a lower --lr.");
         if (!std::isfinite(sum))
-            throw Error("The first validation loss is not finite: the weights of --model " +
-                        flags_.text("model") + " contain NaN or infinity; start from other weights.");
+            throw Error("The first validation loss is not finite: the weights of --model ",
+                        flags_.text("model"), " contain NaN or infinity; start from other weights.");
         state_.validation = sum / weight;
         std::printf("validation | step %ld | loss %.4f", state_.step, state_.validation);
         Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
@@ -431,19 +431,19 @@ private:
             std::printf(" | perplexity %.4g", std::exp(state_.validation));
         }
         if (steps_ == 0 && bytes > 0) {
-            line["bits_per_byte"] = sum * (setup_.B * setup_.T) / std::log(2.0) / bytes;
+            line["bits_per_byte"] = sum * n / std::log(2.0) / bytes;
             std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
         }
         std::printf("\n");
         log_.write(line);
     }
 
+    // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
     void sample() {
         if (prompt_.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
         const double before = seconds();
-        const std::vector<int32_t> tokens =
-            generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
+        const auto tokens = generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
         const double each = (seconds() - before) / (tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
                     each * 1e3, printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
@@ -461,6 +461,7 @@ private:
                     state_.step, printable(last_good_).c_str());
     }
 
+    // Returns the exit code that shells expect after a signal.
     int stop_early(int signal) {
         save();
         const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
@@ -469,6 +470,7 @@ private:
         return 128 + signal;
     }
 
+    // The speed is that of all steps but the first; of one step it is that of the whole run.
     void print_end() {
         const int64_t steps = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         const double took = seconds() - started_;
@@ -486,16 +488,15 @@ private:
     void print_quantization() {
         validation_.seek({});
         Batch batch;
-        batch.fill(validation_, 1, setup_.B * setup_.T, 0, 1);  // the same one on every rank
+        batch.fill(validation_, 1, batch_tokens_, 0, 1);  // the same one on every rank
         QuantReport report = model_.quantization(batch.tokens.data(), batch.targets.data());
         merge_moments(report, setup_);
-        if (std::all_of(std::begin(report.kinds), std::end(report.kinds),
-                        [](const QuantStats& s) { return s.elements == 0; }))
-            return;
+        const auto nothing = [](const QuantStats& s) { return s.elements == 0; };
+        if (std::all_of(std::begin(report.kinds), std::end(report.kinds), nothing)) return;
         std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
         for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
             const QuantStats& s = report.kinds[kind];
-            if (s.elements == 0) continue;
+            if (nothing(s)) continue;
             std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
                         s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
         }
@@ -512,18 +513,21 @@ private:
     Ranks& group_;
     const Corpus& corpus_;
     const Prompt& prompt_;
-    const Schedule& schedule_;
     Model& model_;
-    const Setup& setup_;
     LoopState state_;
     std::string last_good_;
     const Companions& companions_;
-    bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
-    Loader train_, validation_;
+
+    const Schedule& schedule_ = find_row(schedules(), flags_.text("schedule"), "--schedule");
+    const Setup& setup_ = model_.setup();
+    const int64_t resumed_at_ = state_.step, steps_ = flags_.count("steps");
+    const int64_t micro_batches_ = setup_.accumulate * setup_.ranks;  // of a step, on all ranks
+    const int64_t batch_tokens_ = setup_.B * setup_.T, step_tokens_ = micro_batches_ * batch_tokens_;
+    Loader train_{corpus_.train, setup_.B, setup_.T, setup_.seed, true};
+    Loader validation_{corpus_.validation, setup_.B, setup_.T, VALIDATION_SEED, true};
     Batch batch_;
-    const int64_t resumed_at_, steps_;
-    const int64_t micro_batches_, step_tokens_;  // of a step, on all ranks
     Log log_;
+    bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
 };
@@ -538,13 +542,15 @@ struct Device {
 };
 const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
 
-// Resolves auto; *note says why that is the CPU.
-const Device& choose_device(const std::string& wanted, int gpu, std::string* note) {
+// Resolves auto; *note says why that is the CPU. A plan needs no device.
+const Device& choose_device(const std::string& wanted, int gpu, bool plan_only, std::string* note) {
     const Device& device = find_row(DEVICES, wanted, "--device");
-    if (device.make) return device;
+    if (device.make == make_reference || (device.gpu() && plan_only)) return device;
     const std::string missing = why_no_gpu(gpu);
-    if (!missing.empty()) *note = " (" + missing + ")";
-    return find_row(DEVICES, missing.empty() ? "gpu" : "cpu", "--device");
+    if (missing.empty()) return find_row(DEVICES, "gpu", "--device");
+    if (device.gpu()) throw Error("--device gpu cannot be used: ", missing, ".");
+    *note = " (" + missing + ")";
+    return find_row(DEVICES, "cpu", "--device");
 }
 
 bool is_folder(const std::string& path) {
@@ -553,16 +559,13 @@ bool is_folder(const std::string& path) {
 }
 
 bool is_named_model(const std::string& name) {
-    for (const ModelConfig& c : models())
-        if (c.name == name) return true;
-    return false;
+    return std::any_of(models().begin(), models().end(), [&](const auto& c) { return c.name == name; });
 }
 
 ModelConfig named_or_folder(const std::string& name) {
     if (is_named_model(name)) return find_row(models(), name, "--model");
     if (is_folder(name)) return read_model_config(name);
-    throw Error("--model " + name +
-                " is neither a folder nor a named model; ./train --help lists the names.");
+    throw Error("--model ", name, " is neither a folder nor a named model; ./train --help lists the names.");
 }
 
 // The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
@@ -571,12 +574,10 @@ void choose_rows(Flags& flags, Setup& setup) {
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
     if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
     setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
-    static const std::vector<FormatInfo> formats(std::begin(FORMATS), std::end(FORMATS));
     for (auto [flag, format] :
          {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        const FormatInfo& row = find_row(formats, flags.text(flag), (std::string("--") + flag).c_str());
-        *format = Format(&row - formats.data());
+        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
     }
     bool* const fast = setup.recipe.fast_accumulation;
     if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
@@ -587,8 +588,7 @@ void choose_rows(Flags& flags, Setup& setup) {
         std::copy(row.fast, row.fast + 3, fast);
     }
     for (const MemoryMode& mode : memory_modes()) {
-        const Choice& choice =
-            find_row(mode.choices, flags.text(mode.flag), (std::string("--") + mode.flag).c_str());
+        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
     setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
@@ -600,12 +600,13 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
     if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
     if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
     const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
-                                  ? "a vocabulary may have at most " + std::to_string(MAX_VOCABULARY)
-                                  : "the vocabulary of " + config.name + " has " + std::to_string(config.V);
-    throw Error("--data contains token " + std::to_string(corpus->tokens_in_use - 1) + ", but " + limit +
+                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
+                                  : concat("the vocabulary of ", config.name, " has ", config.V);
+    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
                 " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
 
+// Every flag that has a value in this run, given or not.
 void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
                     const Corpus* corpus) {
     const ModelConfig& c = setup.config;
@@ -614,17 +615,17 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
         std::printf("  %-14s %s\n", name, text.c_str());
     };
     line("device", device.name + note);
-    if (setup.ranks > 1) line("ranks", std::to_string(setup.ranks) + ", --shard " + flags.text("shard"));
-    line("parameters", std::to_string(parameter_count(c)) + ": " + c.arch.name + ", " + std::to_string(c.L) +
-                           " layers, hidden size " + std::to_string(c.C) + ", " + std::to_string(c.NH) +
-                           " heads (" + std::to_string(c.NKV) + " for keys and values), feed-forward size " +
-                           std::to_string(c.F) + ", vocabulary " + std::to_string(c.V));
+    if (setup.ranks > 1) line("ranks", concat(setup.ranks, ", --shard ", flags.text("shard")));
+    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
+                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
+                              ", vocabulary ", c.V));
     if (corpus) line("text", printable(corpus->description));
     const std::vector<std::string> above = {"device", "ranks", "shard"};
-    for (const Flag& flag : flag_table())
-        if (flag.setting() && !std::count(above.begin(), above.end(), flag.name) &&
-            !flags.text(flag.name).empty())
-            line(flag.name, escaped(flags.text(flag.name)));
+    for (const Flag& flag : flag_table()) {
+        const std::string value = flag.setting() ? flags.text(flag.name) : "";
+        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
+            line(flag.name, escaped(value));
+    }
 }
 
 // The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
@@ -632,11 +633,10 @@ void print_settings(const Flags& flags, const Setup& setup, const Device& device
 int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t copies =
-        parameter_count(setup.config) * (4 + 4 - info(setup.recipe.compute).bytes) + 2 * 4 * largest;
-    const int64_t sums = setup.ranks > 1 ? 4 * parameter_count(setup.config) : 0;  // beside the gradients
+    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
+    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + copies + sums + batch;
+    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
@@ -644,12 +644,12 @@ void require_memory(const Setup& setup, int64_t processes) {
     const int64_t needed = cpu_memory(setup) * processes;
     const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
     if (needed > present)
-        throw Error("This run needs " + std::to_string(needed >> 20) +
-                    " MiB and workspace, but the machine has " + std::to_string(present >> 20) +
-                    " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate (./train "
-                    "--plan shows what needs how much).");
+        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
+                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
+                    "(./train --plan shows what needs how much).");
 }
 
+// The folder that a checkpoint or a file is in.
 std::string parent_folder(const std::string& path) {
     const fs::path whole = fs::absolute(path).lexically_normal();
     const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
@@ -671,17 +671,16 @@ public:
         create_folders(out, failed);
         folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-            throw Error("--out " + out + " cannot be written (" +
-                        (failed ? failed.message() : std::strerror(errno)) +
+            throw Error("--out ", out, " cannot be written (",
+                        failed ? failed.message() : std::strerror(errno),
                         "); choose another folder, or \"\" to save nothing.");
+        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
         struct stat locked, named;  // they differ if another run has just removed the folder
-        if ((::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) &&
-            ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
+        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
             locked.st_ino == named.st_ino)
             return;
         ::close(folder_);
-        throw Error("--out " + out +
-                    " is the folder of another run that is going on; choose another folder.");
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
     }
     ~FolderLock() {
         if (made_) ::rmdir(out_.c_str());
@@ -711,9 +710,8 @@ void require_space(const Flags& flags, const Setup& setup, int64_t step, bool re
     std::error_code failed;
     const fs::space_info space = fs::space(out, failed);
     if (!failed && space.available < uint64_t(at_once * bytes))
-        throw Error("--out " + out + " has " + std::to_string(space.available >> 20) +
-                    " MiB free, but needs room for " + std::to_string(at_once) + " more checkpoints of " +
-                    std::to_string(bytes >> 20) +
+        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
+                    " more checkpoints of ", bytes >> 20,
                     " MiB each; free some space, choose another folder, or give a larger --save-every.");
 }
 
@@ -726,8 +724,8 @@ void require_no_other_run(const std::string& out, const std::string& resumed) {
     } catch (const Error&) {
         return;  // there is none
     }
-    throw Error("--out " + out + " already holds the checkpoint " + found + "; continue it with --resume " +
-                out + ", or choose another folder with --out.");
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
+                ", or choose another folder with --out.");
 }
 
 struct Origin {  // a checkpoint to continue, or nothing
@@ -749,25 +747,24 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
         theirs.typed();  // parses every number
         choose_rows(theirs, ignored);
     } catch (const Error& error) {
-        throw Error("The settings in trainer.json of --resume " + checkpoint +
-                    " are damaged: " + error.what());
+        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
     }
 }
 
 // The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
     const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
-    const std::string text = std::to_string(all), micro_batches = text + " micro-batches a step";
+    const std::string micro_batches = concat(all, " micro-batches a step");
     if (all % ranks) {
         std::string fitting;
         for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
-            if (all % n == 0) fitting += (n == 1 ? "" : n == all ? " or " : ", ") + std::to_string(n);
-        throw Error("The run has " + micro_batches + ", which " + std::to_string(ranks) +
-                    " ranks cannot share; use " + fitting + (all == 1 ? " rank." : " ranks."));
+            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
+        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
+                    (all == 1 ? " rank." : " ranks."));
     }
     if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
-        throw Error("--accumulate " + flags.text("accumulate") + " on " + std::to_string(ranks) +
-                    " ranks differs from the checkpoint's " + micro_batches +
+        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
+                    " ranks differs from the checkpoint's ", micro_batches,
                     "; leave it out to continue that run, or leave --resume out to begin another.");
     settings["accumulate"] = std::to_string(all / ranks);
 }
@@ -780,8 +777,8 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     if (first) {
         if (!flags.given("out"))
-            flags.set("out",
-                      resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").cpu);
+            flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume")))
+                                     : find_flag("out").standard);
         const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
                            !(flags.given("steps") && flags.count("steps") == 0);
         if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
@@ -804,7 +801,7 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
         share_micro_batches(flags, settings, ranks);
         flags.take(settings);
     } catch (const nlohmann::json::exception&) {
-        throw Error("--resume " + origin.checkpoint +
+        throw Error("--resume ", origin.checkpoint,
                     " has no settings in its trainer.json; start from its weights with --model.");
     }
     return origin;
@@ -815,47 +812,34 @@ void require_same_flag(Ranks& group, const char* flag, const std::string& mine) 
     const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
-            throw Error("Rank " + std::to_string(rank) + " was started with --" + flag + " \"" +
-                        escaped(all[rank]) + "\", but rank 0 with \"" + escaped(all[0]) +
-                        "\"; give every rank the same flags.");
+            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
+                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
 }
 
 void require_same_data(Ranks& group, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
-        mine += std::to_string(tokens->size()) + " " + sampled_hash(*tokens) + " ";
+        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
     const std::vector<std::string> all = group.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
-            throw Error("Rank " + std::to_string(rank) +
-                        " reads other --data than rank 0; give every rank the same data.");
+            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
 }
 
-// The checkpoint must fit the flags, the data and the model.
-void require_steps_left(const Flags& flags, const Origin& origin) {
-    if (origin.checkpoint.empty() || flags.count("steps") == 0 || flags.count("steps") > origin.state.step)
-        return;
-    throw Error("--steps " + flags.text("steps") + " is already done: the checkpoint is at step " +
-                std::to_string(origin.state.step) + "; give a larger --steps to continue.");
-}
-
-void require_same_data(const Origin& origin, const Corpus& corpus) {
+// The checkpoint must fit the data (null: a plan without data) and the model.
+void require_same_run(const Origin& origin, const Corpus* corpus, const ModelConfig& config) {
     if (origin.checkpoint.empty()) return;
-    if (origin.train_tokens != corpus.train.size())
-        throw Error("--data has " + std::to_string(corpus.train.size()) +
-                    " training tokens, but the checkpoint's run had " + std::to_string(origin.train_tokens) +
-                    "; give the same data again.");
-    if (origin.train_hash != sampled_hash(corpus.train))
+    if (corpus && origin.train_tokens != corpus->train.size())
+        throw Error("--data has ", corpus->train.size(), " training tokens, but the checkpoint's run had ",
+                    origin.train_tokens, "; give the same data again.");
+    if (corpus && origin.train_hash != sampled_hash(corpus->train))
         throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
-}
-
-void require_same_buckets(const Origin& origin, const ModelConfig& config) {
-    const size_t buckets = bucket_ranges(parameters(config)).size(),
-                 found = origin.state.norm_correction.size();
+    const size_t buckets = bucket_ranges(parameters(config)).size();
+    const size_t found = origin.state.norm_correction.size();
     if (found && found != buckets)
-        throw Error("--resume " + origin.checkpoint + " has " + std::to_string(found) +
-                    " values of norm_correction in its trainer.json, " + "but the model has " +
-                    std::to_string(buckets) + " buckets; resume from another checkpoint.");
+        throw Error("--resume ", origin.checkpoint, " has ", found,
+                    " values of norm_correction in its trainer.json, but the model has ", buckets,
+                    " buckets; resume from another checkpoint.");
 }
 
 void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
@@ -889,13 +873,14 @@ Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus&
     if (prompt.tokens.empty())
         throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
     if (int64_t(prompt.tokens.size()) >= setup.T)
-        throw Error("--prompt has " + std::to_string(prompt.tokens.size()) + " tokens, but --seq " +
-                    std::to_string(setup.T) + " must have room for more; shorten it.");
+        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", setup.T,
+                    " must have room for more; shorten it.");
     if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
         throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
     return prompt;
 }
 
+// Files and flags are checked before the model is made, which can take minutes.
 int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& corpus, const Setup& setup,
           const Origin& origin, bool prompt_given) {
     const bool resumes = !origin.checkpoint.empty();
@@ -917,6 +902,8 @@ int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& 
     return training.run();
 }
 
+// Flags are completed in four steps: from the command line, the checkpoint, the device's defaults, and the
+// recipe. group outlives an error, so that main() can tell the other ranks of it.
 int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     Flags flags;
     std::exception_ptr wrong_flags;  // the other ranks hear of it, too
@@ -937,9 +924,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
     std::string note;
     const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
-    const Device& device = choose_device(wanted, launch.local, &note);
-    if (!plan_only && device.gpu() && !why_no_gpu(launch.local).empty())
-        throw Error("--device gpu cannot be used: " + why_no_gpu(launch.local) + ".");
+    const Device& device = choose_device(wanted, launch.local, plan_only, &note);
     flags.take_defaults(device.gpu());
 
     Setup setup{};
@@ -950,7 +935,10 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     require_same_flag(*group, "device", device.name);
     setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model"))
                                              : read_model_config(origin.checkpoint);
-    if (!plan_only) require_steps_left(flags, origin);
+    const int64_t steps = flags.count("steps"), done = origin.state.step;
+    if (!plan_only && !origin.checkpoint.empty() && steps && steps <= done)
+        throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ", done,
+                    "; give a larger --steps to continue.");
     if (origin.lock) require_no_other_run(flags.text("out"), origin.checkpoint);
 
     std::unique_ptr<Corpus> corpus;
@@ -966,8 +954,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     setup.rank = launch.rank;
     setup.group = several ? group.get() : nullptr;
     validate(setup);
-    if (corpus) require_same_data(origin, *corpus), require_same_data(*group, *corpus);
-    require_same_buckets(origin, setup.config);
+    require_same_run(origin, corpus.get(), setup.config);
+    if (corpus) require_same_data(*group, *corpus);
 
     print_settings(flags, setup, device, note, corpus.get());
     print_precision_plan(setup);
@@ -984,8 +972,8 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     try {
         return train(device, flags, *group, *corpus, setup, origin, prompt_given);
     } catch (const std::bad_alloc&) {
-        const std::string needed = std::to_string(cpu_memory(setup) >> 20) + " MiB and workspace";
-        throw Error("The machine's memory ran out" + (device.gpu() ? "" : ": this run needs " + needed) +
+        const std::string needed = concat(": this run needs ", cpu_memory(setup) >> 20, " MiB and workspace");
+        throw Error("The machine's memory ran out", device.gpu() ? "" : needed,
                     "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
