@@ -69,10 +69,14 @@ __global__ void __launch_bounds__(GROUP_THREADS)
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor)  converts it to FP32 values.
-// GRADIENT: the producer may make gradients. Only gradients are quantized to E5M2 and summed over tokens.
+// Its ROLE says which kernels exist: the input of a linear layer is E4M3, and only gradients are quantized to
+// E5M2 and summed over tokens. A gradient is needed transposed in any case (wgrad), so where only gradients
+// are made, no kernel writes row-major codes alone.
 // A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
 // of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
 // computes the same bits.
+
+enum class Role { Input, Gradient, Any };
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
@@ -134,7 +138,7 @@ __device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int
 template <class Storage>
 struct StoredProducer {
     static constexpr int PLANES = 1;
-    static constexpr bool GRADIENT = true;
+    static constexpr Role ROLE = Role::Any;
     using Compute = typename Storage::Compute;
     using Cursor = Storage;
     using Raw = typename Storage::Raw;
@@ -149,7 +153,7 @@ struct StoredProducer {
 template <class Storage>
 struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
-    static constexpr bool GRADIENT = false;
+    static constexpr Role ROLE = Role::Input;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage in;
@@ -201,7 +205,7 @@ __device__ float activated(float first, float second) {  // silu(gate) * up, or 
 template <class Storage, int HALVES>
 struct GateUpProducer {
     static constexpr int PLANES = HALVES;
-    static constexpr bool GRADIENT = false;
+    static constexpr Role ROLE = Role::Input;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage half[HALVES];
@@ -248,7 +252,7 @@ struct ActivationProducer : GateUpProducer<Storage, GATED ? 2 : 1> {  // act = s
 template <class Storage, bool GATED>
 struct ActivationBackwardProducer {  // gradient of gate_up, from that of the activation's output
     static constexpr int PLANES = GATED ? 2 : 1;
-    static constexpr bool GRADIENT = true;
+    static constexpr Role ROLE = Role::Gradient;
     using Compute = typename Storage::Compute;
     using GateUp = GateUpProducer<Storage, PLANES>;
     struct Cursor {
@@ -509,7 +513,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
-    if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
+    if (TRANSPOSED && transposed) flush(tiles, rows, x.width, transposed);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
         tensor->scale = scale;  // written last, so that it delays no load of x
     if (!delayed) return;
@@ -521,12 +525,12 @@ template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool E5M2 = Producer::GRADIENT;
+    constexpr bool E5M2 = Producer::ROLE != Role::Input, ALWAYS = Producer::ROLE == Role::Gradient;
     require(E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    const auto kernel =
-        out.transposed ? e5m2 ? quantize_kernel<Producer, E5M2, true> : quantize_kernel<Producer, false, true>
-        : e5m2 ? quantize_kernel<Producer, E5M2, false>
-                       : quantize_kernel<Producer, false, false>;
+    constexpr decltype(&quantize_kernel<Producer, E5M2, true>) KERNELS[2][2] = {
+        {quantize_kernel<Producer, false, ALWAYS>, quantize_kernel<Producer, false, true>},
+        {quantize_kernel<Producer, E5M2, ALWAYS>, quantize_kernel<Producer, E5M2, true>}};
+    const auto kernel = KERNELS[e5m2][out.transposed != nullptr];
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
         x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
         static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
@@ -845,16 +849,7 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     if (!q.fp8())
-        return with_producer(x, [&](auto producer) {
-            using Producer = decltype(producer);
-            constexpr bool F32 = std::is_same_v<typename Producer::Compute, float>;
-            constexpr bool ROUNDS = !F32 || std::is_same_v<Producer, StoredProducer<Dense<float>>>;
-            with_dense(out.view, [&](auto storage) {
-                if constexpr (ROUNDS || std::is_same_v<decltype(storage), Dense<float>>)
-                    write(producer, x.rows, storage, s);
-                else require(false, "what is computed in FP32 is stored in FP32");
-            });
-        });
+        return with_producer(x, [&](auto producer) { write(producer, x.rows, either_dense(out.view), s); });
     if (in_groups(q)) {
         require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16,
                 "only a stored BF16 tensor is quantized in groups");
@@ -977,7 +972,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
-        if constexpr (decltype(producer)::GRADIENT) {
+        if constexpr (decltype(producer)::ROLE != Role::Input) {
             const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
             column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
                                                              workspace, out);

@@ -367,12 +367,16 @@ void with_storage(const View& v, F f) {
     f(groups_of(v));
 }
 
-// A gradient: BF16, or FP32 where many micro-batches are summed (coat.h, gradient_format). Which one is known
-// at run time; all threads take the same branch.
-struct Gradient {
+// A tensor in BF16 or FP32, for instance a gradient (coat.h, gradient_format). Which one is known at run time:
+// all threads take the same branch, and a kernel exists once, not twice.
+struct EitherDense {
     void* data;
     bool f32;
 
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        if (f32) Dense<float>{static_cast<float*>(data)}.store(i, v, live);
+        else Dense<bf16>{static_cast<bf16*>(data)}.store(i, v, live);
+    }
     __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
         if (f32) add_to(Dense<float>{static_cast<float*>(data)}, i, sum);
         else add_to(Dense<bf16>{static_cast<bf16*>(data)}, i, sum);
@@ -394,10 +398,12 @@ private:
         gradient.store(i, g, true);
     }
 };
-inline Gradient gradient_of(const View& v) {
-    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16, "a gradient is FP32 or BF16");
+inline EitherDense either_dense(const View& v) {
+    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16, "the tensor is not FP32 or BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
+using Gradient = EitherDense;
+inline Gradient gradient_of(const View& v) { return either_dense(v); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The quantization report (coat.h, QuantStats)
