@@ -138,7 +138,8 @@ __device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int
 template <class Storage>
 struct StoredProducer {
     static constexpr int PLANES = 1;
-    static constexpr Role ROLE = Role::Any;
+    // Gradients are not stored in groups.
+    static constexpr Role ROLE = std::is_same_v<Storage, Groups> ? Role::Input : Role::Any;
     using Compute = typename Storage::Compute;
     using Cursor = Storage;
     using Raw = typename Storage::Raw;
