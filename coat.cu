@@ -69,14 +69,9 @@ __global__ void __launch_bounds__(GROUP_THREADS)
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor)  converts it to FP32 values.
-// Its ROLE says which kernels exist: the input of a linear layer is E4M3, and only gradients are quantized to
-// E5M2 and summed over tokens. A gradient is needed transposed in any case (wgrad), so where only gradients
-// are made, no kernel writes row-major codes alone.
 // A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
 // of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
 // computes the same bits.
-
-enum class Role { Input, Gradient, Any };
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
@@ -135,26 +130,42 @@ __device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int
     }
 }
 
-template <class Storage>
+// A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
+// [gate | up].
+template <class Storage, int HALVES = 1>
 struct StoredProducer {
-    static constexpr int PLANES = 1;
-    // Gradients are not stored in groups.
-    static constexpr Role ROLE = std::is_same_v<Storage, Groups> ? Role::Input : Role::Any;
+    static constexpr int PLANES = HALVES;
     using Compute = typename Storage::Compute;
-    using Cursor = Storage;
-    using Raw = typename Storage::Raw;
+    struct Cursor {
+        Storage half[HALVES];
+    };
+    struct Raw {
+        typename Storage::Raw half[HALVES];
+    };
     Storage x;
     int64_t width;
 
-    __device__ Cursor cursor(int64_t row, int64_t col) const { return x.from(row * width + col); }
-    __device__ Raw load(const Cursor& at, int i) const { return at.load(rows_of(i, width)); }
-    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[1]) const { x.values(raw, v[0]); }
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        Cursor at;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) at.half[h] = x.from((row * HALVES + h) * width + col);
+        return at;
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[PLANES]) const {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) x.values(raw.half[h], v[h]);
+    }
 };
 
 template <class Storage>
 struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
-    static constexpr Role ROLE = Role::Input;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage in;
@@ -201,61 +212,27 @@ __device__ float activated(float first, float second) {  // silu(gate) * up, or 
                  : __fmul_rn(first, gelu_sigmoid(first));
 }
 
-// gate_up (N, 2F) = [gate | up], read by its two halves, or u (N, F) where nothing is gated (HALVES = 1). On
-// its own it produces the halves as they are.
-template <class Storage, int HALVES>
-struct GateUpProducer {
-    static constexpr int PLANES = HALVES;
-    static constexpr Role ROLE = Role::Input;
-    using Compute = typename Storage::Compute;
-    struct Cursor {
-        Storage half[HALVES];
-    };
-    struct Raw {
-        typename Storage::Raw half[HALVES];
-    };
-    Storage gate_up;
-    int64_t width;  // F
-
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor at;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) at.half[h] = gate_up.from((row * HALVES + h) * width + col);
-        return at;
-    }
-    __device__ Raw load(const Cursor& at, int i) const {
-        Raw raw;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
-        return raw;
-    }
-    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[HALVES]) const {
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) gate_up.values(raw.half[h], v[h]);
-    }
-};
-
+// The activation's output (N, F): SiLU(gate) * up, or GELU. Its input is (N, 2F) = [gate | up], or (N, F).
 template <class Storage, bool GATED>
-struct ActivationProducer : GateUpProducer<Storage, GATED ? 2 : 1> {  // act = silu(gate) * up, or gelu(u)
+struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
     static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
-    using GateUp = GateUpProducer<Storage, HALVES>;
-    using typename GateUp::Cursor;
-    using typename GateUp::Raw;
+    using GateUp = StoredProducer<Storage, HALVES>;
 
-    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
-        Values x[GateUp::PLANES];
+    __device__ void compute(const typename GateUp::Raw& raw, const typename GateUp::Cursor& at,
+                            Values (&v)[1]) const {
+        Values x[HALVES];
         GateUp::compute(raw, at, x);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(x[0][j], x[HALVES - 1][j]);
     }
 };
 
+// The gradient of the activation's input, from that of its output, dact (N, F).
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {  // gradient of gate_up, from that of the activation's output
+struct ActivationBackwardProducer {
     static constexpr int PLANES = GATED ? 2 : 1;
-    static constexpr Role ROLE = Role::Gradient;
     using Compute = typename Storage::Compute;
-    using GateUp = GateUpProducer<Storage, PLANES>;
+    using GateUp = StoredProducer<Storage, PLANES>;
     struct Cursor {
         typename GateUp::Cursor gate_up;
         Dense<Compute> dact;
@@ -275,7 +252,7 @@ struct ActivationBackwardProducer {  // gradient of gate_up, from that of the ac
         return {gate_up.load(at.gate_up, i), at.dact.load(rows_of(i, width))};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
-        Values x[GateUp::PLANES], d;
+        Values x[PLANES], d;
         gate_up.compute(raw.gate_up, at.gate_up, x);
         dact.values(raw.dact, d);
 #pragma unroll
@@ -295,34 +272,34 @@ struct ActivationBackwardProducer {  // gradient of gate_up, from that of the ac
     }
 };
 
+// What a producer's values can be, so that kernels exist only where they are used. Only gradients are quantized
+// to E5M2 and summed over tokens. They are needed transposed in any case, for wgrad, so where only gradients
+// are made, no kernel writes row-major codes alone.
+enum class Role { Input, Gradient, Any };
+template <class Producer>
+constexpr Role ROLE = Role::Input;  // of a linear layer
+template <class T>
+constexpr Role ROLE<StoredProducer<Dense<T>>> = Role::Any;
+template <class Storage, bool GATED>
+constexpr Role ROLE<ActivationBackwardProducer<Storage, GATED>> = Role::Gradient;
+
 // Calls f with the producer of a lazily computed tensor.
-template <bool GATED, class F>
-void with_activation(const Lazy& x, F f) {
-    with_storage(x.a, [&](auto gate_up) {
-        using Storage = decltype(gate_up);
-        constexpr int HALVES = GATED ? 2 : 1;
-        const int64_t width = x.a.cols / HALVES;
-        if (x.op == LazyOp::Activation) return f(ActivationProducer<Storage, GATED>{{gate_up, width}});
-        f(ActivationBackwardProducer<Storage, GATED>{
-            {gate_up, width}, dense<typename Storage::Compute>(x.b.codes), width});
-    });
-}
 template <class F>
 void with_producer(const Lazy& x, F f) {
     require(x.cols % 16 == 0, "the columns are not a multiple of 16");
-    switch (x.op) {
-        case LazyOp::Stored:
-            return with_storage(x.a, [&](auto storage) {
-                f(StoredProducer<decltype(storage)>{storage, x.cols});
-            });
-        case LazyOp::Norm:
-            return with_storage(x.norm.in, [&](auto in) {
-                using T = typename decltype(in)::Compute;
-                f(NormProducer<decltype(in)>{
-                    in, {dense<T>(x.norm.weight), dense<T>(x.norm.bias)}, x.norm.stats, x.cols});
-            });
-        default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
-    }
+    with_storage(x.a, [&](auto in) {
+        using Storage = decltype(in);
+        using T = typename Storage::Compute;
+        const Dense<T> dact = dense<T>(x.b.codes);
+        const int64_t width = x.op == LazyOp::ActivationBackward ? x.b.cols : x.cols;
+        const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
+        if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});
+        else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
+        else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
+        else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
+        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact, width});
+        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact, width});
+    });
 }
 // The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
 template <class F>
@@ -353,9 +330,7 @@ void write(const Producer& x, int64_t rows, const Storage& out, cudaStream_t s) 
 
 Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
 Lazy norm(const Norm& n) {
-    Lazy x{LazyOp::Norm, n.in.rows, n.in.cols};
-    x.norm = n;
-    return x;
+    return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n};
 }
 Lazy activation(bool gated, const View& gate_up) {
     return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
@@ -526,7 +501,7 @@ template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool E5M2 = Producer::ROLE != Role::Input, ALWAYS = Producer::ROLE == Role::Gradient;
+    constexpr bool E5M2 = ROLE<Producer> != Role::Input, ALWAYS = ROLE<Producer> == Role::Gradient;
     require(E5M2 || !e5m2, "only gradients are quantized to E5M2");
     constexpr decltype(&quantize_kernel<Producer, E5M2, true>) KERNELS[2][2] = {
         {quantize_kernel<Producer, false, ALWAYS>, quantize_kernel<Producer, false, true>},
@@ -964,8 +939,8 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale
             producer, x.rows, groups_of(groups), act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
-    if (gated) launch(GateUpProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
-    else launch(GateUpProducer<Dense<bf16>, 1>{dense<bf16>(x.codes), x.cols});
+    if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
+    else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.codes), x.cols});
 }
 
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
@@ -973,7 +948,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
-        if constexpr (decltype(producer)::ROLE != Role::Input) {
+        if constexpr (ROLE<decltype(producer)> != Role::Input) {
             const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
             column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
                                                              workspace, out);
