@@ -44,8 +44,8 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// This kernel is that of --attention groups (test/test_coat_fused.cu). quantize() in groups is write_kernel in
-// part 2; in a training step, residual_add and quantize_gate_up write groups, with the same Groups::store.
+// This kernel is that of --attention groups (test/test_coat_fused.cu). quantize() in groups is write_kernel
+// in part 2; in a training step, residual_add and quantize_gate_up write groups, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
@@ -272,9 +272,9 @@ struct ActivationBackwardProducer {
     }
 };
 
-// What a producer's values can be, so that kernels exist only where they are used. Only gradients are quantized
-// to E5M2 and summed over tokens. They are needed transposed in any case, for wgrad, so where only gradients
-// are made, no kernel writes row-major codes alone.
+// What a producer's values can be, so that kernels exist only where they are used. Only gradients are
+// quantized to E5M2 and summed over tokens. They are needed transposed in any case, for wgrad, so where only
+// gradients are made, no kernel writes row-major codes alone.
 enum class Role { Input, Gradient, Any };
 template <class Producer>
 constexpr Role ROLE = Role::Input;  // of a linear layer
@@ -395,8 +395,8 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
-    __device__ void write(const TilePlace& at, int h,
-                          const uint2 (&codes)[4]) {  // the thread's rows 4 h ... 4 h + 3
+    // Takes the codes of the thread's rows 4 h ... 4 h + 3.
+    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
@@ -410,37 +410,32 @@ struct TransposeTile {
         const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
         return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
-    // Writes the tile to out, which is (columns, rows): its first `cols` columns, from column col0 and row
-    // row0 of the tensor on.
-    __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int64_t col0, int cols) const {
-        constexpr int PIECES = TILE / 16;
+};
+// Writes the block's tiles, one for each plane, to out, which is (columns, rows). All threads call it.
+template <int PLANES>
+__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t row0 = int64_t(blockIdx.y) * TILE, col0 = int64_t(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
 #pragma unroll
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = row0 + piece * 16;
             if (col >= cols || row >= rows) continue;
-            const uint4 q = rows16(col, piece);
-            uint8_t* to = out + (col0 + col) * rows + row;
+            const uint4 q = tiles[p].rows16(col, piece);
+            uint8_t* to = out + (p * width + col0 + col) * rows + row;
             if (rows % 16 == 0) {
                 put(to, q);
-            } else {
-                const uint32_t words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-                for (int j = 0; j < 16; j++)
-                    if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+                continue;
             }
-        }
-    }
-};
-template <int PLANES>
-__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
-                      uint8_t* out) {  // by all threads
-    __syncthreads();
-    const int64_t col0 = int64_t(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
+            const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int p = 0; p < PLANES; p++)
-        tiles[p].flush(out, rows, int64_t(blockIdx.y) * TILE, p * width + col0, cols);
+            for (int j = 0; j < 16; j++)
+                if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+        }
 }
 
 static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max,
@@ -542,6 +537,7 @@ struct ScaleGrid {
     float* scales;             // null: not wanted
     int row_shift, col_shift;  // log2 of a block's sides
     int64_t down, across;      // from one block's scale to the next one's
+    int64_t count;             // of all scales
     __device__ float* at(int64_t row, int64_t col) const {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
@@ -549,16 +545,20 @@ struct ScaleGrid {
 constexpr int LOG_32 = 5, LOG_128 = 7, ALL = 62;
 static_assert(PER_1x32.cols == 1 << LOG_32 && PER_1x128.cols == 1 << LOG_128 &&
               PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
-ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
-    float* const p = static_cast<float*>(scales);
-    const int64_t N = transposed ? cols : rows,
-                  K = transposed ? rows : cols;  // K is the reduction dimension of the GEMM
+// The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
+ScaleGrid scale_grid(const Operand& out, bool transposed) {
+    const View& v = out.view;
+    const Granularity& g = v.quant.granularity;
+    void* const scales = transposed ? out.transposed_scales : v.scales;
+    float* const p = (transposed ? out.transposed : v.codes) ? static_cast<float*>(scales) : nullptr;
+    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
+                  count = v.quant.operand_scales(N, K);
     const int shift_n = g == PER_128x128 ? LOG_128 : 0;
     const int shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
     const int64_t along_n = g == PER_128x128 ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1;
     const int64_t along_k = g == PER_ROW ? 0 : g == PER_128x128 ? 1 : N;
-    if (transposed) return {p, shift_k, shift_n, along_k, along_n};
-    return {p, shift_n, shift_k, along_n, along_k};
+    if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
+    return {p, shift_n, shift_k, along_n, along_k, count};
 }
 
 // Every thread has a number for each of its 8 columns. They are combined over the block's 16 groups of rows,
@@ -696,20 +696,6 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     });
 }
 
-// The scales of an operand, for its row-major codes and for its transposed codes; without memory where those
-// are not wanted.
-struct BlockScales {
-    ScaleGrid grid[2];
-    int64_t count[2];
-    explicit BlockScales(const Operand& out)
-        : grid{scale_grid(out.view.quant.granularity, out.view.codes ? out.view.scales : nullptr,
-                          out.view.rows, out.view.cols, false),
-               scale_grid(out.view.quant.granularity, out.transposed ? out.transposed_scales : nullptr,
-                          out.view.rows, out.view.cols, true)},
-          count{out.view.quant.operand_scales(out.view.rows, out.view.cols),
-                out.view.quant.operand_scales(out.view.cols, out.view.rows)} {}
-};
-
 template <class Producer>
 void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
@@ -717,33 +703,33 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
                 q.decoded(),
             "no kernel scales by such blocks");
     require(q.scale == Format::F32, "the scales of an operand are FP32");
-    const BlockScales scales(out);
-    const ScaleGrid &grid = scales.grid[0], &transposed = scales.grid[1];
-    require(!out.view.codes == !grid.scales && !out.transposed == !transposed.scales,
-            "codes and their scales come together");
-    for (int t : {0, 1})
-        if (scales.grid[t].scales)
-            check(cudaMemsetAsync(scales.grid[t].scales, 0, scales.count[t] * sizeof(float), s),
-                  "Clearing scales failed");
-    block_amaxes_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, grid, transposed);
-    CHECK_LAUNCH("block_amaxes");
+    const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
+    void* const codes[2] = {out.view.codes, out.transposed};
+    const dim3 tiles = tile_grid(rows, x.width);
+    const bool e5m2 = q.format == Format::E5M2;
     for (int t : {0, 1}) {
-        if (!scales.grid[t].scales) continue;
-        block_scales_kernel<<<blocks(scales.count[t], 256), 256, 0, s>>>(
-            scales.grid[t].scales, scales.count[t], info(q.format).max, q.power_of_two, out.amax);
+        const ScaleGrid& g = grids[t];
+        require(!codes[t] == !g.scales, "codes and their scales come together");
+        if (g.scales)
+            check(cudaMemsetAsync(g.scales, 0, g.count * sizeof(float), s), "Clearing scales failed");
+    }
+    block_amaxes_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, grids[0], grids[1]);
+    CHECK_LAUNCH("block_amaxes");
+    for (const ScaleGrid& g : grids) {
+        if (!g.scales) continue;
+        block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
+                                                                 q.power_of_two, out.amax);
         CHECK_LAUNCH("block_scales");
     }
     for (int t : {0, 1}) {
-        if (!q.decoded() || !scales.grid[t].scales) continue;
-        decode_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-            x, rows, q.format == Format::E5M2, scales.grid[t],
-            dense<bf16>(t == 0 ? out.view.codes : out.transposed));
+        if (!q.decoded() || !grids[t].scales) continue;
+        decode_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, e5m2, grids[t], dense<bf16>(codes[t]));
         CHECK_LAUNCH("decode_blocks");
     }
     if (q.decoded()) return;
-    quantize_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, q.format == Format::E5M2, grid, transposed, static_cast<uint8_t*>(out.view.codes),
-        static_cast<uint8_t*>(out.transposed));
+    quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, e5m2, grids[0], grids[1],
+                                                          static_cast<uint8_t*>(codes[0]),
+                                                          static_cast<uint8_t*>(codes[1]));
     CHECK_LAUNCH("quantize_blocks");
 }
 
@@ -801,11 +787,10 @@ void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format 
 // An operand that is scaled by blocks counts once for each set of scales that it has.
 template <class Producer>
 void measure_blocks(const Producer& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    const BlockScales scales(out);
-    for (int t : {0, 1}) {
-        const bool again = t == 1 && scales.grid[0].scales && out.view.quant.granularity.symmetric();
-        if (scales.grid[t].scales && !again)
-            measure(x, rows, {nullptr, scales.grid[t]}, out.view.quant.format, stats, s);
+    for (bool transposed : {false, true}) {
+        const ScaleGrid grid = scale_grid(out, transposed);
+        const bool again = transposed && out.view.codes && out.view.quant.granularity.symmetric();
+        if (grid.scales && !again) measure(x, rows, {nullptr, grid}, out.view.quant.format, stats, s);
     }
 }
 
