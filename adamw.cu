@@ -303,6 +303,16 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 // How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
 // `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32
 // value.
+template <class T>
+struct DenseWeights {  // without a remainder
+    using Value = T;
+    using Raw = typename Dense<T>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<T>{static_cast<T*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& weight) { Dense<T>().values(raw, weight); }
+};
+
 struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     using Value = bf16;
     static constexpr bool STOCHASTIC = false;
@@ -338,14 +348,9 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
-struct StochasticWeights {  // BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
-    using Value = bf16;
+// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
+struct StochasticWeights : DenseWeights<bf16> {
     static constexpr bool STOCHASTIC = true;
-    using Raw = Dense<bf16>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<bf16>{static_cast<bf16*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& weight) { Dense<bf16>().values(raw, weight); }
     static __device__ void store(const Weights& w, int64_t i, const Values& weight,
                                  const uint64_t (&random)[2], bool live, uint32_t& top) {
         uint32_t b[CHUNK];
@@ -360,14 +365,8 @@ struct StochasticWeights {  // BF16 alone: bits = (bits of the FP32 value + 16 r
     static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
-struct FloatWeights {  // the fp32 recipe
-    using Value = float;
+struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
     static constexpr bool STOCHASTIC = false;
-    using Raw = Dense<float>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<float>{static_cast<float*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& master) { Dense<float>().values(raw, master); }
     static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2],
                                  bool live, uint32_t& top) {
         Dense<float>{static_cast<float*>(w.values)}.store(i, master, live);
@@ -382,24 +381,18 @@ struct FloatWeights {  // the fp32 recipe
 struct RawGradients {
     uint4 lo, hi;
 };
-template <class T>
 __device__ RawGradients load_gradients(const Gradient& gradients, int64_t i) {
-    if (sizeof(T) == 4 || gradients.f32) {
-        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
-        return {p[0], p[1]};
-    }
-    return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+    if (!gradients.f32)
+        return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
+    return {p[0], p[1]};
 }
-template <class T>
 __device__ void gradient_values(const Gradient& gradients, const RawGradients& raw, Values& g) {
-    if (sizeof(T) == 4 || gradients.f32) {
-        const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
-                                       raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
+    if (!gradients.f32) return Dense<bf16>().values(raw.lo, g);
+    const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
+                                   raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
-    } else {
-        Dense<bf16>().values(raw.lo, g);
-    }
+    for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
 }
 
 // ===========================================================================================================
@@ -449,6 +442,9 @@ __device__ float expansion_factor(float log_range, float max, float min_nonzero)
     return fminf(fmaxf(floorf(16.0f * log_range * fast_reciprocal(log_ratio)) * 0.0625f, 0.0625f), 64.0f);
 }
 
+// Code j of eight.
+__device__ uint32_t code_of(uint2 codes, int j) { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu; }
+
 struct GroupScale {     // what the elements of a group share
     float max, k;
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
@@ -483,7 +479,7 @@ __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values&
 __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                           Values& x) {
     const float inverse_k = fast_reciprocal(g.k);
-    auto log_of = [&](int j) { return table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu]; };
+    auto log_of = [&](int j) { return table[code_of(codes, j) & 0x7Fu]; };
     if (!wide(f, g.k)) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(log_of(j) * inverse_k);
@@ -517,8 +513,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     const bool fast = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
     if (SECOND && f.keep_positive && !fast) {
         for (int j = 0; j < CHUNK; j++) {
-            uint32_t& four = j < 4 ? codes.x : codes.y;
-            if (x[j] > 0 && (four >> 8 * (j % 4) & 0xFFu) == 0) four |= 1u << 8 * (j % 4);
+            if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
         }
     }
     return codes;
@@ -534,13 +529,12 @@ __device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2
     } else {
         scale = scale_of(f.max, g.max);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) x[j] = table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu];
+        for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) & 0x7Fu];
     }
     if constexpr (!SECOND) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
-            const uint32_t code = (j < 4 ? codes.x : codes.y) >> 8 * (j % 4);
-            x[j] = __uint_as_float(__float_as_uint(x[j]) | (code << 24 & 0x80000000u));
+            x[j] = __uint_as_float(__float_as_uint(x[j]) | (code_of(codes, j) << 24 & 0x80000000u));
         }
     }
     return scale;
@@ -691,8 +685,7 @@ __device__ void measure_moment(const MomentView& m, const MomentFormat& f, const
         scale = decode_moment<SECOND>(f, g, codes, table, back);
     }
     for (int j = 0; j < CHUNK && j < live; j++) {
-        const bool zero = m.format == Format::F16 ? back[j] == 0
-                                                  : ((j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu) == 0;
+        const bool zero = m.format == Format::F16 ? back[j] == 0 : (code_of(codes, j) & 0x7Fu) == 0;
         counts.add(x[j], back[j] * scale);
         counts.flushed += x[j] != 0 && zero;
     }
@@ -737,7 +730,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
                     max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
             continue;
         }
-        gradient_values<T>(a.gradients, load_gradients<T>(a.gradients, segment.offset - a.first + i), g);
+        gradient_values(a.gradients, load_gradients(a.gradients, segment.offset - a.first + i), g);
         const float keep_m =
             a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
         const float keep_v =
@@ -796,13 +789,6 @@ void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
     next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments,
                                                                          a.state, after);
     CHECK_LAUNCH("adamw, maxima");
-}
-
-template <class W, Pass PASS>
-void launch_adamw(const AdamArguments& a, int64_t blocks_each, cudaStream_t s) {
-    const dim3 grid(static_cast<unsigned>(blocks_each), static_cast<unsigned>(a.number_of_segments));
-    adamw_kernel<W, PASS><<<grid, ADAM_THREADS, 0, s>>>(a);
-    CHECK_LAUNCH("adamw");
 }
 
 // ===========================================================================================================
@@ -874,7 +860,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     auto fetch = [&](int at) {
         const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, i);
-        next_g = load_gradients<T>(a.gradients, to_gradients + i);
+        next_g = load_gradients(a.gradients, to_gradients + i);
         next_m = get<uint2>(codes_m + i);
         next_v = get<uint2>(codes_v + i);
     };
@@ -890,7 +876,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
         for (int at = run; at < stop; at += TEAMS) {
             Values w, g, m, v;
             W::values(next_w, w);
-            gradient_values<T>(a.gradients, next_g, g);
+            gradient_values(a.gradients, next_g, g);
             GroupScale gm = RunOfScales::pick(numbers, false, at - run),
                        gv = RunOfScales::pick(numbers, true, at - run);
             const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
@@ -963,10 +949,12 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
     }
 }
 
+// The passes of one update, or of one measurement (where there is no state).
 template <class W>
-void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
+void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
     const int64_t sms = multiprocessors();
-    const bool fp8_groups = is_fp8(optimizer.m) && is_fp8(optimizer.v) && !a.m.per_tensor;
+    const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
+    const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
         // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
@@ -977,13 +965,26 @@ void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStre
         adamw_fp8_kernel<W><<<grid, 32 * FP8_WARPS, 0, s>>>(a);
         CHECK_LAUNCH("adamw, FP8");
     }
-    const bool per_tensor = optimizer.granularity == PER_TENSOR;
     const int64_t wanted = ceil_div(a.groups, ADAM_THREADS / TEAM),
-                  each = fp8_groups ? std::min<int64_t>(wanted, 8) : std::min(wanted, 4 * sms);
-    if (per_tensor) next_maxima(a, false, s);
-    if (per_tensor) launch_adamw<W, Pass::Maxima>(a, each, s);
-    launch_adamw<W, Pass::Update>(a, each, s);
-    if (per_tensor) next_maxima(a, true, s);
+                  each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
+    const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
+    if (per_tensor) {
+        next_maxima(a, false, s);
+        adamw_kernel<W, Pass::Maxima><<<grid, ADAM_THREADS, 0, s>>>(a);
+        CHECK_LAUNCH("adamw, first pass");
+    }
+    if (measures) adamw_kernel<W, Pass::Measure><<<grid, ADAM_THREADS, 0, s>>>(a);
+    else adamw_kernel<W, Pass::Update><<<grid, ADAM_THREADS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw");
+    if (per_tensor && !measures) next_maxima(a, true, s);
+}
+void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments arguments, cudaStream_t s) {
+    arguments.f = factors(a);
+    arguments.m = moment_format(optimizer.m, optimizer);
+    arguments.v = moment_format(optimizer.v, optimizer);
+    if (arguments.w.format == Format::F32) launch<FloatWeights>(arguments, optimizer, s);
+    else if (arguments.w.remainder) launch<MasterWeights>(arguments, optimizer, s);
+    else launch<StochasticWeights>(arguments, optimizer, s);
 }
 
 }  // namespace
@@ -991,60 +992,31 @@ void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStre
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
+    const bool per_tensor = optimizer.granularity == PER_TENSOR;
     require(format == Format::F32 || format == w.format,
             "gradients are FP32, or in the format of the weights");
     require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
             "the flat order is not padded to groups");
-    require(optimizer.granularity == PER_TENSOR || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
+    require(per_tensor || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
             "FP16 moments have one scale per tensor");
-    require(!(optimizer.granularity == PER_TENSOR) || (!optimizer.expand && !optimizer.keep_positive),
+    require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
     if (range.count == 0) return;
-    const AdamArguments arguments{factors(a),
-                                  moment_format(optimizer.m, optimizer),
-                                  moment_format(optimizer.v, optimizer),
-                                  segments,
-                                  number_of_segments,
-                                  range.first,
-                                  range.count / MOMENT_GROUP,
-                                  w,
-                                  rounding,
-                                  {const_cast<void*>(gradients), format == Format::F32},
-                                  state};
-    if (w.format == Format::F32) adamw_of<FloatWeights>(arguments, optimizer, s);
-    else if (w.remainder) adamw_of<MasterWeights>(arguments, optimizer, s);
-    else adamw_of<StochasticWeights>(arguments, optimizer, s);
+    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    launch(a, optimizer,
+           {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, g,
+            state},
+           s);
 }
 
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s) {
     if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
-    const AdamArguments a{factors({1, 0.0f}),
-                          moment_format(optimizer.m, optimizer),
-                          moment_format(optimizer.v, optimizer),
-                          segment,
-                          1,
-                          first,
-                          ceil_div(size, MOMENT_GROUP),
-                          w,
-                          0,
-                          {const_cast<void*>(gradients), format == Format::F32},
-                          nullptr,
-                          m_stats,
-                          v_stats};
-    const int64_t each = std::min<int64_t>(ceil_div(a.groups, ADAM_THREADS / TEAM), 4 * multiprocessors());
-    auto launch = [&](auto weights) {
-        using W = decltype(weights);
-        if (optimizer.granularity == PER_TENSOR) {
-            next_maxima(a, false, s);
-            launch_adamw<W, Pass::Maxima>(a, each, s);
-        }
-        launch_adamw<W, Pass::Measure>(a, each, s);
-    };
-    if (w.format == Format::F32) launch(FloatWeights());
-    else if (w.remainder) launch(MasterWeights());
-    else launch(StochasticWeights());
+    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    launch({1, 0.0f}, optimizer,
+           {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0, g, nullptr, m_stats, v_stats},
+           s);
 }
 
 }  // namespace coat::gpu
