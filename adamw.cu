@@ -19,8 +19,8 @@ namespace {
 
 __device__ void split(float master, uint16_t& weight, int16_t& remainder) {
     const uint32_t bits = __float_as_uint(master);
-    weight = static_cast<uint16_t>((bits + 0x8000u) >>
-                                   16);  // nearest; ties away from zero, so that the remainder fits
+    // To nearest; ties go away from zero, so that the remainder fits.
+    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     remainder = static_cast<int16_t>(bits & 0xFFFFu);
 }
 __device__ float join(uint16_t weight, int16_t remainder) {
@@ -99,24 +99,24 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each chunk of SHARD_CHUNK elements ("chunks" below). The warps take turns with those of all
-// segments.
+// One warp for each shard chunk, which is SHARD_CHUNK elements (coat.h). The warps take turns with the shard
+// chunks of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 template <class T>
 __global__ void __launch_bounds__(NORM_THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, Dense<T> gradients, int64_t first,
-                   int64_t first_chunk, Share share, const double* loss, double* sums) {
+                   int64_t first_shard_chunk, Share share, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * NORM_THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    int64_t before = 0;  // chunks of earlier segments
+    int64_t before = 0;  // shard chunks of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
         const int64_t offset = segments[i].offset - first, size = segments[i].size,
-                      chunk0 = segments[i].chunk;
-        const int64_t chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
-                      begin = chunks * share.rank / share.ranks,
-                      end = chunks * (share.rank + 1) / share.ranks;
+                      shard_chunk = segments[i].shard_chunk - first_shard_chunk;
+        const int64_t shard_chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
+                      begin = shard_chunks * share.rank / share.ranks,
+                      end = shard_chunks * (share.rank + 1) / share.ranks;
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += end - begin;
         for (int64_t c = begin + turn; c < end; c += warps) {
@@ -135,20 +135,20 @@ __global__ void __launch_bounds__(NORM_THREADS)
                 }
             }
             for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-            if (lane == 0) sums[1 + chunk0 - first_chunk + c] = sum;
+            if (lane == 0) sums[1 + shard_chunk + c] = sum;
         }
     }
 }
 
 constexpr int STATE_THREADS = 1024;
 __global__ void __launch_bounds__(STATE_THREADS)
-    gradient_state_kernel(const double* sums, int64_t chunks, int64_t ranks, Clipping clip,
+    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, Clipping clip,
                           GradientState* state) {
     double mine = 0;
-    for (int64_t c = threadIdx.x; c < chunks; c += STATE_THREADS) {
-        double chunk = 0;
-        for (int64_t r = 0; r < ranks; r++) chunk += sums[r * (1 + chunks) + 1 + c];
-        mine += chunk;
+    for (int64_t c = threadIdx.x; c < shard_chunks; c += STATE_THREADS) {
+        double sum = 0;  // of all ranks; one at most is not 0
+        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_chunks) + 1 + c];
+        mine += sum;
     }
     const double squares = block_sum<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
@@ -159,7 +159,8 @@ __global__ void __launch_bounds__(STATE_THREADS)
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
     bool finite = sqrt(squares) * state->scale < 0x1p62;
-    for (int64_t r = 0; r < ranks; r++) finite = finite && isfinite(sums[r * (1 + chunks)]);  // the losses
+    for (int64_t r = 0; r < ranks; r++)  // the losses
+        finite = finite && isfinite(sums[r * (1 + shard_chunks)]);
     state->skip |= !finite;
 }
 
@@ -211,24 +212,23 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
+                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s) {
-    // Chunks that other ranks sum stay 0 here.
-    check(cudaMemsetAsync(sums, 0, (1 + chunks) * sizeof(double), s), "Clearing memory failed");
-    const unsigned grid = static_cast<unsigned>(
-        std::min<int64_t>(blocks(32 * chunks + 32, NORM_THREADS), NORM_BLOCKS_PER_SM * multiprocessors()));
-    auto launch = [&](auto g) {
-        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first, first_chunk,
-                                                     share, loss, sums);
-    };
-    if (format == Format::F32) launch(dense<float>(gradients));
-    else launch(dense<bf16>(gradients));
+    // Shard chunks that other ranks sum stay 0 here.
+    check(cudaMemsetAsync(sums, 0, (1 + shard_chunks) * sizeof(double), s), "Clearing memory failed");
+    const int64_t wanted = ceil_div(32 * shard_chunks + 32, NORM_THREADS);
+    const unsigned grid =
+        static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
+    with_dense(format, gradients, [&](auto g) {
+        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first,
+                                                     first_shard_chunk, share, loss, sums);
+    });
     CHECK_LAUNCH("gradient_squares");
 }
 
-void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
                    GradientState* state, cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, chunks, ranks, clip, state);
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, state);
     CHECK_LAUNCH("gradient_norm");
 }
 
@@ -236,12 +236,11 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
                    const Share& share, cudaStream_t s) {
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
-    auto launch = [&](auto to, auto mine, auto theirs) {
-        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(to, assign, mine, theirs,
-                                                                                    n, share);
-    };
-    if (format == Format::F32) launch(dense<float>(sum), dense<float>(own), dense<float>(received));
-    else launch(dense<bf16>(sum), dense<bf16>(own), dense<bf16>(received));
+    with_dense(format, sum, [&](auto to) {
+        using T = typename decltype(to)::Compute;
+        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
+            to, assign, dense<T>(own), dense<T>(received), n, share);
+    });
     CHECK_LAUNCH("add_gradients");
 }
 
@@ -265,14 +264,9 @@ struct Factors {
 Factors factors(const AdamW& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    return {a.lr,
-            a.beta1,
-            a.beta2,
-            1 - a.beta1,
-            1 - a.beta2,
-            a.weight_decay,
-            static_cast<float>(bias1 / std::sqrt(bias2)),
-            static_cast<float>(bias1 * a.eps)};
+    const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
+                eps = static_cast<float>(bias1 * a.eps);
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, eps};
 }
 
 //   m = b1 m + (1 - b1) g
@@ -327,8 +321,7 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
         const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
                        high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
 #pragma unroll
-        for (int j = 0; j < CHUNK;
-             j++)  // bits = (weight << 16 | remainder ^ 0x8000) - 0x8000, the inverse of store()
+        for (int j = 0; j < CHUNK; j++)  // the inverse of store()
             master[j] = __uint_as_float(
                 __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
     }
@@ -415,23 +408,17 @@ static_assert(TEAM >= 4, "group_scales() shares four maxima among the lanes of a
 __device__ int team() { return threadIdx.x / TEAM % TEAMS; }
 __device__ int first_of_lane() { return threadIdx.x % TEAM * CHUNK; }
 
-struct MomentFormat {  // of one moment, as the kernels need it; plain: FP32 or BF16
-    bool plain, half, e5m2, expand, per_tensor, keep_positive;
-    float max, log_max, log_range;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
+struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
+    bool e5m2 = false, expand = false, per_tensor = false, keep_positive = false;
+    float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
 };
 MomentFormat moment_format(Format f, const OptimizerFormat& o) {
+    if (!is_scaled(f)) return {};
     const double max = info(f).max;
-    const bool plain = !is_scaled(f), expand = o.expand && is_fp8(f);
-    if (plain) return {true, false, false, false, false, false, 1, 0, 1};
-    return {false,
-            f == Format::F16,
-            f == Format::E5M2,
-            expand,
-            o.granularity == PER_TENSOR,
-            o.keep_positive,
-            info(f).max,
-            static_cast<float>(std::log2(max)),
-            static_cast<float>(std::log2(max / info(f).min))};
+    const float log_max = static_cast<float>(std::log2(max)),
+                log_range = static_cast<float>(std::log2(max / info(f).min));
+    return {f == Format::E5M2, o.expands(f),  o.granularity == PER_TENSOR, o.keep_positive,
+            info(f).max,       log_max,       log_range};
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
@@ -718,8 +705,8 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     Counts counts_m, counts_v;
     const int64_t warp = (int64_t(blockIdx.x) * ADAM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * ADAM_THREADS / 32;
-    for (int64_t at = warp * TEAMS; at < groups;
-         at += warps * TEAMS) {  // both groups of a warp at once: their lanes exchange values
+    // Both groups of a warp at once: their lanes exchange values.
+    for (int64_t at = warp * TEAMS; at < groups; at += warps * TEAMS) {
         const bool live = at + team() < groups;
         const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
         Values w, g, m, v;

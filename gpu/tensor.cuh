@@ -351,13 +351,17 @@ inline bool in_groups(const Quant& q) {
     return q == Q_GROUP;
 }
 
-// Calls f with the Storage of a view: BF16 or FP32.
+// Calls f with the Storage of a tensor: BF16 or FP32.
+template <class F>
+void with_dense(Format format, const void* data, F f) {
+    if (format == Format::F32) return f(dense<float>(data));
+    f(dense<bf16>(data));
+}
 template <class F>
 void with_dense(const View& v, F f) {
     require(!v.quant.fp8() && v.cols % CHUNK == 0,
             "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
-    if (v.quant.format == Format::F32) return f(dense<float>(v.codes));
-    f(dense<bf16>(v.codes));
+    with_dense(v.quant.format, v.codes, f);
 }
 // The same, or groups.
 template <class F>
