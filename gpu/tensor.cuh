@@ -194,31 +194,19 @@ inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float
 // Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals
 // count as 0.
 
-inline __device__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_log2(float x) {  // of subnormals too
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_log2_of_normal(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_sqrt(float x) {
-    float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+#define FAST_FUNCTION(name, instruction)                           \
+    inline __device__ float name(float x) {                        \
+        float y;                                                   \
+        asm(instruction " %0, %1;" : "=f"(y) : "f"(x));            \
+        return y;                                                  \
+    }
+FAST_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
+FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // of subnormals too
+FAST_FUNCTION(fast_log2_of_normal, "lg2.approx.ftz.f32")
+FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
+FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
+#undef FAST_FUNCTION
+
 constexpr float LOG2_E = 1.4426950408889634f;
 inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
     return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
