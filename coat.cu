@@ -675,6 +675,11 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) flush(tiles, rows, x.width, transposed);
 }
 
+// What a code of x holds.
+__device__ float quantized(bool e5m2, float x, float scale) {
+    return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
+}
+
 // Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
 // scales of either grid.
 template <class Producer>
@@ -687,10 +692,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             const int64_t row = at.row + i, col = p * x.width + at.col;
             Values y;
 #pragma unroll
-            for (int j = 0; j < CHUNK; j++) {
-                const float scale = *grid.at(row, col + j);
-                y[j] = decode2(e5m2, encode2(e5m2, __fmul_rn(v[p][j], __frcp_rn(scale)), 0)).x * scale;
-            }
+            for (int j = 0; j < CHUNK; j++) y[j] = quantized(e5m2, v[p][j], *grid.at(row, col + j));
             out.store(row * PLANES * x.width + col, y, true);
         }
     });
@@ -744,9 +746,9 @@ struct ScaleSource {
     ScaleGrid blocks{};
     bool power_of_two = false;  // of the tensor's scale
 
-    __device__ bool groups() const { return !tensor && !blocks.scales; }
-    __device__ float at(float fmax, int64_t row, int64_t col) const {
+    __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
         if (blocks.scales) return *blocks.at(row, col);
+        if (!tensor) return group;
         return tensor->delayed > 0 ? tensor->delayed : scale_of(fmax, tensor->amax, power_of_two);
     }
 };
@@ -758,15 +760,13 @@ __global__ void __launch_bounds__(TILE_THREADS)
     Counts counts;
     for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            const int64_t col = p * x.width + at.col;
-            // Both lanes of a group compute its scale.
-            const float group = scales.groups() ? Groups::group_scale(v[p]) : 0.0f;
+            const float group = Groups::group_scale(v[p]);  // both lanes of a group compute it
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
-                const float scale = scales.groups() ? group : scales.at(fmax, at.row + i, col + j);
+                const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
+                const float back = quantized(e5m2, v[p][j], scale);
                 // A little below half a step beyond FMAX.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
-                const float back = decode2(e5m2, encode2(e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
                 counts.flushed += v[p][j] != 0 && back == 0;
@@ -776,11 +776,11 @@ __global__ void __launch_bounds__(TILE_THREADS)
     counts.add_to(stats);
 }
 template <class Producer>
-void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format format, QuantStats* stats,
+void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format f, QuantStats* stats,
              cudaStream_t s) {
     if (!stats || rows == 0) return;
-    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scales, format == Format::E5M2,
-                                                                     info(format).max, stats);
+    const dim3 grid = tile_grid(rows, x.width);
+    measure_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, scales, f == Format::E5M2, info(f).max, stats);
     CHECK_LAUNCH("measure");
 }
 
@@ -843,10 +843,9 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
-            "quantize_and_dequantize is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols && x.cols % GROUP == 0,
-            "a tensor and its quantized form differ in shape");
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols && x.cols % GROUP == 0,
+            "quantize_and_dequantize is from BF16 to groups of the same shape");
     if (x.rows == 0) return;
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
@@ -912,10 +911,9 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
 
 void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
                       cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
-            "quantize_gate_up is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols,
-            "a tensor and its quantized form differ in shape");
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols,
+            "quantize_gate_up is from BF16 to groups of the same shape");
     if (x.rows == 0) return;
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);

@@ -359,8 +359,8 @@ void with_storage(const View& v, F f) {
     f(groups_of(v));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (coat.h, gradient_format). Which one is known at run time:
-// all threads take the same branch, and a kernel exists once, not twice.
+// A tensor in BF16 or FP32, for instance a gradient (coat.h, gradient_format). Which one is known at run
+// time: all threads take the same branch, and a kernel exists once, not twice.
 struct EitherDense {
     void* data;
     bool f32;
@@ -391,7 +391,8 @@ private:
     }
 };
 inline EitherDense either_dense(const View& v) {
-    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16, "the tensor is not FP32 or BF16");
+    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16,
+            "a tensor is neither FP32 nor BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
 using Gradient = EitherDense;
