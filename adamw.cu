@@ -618,33 +618,26 @@ __device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int6
 template <bool SECOND>
 __device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              const float* table, Values& x) {
-    if (m.format == Format::F32) {
-        const Dense<float> data{static_cast<float*>(m.codes)};
-        data.values(data.load(i), x);
-    } else if (m.format == Format::BF16) {
-        const Dense<bf16> data{static_cast<bf16*>(m.codes)};
-        data.values(data.load(i), x);
-    } else if (m.format == Format::F16) {
-        const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 two = unpack_half(words[j]);
-            x[2 * j] = two.x, x[2 * j + 1] = two.y;
-        }
-        return scale_of(f.max, g.max);
-    } else {
-        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
+    if (!scaled(m)) {
+        EitherDense{m.codes, m.format == Format::F32}.load(i, x);
+        return 1.0f;
     }
-    return 1.0f;
+    if (m.format != Format::F16)
+        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
+    const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = unpack_half(words[j]);
+        x[2 * j] = two.x, x[2 * j + 1] = two.y;
+    }
+    return scale_of(f.max, g.max);
 }
 template <bool SECOND>
 __device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              Values& x) {
-    if (m.format == Format::F32) {
-        Dense<float>{static_cast<float*>(m.codes)}.store(i, x, true);
-    } else if (m.format == Format::BF16) {
-        Dense<bf16>{static_cast<bf16*>(m.codes)}.store(i, x, true);
+    if (!scaled(m)) {
+        EitherDense{m.codes, m.format == Format::F32}.store(i, x, true);
     } else if (m.format == Format::F16) {
         put(static_cast<uint16_t*>(m.codes) + i,
             make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),

@@ -365,29 +365,28 @@ struct EitherDense {
     void* data;
     bool f32;
 
+    template <class F>
+    __device__ void with(F f) const {
+        if (f32) f(Dense<float>{static_cast<float*>(data)});
+        else f(Dense<bf16>{static_cast<bf16*>(data)});
+    }
+    __device__ void load(int64_t i, Values& v) const {
+        with([&](auto x) { x.values(x.load(i), v); });
+    }
     __device__ void store(int64_t i, Values& v, bool live) const {
-        if (f32) Dense<float>{static_cast<float*>(data)}.store(i, v, live);
-        else Dense<bf16>{static_cast<bf16*>(data)}.store(i, v, live);
+        with([&](auto x) { x.store(i, v, live); });
     }
     __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
-        if (f32) add_to(Dense<float>{static_cast<float*>(data)}, i, sum);
-        else add_to(Dense<bf16>{static_cast<bf16*>(data)}, i, sum);
-    }
-    __device__ void add(int64_t i, float x) const {
-        if (f32) static_cast<float*>(data)[i] += x;
-        else
-            static_cast<bf16*>(data)[i] =
-                static_cast<bf16>(static_cast<float>(static_cast<bf16*>(data)[i]) + x);
-    }
-
-private:
-    template <class T>
-    static __device__ void add_to(Dense<T> gradient, int64_t i, const Values& sum) {
-        Values g;
-        gradient.values(gradient.load(i), g);
+        with([&](auto x) {
+            Values v;
+            x.values(x.load(i), v);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) g[j] += sum[j];
-        gradient.store(i, g, true);
+            for (int j = 0; j < CHUNK; j++) v[j] += sum[j];
+            x.store(i, v, true);
+        });
+    }
+    __device__ void add(int64_t i, float one) const {
+        with([&](auto x) { x.data[i] = static_cast<typename decltype(x)::Compute>(float(x.data[i]) + one); });
     }
 };
 inline EitherDense either_dense(const View& v) {
