@@ -135,6 +135,7 @@ __device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int
 template <class Storage, int HALVES = 1>
 struct StoredProducer {
     static constexpr int PLANES = HALVES;
+    using In = Storage;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage half[HALVES];
@@ -166,6 +167,7 @@ struct StoredProducer {
 template <class Storage>
 struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
+    using In = Storage;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage in;
@@ -231,6 +233,7 @@ struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 template <class Storage, bool GATED>
 struct ActivationBackwardProducer {
     static constexpr int PLANES = GATED ? 2 : 1;
+    using In = Storage;
     using Compute = typename Storage::Compute;
     using GateUp = StoredProducer<Storage, PLANES>;
     struct Cursor {
@@ -594,6 +597,13 @@ __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
     if (live) update_amax(amax, top);
 }
 
+// No recipe that scales by blocks saves groups: these combinations only have to work.
+template <class Producer, class Use>
+__device__ void for_each_row_of_blocks(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    if constexpr (std::is_same_v<typename Producer::In, Groups>) for_each_row_in_turn(x, at, rows, use);
+    else for_each_row(x, at, rows, use);
+}
+
 // Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, 2)
@@ -602,7 +612,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     __shared__ uint32_t columns[ACROSS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             uint32_t top = 0;
@@ -658,7 +668,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
                 inverse[p][j] =
                     __frcp_rn(*transposed_grid.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
     uint2 four[PLANES][4];
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;
