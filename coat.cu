@@ -44,19 +44,27 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// This kernel is that of --attention groups (test/test_coat_fused.cu). quantize() in groups is write_kernel
-// in part 2; in a training step, residual_add and quantize_gate_up write groups, with the same Groups::store.
+// quantize() in groups and --attention groups take this kernel. In a training step, residual_add and
+// quantize_gate_up write groups in passing, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
-    quantize_and_dequantize_kernel(Dense<bf16> x, int64_t chunks, Groups groups) {
+    quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool back) {
     const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
                   i = min(chunk, chunks - 1) * CHUNK;
     const bool live = chunk < chunks;
     Values v;
     x.values(x.load(i), v);
     groups.store(i, v, live);  // v becomes scale * code
-    x.store(i, v, live);
+    if (back) x.store(i, v, live);
+}
+// x (BF16) goes to groups; with `back`, x becomes what they hold.
+void quantize_groups(const View& x, const View& groups, bool back, cudaStream_t s) {
+    require(x.cols % GROUP == 0, "the columns are not a multiple of the group size");
+    const int64_t chunks = x.rows * x.cols / CHUNK;
+    quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
+        dense<bf16>(x.codes), chunks, groups_of(groups), back);
+    CHECK_LAUNCH("quantize in groups");
 }
 
 // ===========================================================================================================
@@ -313,20 +321,15 @@ void with_bf16_producer(const Lazy& x, F f) {
     });
 }
 
-// Values rounded to BF16, stored as FP32, or quantized in groups: no scale has to be known first.
-template <class Producer, class Storage>
-__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int64_t rows, Storage out) {
+// Values rounded to BF16 or stored as FP32.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < Producer::PLANES; p++)
             out.store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
     });
-}
-template <class Producer, class Storage>
-void write(const Producer& x, int64_t rows, const Storage& out, cudaStream_t s) {
-    write_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, out);
-    CHECK_LAUNCH("write");
 }
 
 }  // namespace
@@ -516,16 +519,13 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
-    uint2 raw[ROWS] = {};
+    uint2 raw[ROWS / 4][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
         if (at.row + i < rows && at.col < cols)
-            raw[i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
 #pragma unroll
-    for (int h = 0; h < ROWS / 4; h++) {
-        const uint2 four[4] = {raw[4 * h], raw[4 * h + 1], raw[4 * h + 2], raw[4 * h + 3]};
-        tiles[0].write(at, h, four);
-    }
+    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
     flush(tiles, rows, cols, transposed);
 }
 
@@ -556,10 +556,11 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     float* const p = (transposed ? out.transposed : v.codes) ? static_cast<float*>(scales) : nullptr;
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
                   count = v.quant.operand_scales(N, K);
-    const int shift_n = g == PER_128x128 ? LOG_128 : 0;
-    const int shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
-    const int64_t along_n = g == PER_128x128 ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1;
-    const int64_t along_k = g == PER_ROW ? 0 : g == PER_128x128 ? 1 : N;
+    const bool square = g == PER_128x128;
+    const int shift_n = square ? LOG_128 : 0,
+              shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
+    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1,
+                  along_k = g == PER_ROW ? 0 : square ? 1 : N;
     if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
     return {p, shift_n, shift_k, along_n, along_k, count};
 }
@@ -659,14 +660,14 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
+    const int64_t row0 = int64_t(blockIdx.y) * TILE;
     Values inverse[PLANES] = {};  // 1 / scale of the thread's columns, for the transposed codes
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)
             if (transposed && at.col < x.width)
-                inverse[p][j] =
-                    __frcp_rn(*transposed_grid.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
+                inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
     uint2 four[PLANES][4];
     for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
@@ -820,13 +821,16 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     if (!q.fp8())
-        return with_producer(x, [&](auto producer) { write(producer, x.rows, either_dense(out.view), s); });
+        return with_producer(x, [&](auto producer) {
+            const dim3 grid = tile_grid(x.rows, producer.width);
+            write_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, either_dense(out.view));
+            CHECK_LAUNCH("write");
+        });
     if (in_groups(q)) {
         require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16,
                 "only a stored BF16 tensor is quantized in groups");
         measure_groups(x, stats, s);
-        return write(StoredProducer<Dense<bf16>>{dense<bf16>(x.a.codes), x.cols}, x.rows, groups_of(out.view),
-                     s);
+        return quantize_groups(x.a, out.view, false, s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
@@ -854,14 +858,11 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
-                x.cols == groups.cols && x.cols % GROUP == 0,
+                x.cols == groups.cols,
             "quantize_and_dequantize is from BF16 to groups of the same shape");
     if (x.rows == 0) return;
     measure_groups(stored(x), stats, s);
-    const int64_t chunks = x.rows * x.cols / CHUNK;
-    quantize_and_dequantize_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
-        dense<bf16>(x.codes), chunks, groups_of(groups));
-    CHECK_LAUNCH("quantize_and_dequantize");
+    quantize_groups(x, groups, true, s);
 }
 
 // ===========================================================================================================
