@@ -296,7 +296,7 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 
 // How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
 // `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32
-// value.
+// value. Stochastic rounding draws its bits from the step's key and the number of the first element.
 template <class T>
 struct DenseWeights {  // without a remainder
     using Value = T;
@@ -309,7 +309,6 @@ struct DenseWeights {  // without a remainder
 
 struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     using Value = bf16;
-    static constexpr bool STOCHASTIC = false;
     struct Raw {
         uint4 w, r;
     };
@@ -325,7 +324,7 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
             master[j] = __uint_as_float(
                 __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
     }
-    static __device__ void store(const Weights& w, int64_t i, const Values& master, const uint64_t (&)[2],
+    static __device__ void store(const Weights& w, int64_t i, const Values& master, uint64_t, uint64_t,
                                  bool live, uint32_t& top) {
         uint32_t b[CHUNK];
 #pragma unroll
@@ -343,14 +342,13 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
 
 // BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
 struct StochasticWeights : DenseWeights<bf16> {
-    static constexpr bool STOCHASTIC = true;
-    static __device__ void store(const Weights& w, int64_t i, const Values& weight,
-                                 const uint64_t (&random)[2], bool live, uint32_t& top) {
+    static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
+                                 uint64_t element, bool live, uint32_t& top) {
+        const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t b[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)
-            b[j] =
-                __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFFu);
+            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
         const uint4 weights = halves(b, UPPER);
         top = larger_pairs(top, weights);
         if (live) put(static_cast<bf16*>(w.values) + i, weights);
@@ -359,9 +357,8 @@ struct StochasticWeights : DenseWeights<bf16> {
 };
 
 struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
-    static constexpr bool STOCHASTIC = false;
-    static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2],
-                                 bool live, uint32_t& top) {
+    static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
+                                 uint32_t& top) {
         Dense<float>{static_cast<float*>(w.values)}.store(i, master, live);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
@@ -734,13 +731,8 @@ __global__ void __launch_bounds__(ADAM_THREADS)
             measure_moment<true>(segment.v, a.v, gv, table_v, inside, v, counts_v);
             continue;
         }
-        uint64_t random[2] = {0, 0};
-        if (W::STOCHASTIC)
-            for (int q : {0, 1})
-                random[q] = rounding_bits(
-                    a.rounding, static_cast<uint64_t>(segment.offset + segment.to_flat + i) / 4 + q);
         uint32_t top = 0;
-        W::store(weights, i, w, random, live, top);
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top);
         top_w = max(top_w, W::largest(top));
         if (!live) continue;
         store_moment<false>(segment.m, a.m, gm, i, m);
@@ -867,14 +859,9 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             const bool live = at + team() < groups;
             const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
-            uint64_t random[2] = {0, 0};
-            if (W::STOCHASTIC)
-                for (int q : {0, 1})
-                    random[q] =
-                        rounding_bits(a.rounding, static_cast<uint64_t>(start + segment.to_flat + i) / 4 + q);
             group_scales(a.m, a.v, m, v, gm, gv);
             made = scales.insert(made, gm, gv, at - run);
-            W::store(weights, i, w, random, live, top);
+            W::store(weights, i, w, a.rounding, start + segment.to_flat + i, live, top);
             const uint2 new_m = encode_moment<false>(a.m, gm, m), new_v = encode_moment<true>(a.v, gv, v);
             if (live) put(codes_m + i, new_m), put(codes_v + i, new_v);
         }
