@@ -100,12 +100,6 @@ inline __device__ float larger(float top, float x) {  // max(top, |x|); NaN if e
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
 }
-template <int LANES>
-__device__ float largest_of(float top) {  // over LANES neighbouring lanes
-    if constexpr (LANES > 1)
-        top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
-    return top;
-}
 
 // *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
@@ -284,7 +278,8 @@ struct Dense<float> {
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
 // call store(), the first writes the scale.
-constexpr int GROUP = PER_GROUP.cols, GROUP_LANES = GROUP / CHUNK;
+constexpr int GROUP = PER_GROUP.cols;
+static_assert(GROUP == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
     struct Raw {
@@ -307,7 +302,7 @@ struct Groups {
         float amax = 0;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
-        amax = largest_of<GROUP_LANES>(amax);
+        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_up_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
@@ -321,7 +316,7 @@ struct Groups {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % GROUP_LANES == 0)
+            if (threadIdx.x % 2 == 0)
                 scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
