@@ -39,10 +39,11 @@ endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 # FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper
-# and says so when it runs.
+# and says so when it runs. -O1 is for the code of the host, which launches kernels and computes nothing; nvcc
+# always optimizes kernels fully.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
-NVCCFLAGS  := -std=c++17 -O2 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
+NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end
 TESTS      += $(sort $(wildcard test/*.cu))

@@ -19,8 +19,8 @@ namespace {
 
 __device__ void split(float master, uint16_t& weight, int16_t& remainder) {
     const uint32_t bits = __float_as_uint(master);
-    weight = static_cast<uint16_t>((bits + 0x8000u) >>
-                                   16);  // nearest; ties away from zero, so that the remainder fits
+    // To nearest; ties go away from zero, so that the remainder fits.
+    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     remainder = static_cast<int16_t>(bits & 0xFFFFu);
 }
 __device__ float join(uint16_t weight, int16_t remainder) {
@@ -99,24 +99,24 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each chunk of SHARD_CHUNK elements ("chunks" below). The warps take turns with those of all
-// segments.
+// One warp for each shard chunk, which is SHARD_CHUNK elements (coat.h). The warps take turns with the shard
+// chunks of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 template <class T>
 __global__ void __launch_bounds__(NORM_THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, Dense<T> gradients, int64_t first,
-                   int64_t first_chunk, Share share, const double* loss, double* sums) {
+                   int64_t first_shard_chunk, Share share, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * NORM_THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    int64_t before = 0;  // chunks of earlier segments
+    int64_t before = 0;  // shard chunks of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
         const int64_t offset = segments[i].offset - first, size = segments[i].size,
-                      chunk0 = segments[i].chunk;
-        const int64_t chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
-                      begin = chunks * share.rank / share.ranks,
-                      end = chunks * (share.rank + 1) / share.ranks;
+                      shard_chunk = segments[i].shard_chunk - first_shard_chunk;
+        const int64_t shard_chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
+                      begin = shard_chunks * share.rank / share.ranks,
+                      end = shard_chunks * (share.rank + 1) / share.ranks;
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += end - begin;
         for (int64_t c = begin + turn; c < end; c += warps) {
@@ -135,20 +135,20 @@ __global__ void __launch_bounds__(NORM_THREADS)
                 }
             }
             for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-            if (lane == 0) sums[1 + chunk0 - first_chunk + c] = sum;
+            if (lane == 0) sums[1 + shard_chunk + c] = sum;
         }
     }
 }
 
 constexpr int STATE_THREADS = 1024;
 __global__ void __launch_bounds__(STATE_THREADS)
-    gradient_state_kernel(const double* sums, int64_t chunks, int64_t ranks, Clipping clip,
+    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, Clipping clip,
                           GradientState* state) {
     double mine = 0;
-    for (int64_t c = threadIdx.x; c < chunks; c += STATE_THREADS) {
-        double chunk = 0;
-        for (int64_t r = 0; r < ranks; r++) chunk += sums[r * (1 + chunks) + 1 + c];
-        mine += chunk;
+    for (int64_t c = threadIdx.x; c < shard_chunks; c += STATE_THREADS) {
+        double sum = 0;  // of all ranks; one at most is not 0
+        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_chunks) + 1 + c];
+        mine += sum;
     }
     const double squares = block_sum<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
@@ -159,7 +159,8 @@ __global__ void __launch_bounds__(STATE_THREADS)
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
     bool finite = sqrt(squares) * state->scale < 0x1p62;
-    for (int64_t r = 0; r < ranks; r++) finite = finite && isfinite(sums[r * (1 + chunks)]);  // the losses
+    for (int64_t r = 0; r < ranks; r++)  // the losses
+        finite = finite && isfinite(sums[r * (1 + shard_chunks)]);
     state->skip |= !finite;
 }
 
@@ -211,24 +212,23 @@ void checked_loss(const TensorScale* scales, int64_t n, const double* loss, doub
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
+                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s) {
-    // Chunks that other ranks sum stay 0 here.
-    check(cudaMemsetAsync(sums, 0, (1 + chunks) * sizeof(double), s), "Clearing memory failed");
-    const unsigned grid = static_cast<unsigned>(
-        std::min<int64_t>(blocks(32 * chunks + 32, NORM_THREADS), NORM_BLOCKS_PER_SM * multiprocessors()));
-    auto launch = [&](auto g) {
-        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first, first_chunk,
-                                                     share, loss, sums);
-    };
-    if (format == Format::F32) launch(dense<float>(gradients));
-    else launch(dense<bf16>(gradients));
+    // Shard chunks that other ranks sum stay 0 here.
+    check(cudaMemsetAsync(sums, 0, (1 + shard_chunks) * sizeof(double), s), "Clearing memory failed");
+    const int64_t wanted = ceil_div(32 * shard_chunks + 32, NORM_THREADS);
+    const unsigned grid =
+        static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
+    with_dense(format, gradients, [&](auto g) {
+        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first,
+                                                     first_shard_chunk, share, loss, sums);
+    });
     CHECK_LAUNCH("gradient_squares");
 }
 
-void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
                    GradientState* state, cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, chunks, ranks, clip, state);
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, state);
     CHECK_LAUNCH("gradient_norm");
 }
 
@@ -236,12 +236,11 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
                    const Share& share, cudaStream_t s) {
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
-    auto launch = [&](auto to, auto mine, auto theirs) {
-        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(to, assign, mine, theirs,
-                                                                                    n, share);
-    };
-    if (format == Format::F32) launch(dense<float>(sum), dense<float>(own), dense<float>(received));
-    else launch(dense<bf16>(sum), dense<bf16>(own), dense<bf16>(received));
+    with_dense(format, sum, [&](auto to) {
+        using T = typename decltype(to)::Compute;
+        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
+            to, assign, dense<T>(own), dense<T>(received), n, share);
+    });
     CHECK_LAUNCH("add_gradients");
 }
 
@@ -265,14 +264,9 @@ struct Factors {
 Factors factors(const AdamW& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    return {a.lr,
-            a.beta1,
-            a.beta2,
-            1 - a.beta1,
-            1 - a.beta2,
-            a.weight_decay,
-            static_cast<float>(bias1 / std::sqrt(bias2)),
-            static_cast<float>(bias1 * a.eps)};
+    const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
+                eps = static_cast<float>(bias1 * a.eps);
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, eps};
 }
 
 //   m = b1 m + (1 - b1) g
@@ -302,10 +296,19 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 
 // How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
 // `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32
-// value.
+// value. Stochastic rounding draws its bits from the step's key and the number of the first element.
+template <class T>
+struct DenseWeights {  // without a remainder
+    using Value = T;
+    using Raw = typename Dense<T>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<T>{static_cast<T*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& weight) { Dense<T>().values(raw, weight); }
+};
+
 struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     using Value = bf16;
-    static constexpr bool STOCHASTIC = false;
     struct Raw {
         uint4 w, r;
     };
@@ -317,12 +320,11 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
         const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
                        high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
 #pragma unroll
-        for (int j = 0; j < CHUNK;
-             j++)  // bits = (weight << 16 | remainder ^ 0x8000) - 0x8000, the inverse of store()
+        for (int j = 0; j < CHUNK; j++)  // the inverse of store()
             master[j] = __uint_as_float(
                 __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
     }
-    static __device__ void store(const Weights& w, int64_t i, const Values& master, const uint64_t (&)[2],
+    static __device__ void store(const Weights& w, int64_t i, const Values& master, uint64_t, uint64_t,
                                  bool live, uint32_t& top) {
         uint32_t b[CHUNK];
 #pragma unroll
@@ -338,21 +340,15 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
-struct StochasticWeights {  // BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
-    using Value = bf16;
-    static constexpr bool STOCHASTIC = true;
-    using Raw = Dense<bf16>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<bf16>{static_cast<bf16*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& weight) { Dense<bf16>().values(raw, weight); }
-    static __device__ void store(const Weights& w, int64_t i, const Values& weight,
-                                 const uint64_t (&random)[2], bool live, uint32_t& top) {
+// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
+struct StochasticWeights : DenseWeights<bf16> {
+    static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
+                                 uint64_t element, bool live, uint32_t& top) {
+        const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t b[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)
-            b[j] =
-                __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFFu);
+            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
         const uint4 weights = halves(b, UPPER);
         top = larger_pairs(top, weights);
         if (live) put(static_cast<bf16*>(w.values) + i, weights);
@@ -360,16 +356,9 @@ struct StochasticWeights {  // BF16 alone: bits = (bits of the FP32 value + 16 r
     static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
-struct FloatWeights {  // the fp32 recipe
-    using Value = float;
-    static constexpr bool STOCHASTIC = false;
-    using Raw = Dense<float>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<float>{static_cast<float*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& master) { Dense<float>().values(raw, master); }
-    static __device__ void store(const Weights& w, int64_t i, Values& master, const uint64_t (&)[2],
-                                 bool live, uint32_t& top) {
+struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
+    static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
+                                 uint32_t& top) {
         Dense<float>{static_cast<float*>(w.values)}.store(i, master, live);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
@@ -382,24 +371,18 @@ struct FloatWeights {  // the fp32 recipe
 struct RawGradients {
     uint4 lo, hi;
 };
-template <class T>
 __device__ RawGradients load_gradients(const Gradient& gradients, int64_t i) {
-    if (sizeof(T) == 4 || gradients.f32) {
-        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
-        return {p[0], p[1]};
-    }
-    return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+    if (!gradients.f32)
+        return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
+    return {p[0], p[1]};
 }
-template <class T>
 __device__ void gradient_values(const Gradient& gradients, const RawGradients& raw, Values& g) {
-    if (sizeof(T) == 4 || gradients.f32) {
-        const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
-                                       raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
+    if (!gradients.f32) return Dense<bf16>().values(raw.lo, g);
+    const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
+                                   raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
-    } else {
-        Dense<bf16>().values(raw.lo, g);
-    }
+    for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
 }
 
 // ===========================================================================================================
@@ -422,23 +405,17 @@ static_assert(TEAM >= 4, "group_scales() shares four maxima among the lanes of a
 __device__ int team() { return threadIdx.x / TEAM % TEAMS; }
 __device__ int first_of_lane() { return threadIdx.x % TEAM * CHUNK; }
 
-struct MomentFormat {  // of one moment, as the kernels need it; plain: FP32 or BF16
-    bool plain, half, e5m2, expand, per_tensor, keep_positive;
-    float max, log_max, log_range;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
+struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
+    bool e5m2 = false, expand = false, per_tensor = false, keep_positive = false;
+    float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
 };
 MomentFormat moment_format(Format f, const OptimizerFormat& o) {
+    if (!is_scaled(f)) return {};
     const double max = info(f).max;
-    const bool plain = !is_scaled(f), expand = o.expand && is_fp8(f);
-    if (plain) return {true, false, false, false, false, false, 1, 0, 1};
-    return {false,
-            f == Format::F16,
-            f == Format::E5M2,
-            expand,
-            o.granularity == PER_TENSOR,
-            o.keep_positive,
-            info(f).max,
-            static_cast<float>(std::log2(max)),
-            static_cast<float>(std::log2(max / info(f).min))};
+    const float log_max = static_cast<float>(std::log2(max)),
+                log_range = static_cast<float>(std::log2(max / info(f).min));
+    return {f == Format::E5M2, o.expands(f),  o.granularity == PER_TENSOR, o.keep_positive,
+            info(f).max,       log_max,       log_range};
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
@@ -448,6 +425,9 @@ __device__ float expansion_factor(float log_range, float max, float min_nonzero)
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
     return fminf(fmaxf(floorf(16.0f * log_range * fast_reciprocal(log_ratio)) * 0.0625f, 0.0625f), 64.0f);
 }
+
+// Code j of eight.
+__device__ uint32_t code_of(uint2 codes, int j) { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu; }
 
 struct GroupScale {     // what the elements of a group share
     float max, k;
@@ -483,7 +463,7 @@ __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values&
 __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                           Values& x) {
     const float inverse_k = fast_reciprocal(g.k);
-    auto log_of = [&](int j) { return table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu]; };
+    auto log_of = [&](int j) { return table[code_of(codes, j) & 0x7Fu]; };
     if (!wide(f, g.k)) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(log_of(j) * inverse_k);
@@ -517,8 +497,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     const bool fast = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
     if (SECOND && f.keep_positive && !fast) {
         for (int j = 0; j < CHUNK; j++) {
-            uint32_t& four = j < 4 ? codes.x : codes.y;
-            if (x[j] > 0 && (four >> 8 * (j % 4) & 0xFFu) == 0) four |= 1u << 8 * (j % 4);
+            if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
         }
     }
     return codes;
@@ -534,13 +513,12 @@ __device__ float decode_moment(const MomentFormat& f, const GroupScale& g, uint2
     } else {
         scale = scale_of(f.max, g.max);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) x[j] = table[(j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu];
+        for (int j = 0; j < CHUNK; j++) x[j] = table[code_of(codes, j) & 0x7Fu];
     }
     if constexpr (!SECOND) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
-            const uint32_t code = (j < 4 ? codes.x : codes.y) >> 8 * (j % 4);
-            x[j] = __uint_as_float(__float_as_uint(x[j]) | (code << 24 & 0x80000000u));
+            x[j] = __uint_as_float(__float_as_uint(x[j]) | (code_of(codes, j) << 24 & 0x80000000u));
         }
     }
     return scale;
@@ -637,33 +615,26 @@ __device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int6
 template <bool SECOND>
 __device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              const float* table, Values& x) {
-    if (m.format == Format::F32) {
-        const Dense<float> data{static_cast<float*>(m.codes)};
-        data.values(data.load(i), x);
-    } else if (m.format == Format::BF16) {
-        const Dense<bf16> data{static_cast<bf16*>(m.codes)};
-        data.values(data.load(i), x);
-    } else if (m.format == Format::F16) {
-        const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 two = unpack_half(words[j]);
-            x[2 * j] = two.x, x[2 * j + 1] = two.y;
-        }
-        return scale_of(f.max, g.max);
-    } else {
-        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
+    if (!scaled(m)) {
+        EitherDense{m.codes, m.format == Format::F32}.load(i, x);
+        return 1.0f;
     }
-    return 1.0f;
+    if (m.format != Format::F16)
+        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
+    const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 two = unpack_half(words[j]);
+        x[2 * j] = two.x, x[2 * j + 1] = two.y;
+    }
+    return scale_of(f.max, g.max);
 }
 template <bool SECOND>
 __device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              Values& x) {
-    if (m.format == Format::F32) {
-        Dense<float>{static_cast<float*>(m.codes)}.store(i, x, true);
-    } else if (m.format == Format::BF16) {
-        Dense<bf16>{static_cast<bf16*>(m.codes)}.store(i, x, true);
+    if (!scaled(m)) {
+        EitherDense{m.codes, m.format == Format::F32}.store(i, x, true);
     } else if (m.format == Format::F16) {
         put(static_cast<uint16_t*>(m.codes) + i,
             make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
@@ -691,8 +662,7 @@ __device__ void measure_moment(const MomentView& m, const MomentFormat& f, const
         scale = decode_moment<SECOND>(f, g, codes, table, back);
     }
     for (int j = 0; j < CHUNK && j < live; j++) {
-        const bool zero = m.format == Format::F16 ? back[j] == 0
-                                                  : ((j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0x7Fu) == 0;
+        const bool zero = m.format == Format::F16 ? back[j] == 0 : (code_of(codes, j) & 0x7Fu) == 0;
         counts.add(x[j], back[j] * scale);
         counts.flushed += x[j] != 0 && zero;
     }
@@ -725,8 +695,8 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     Counts counts_m, counts_v;
     const int64_t warp = (int64_t(blockIdx.x) * ADAM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * ADAM_THREADS / 32;
-    for (int64_t at = warp * TEAMS; at < groups;
-         at += warps * TEAMS) {  // both groups of a warp at once: their lanes exchange values
+    // Both groups of a warp at once: their lanes exchange values.
+    for (int64_t at = warp * TEAMS; at < groups; at += warps * TEAMS) {
         const bool live = at + team() < groups;
         const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
         Values w, g, m, v;
@@ -737,7 +707,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
                     max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
             continue;
         }
-        gradient_values<T>(a.gradients, load_gradients<T>(a.gradients, segment.offset - a.first + i), g);
+        gradient_values(a.gradients, load_gradients(a.gradients, segment.offset - a.first + i), g);
         const float keep_m =
             a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
         const float keep_v =
@@ -761,13 +731,8 @@ __global__ void __launch_bounds__(ADAM_THREADS)
             measure_moment<true>(segment.v, a.v, gv, table_v, inside, v, counts_v);
             continue;
         }
-        uint64_t random[2] = {0, 0};
-        if (W::STOCHASTIC)
-            for (int q : {0, 1})
-                random[q] = rounding_bits(
-                    a.rounding, static_cast<uint64_t>(segment.offset + segment.to_flat + i) / 4 + q);
         uint32_t top = 0;
-        W::store(weights, i, w, random, live, top);
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top);
         top_w = max(top_w, W::largest(top));
         if (!live) continue;
         store_moment<false>(segment.m, a.m, gm, i, m);
@@ -796,13 +761,6 @@ void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
     next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments,
                                                                          a.state, after);
     CHECK_LAUNCH("adamw, maxima");
-}
-
-template <class W, Pass PASS>
-void launch_adamw(const AdamArguments& a, int64_t blocks_each, cudaStream_t s) {
-    const dim3 grid(static_cast<unsigned>(blocks_each), static_cast<unsigned>(a.number_of_segments));
-    adamw_kernel<W, PASS><<<grid, ADAM_THREADS, 0, s>>>(a);
-    CHECK_LAUNCH("adamw");
 }
 
 // ===========================================================================================================
@@ -874,7 +832,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     auto fetch = [&](int at) {
         const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, i);
-        next_g = load_gradients<T>(a.gradients, to_gradients + i);
+        next_g = load_gradients(a.gradients, to_gradients + i);
         next_m = get<uint2>(codes_m + i);
         next_v = get<uint2>(codes_v + i);
     };
@@ -890,7 +848,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
         for (int at = run; at < stop; at += TEAMS) {
             Values w, g, m, v;
             W::values(next_w, w);
-            gradient_values<T>(a.gradients, next_g, g);
+            gradient_values(a.gradients, next_g, g);
             GroupScale gm = RunOfScales::pick(numbers, false, at - run),
                        gv = RunOfScales::pick(numbers, true, at - run);
             const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
@@ -901,14 +859,9 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
             const bool live = at + team() < groups;
             const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
-            uint64_t random[2] = {0, 0};
-            if (W::STOCHASTIC)
-                for (int q : {0, 1})
-                    random[q] =
-                        rounding_bits(a.rounding, static_cast<uint64_t>(start + segment.to_flat + i) / 4 + q);
             group_scales(a.m, a.v, m, v, gm, gv);
             made = scales.insert(made, gm, gv, at - run);
-            W::store(weights, i, w, random, live, top);
+            W::store(weights, i, w, a.rounding, start + segment.to_flat + i, live, top);
             const uint2 new_m = encode_moment<false>(a.m, gm, m), new_v = encode_moment<true>(a.v, gv, v);
             if (live) put(codes_m + i, new_m), put(codes_v + i, new_v);
         }
@@ -963,10 +916,12 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
     }
 }
 
+// The passes of one update, or of one measurement (where there is no state).
 template <class W>
-void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
+void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
     const int64_t sms = multiprocessors();
-    const bool fp8_groups = is_fp8(optimizer.m) && is_fp8(optimizer.v) && !a.m.per_tensor;
+    const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
+    const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
         // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
@@ -977,13 +932,26 @@ void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStre
         adamw_fp8_kernel<W><<<grid, 32 * FP8_WARPS, 0, s>>>(a);
         CHECK_LAUNCH("adamw, FP8");
     }
-    const bool per_tensor = optimizer.granularity == PER_TENSOR;
     const int64_t wanted = ceil_div(a.groups, ADAM_THREADS / TEAM),
-                  each = fp8_groups ? std::min<int64_t>(wanted, 8) : std::min(wanted, 4 * sms);
-    if (per_tensor) next_maxima(a, false, s);
-    if (per_tensor) launch_adamw<W, Pass::Maxima>(a, each, s);
-    launch_adamw<W, Pass::Update>(a, each, s);
-    if (per_tensor) next_maxima(a, true, s);
+                  each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
+    const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
+    if (per_tensor) {
+        next_maxima(a, false, s);
+        adamw_kernel<W, Pass::Maxima><<<grid, ADAM_THREADS, 0, s>>>(a);
+        CHECK_LAUNCH("adamw, first pass");
+    }
+    if (measures) adamw_kernel<W, Pass::Measure><<<grid, ADAM_THREADS, 0, s>>>(a);
+    else adamw_kernel<W, Pass::Update><<<grid, ADAM_THREADS, 0, s>>>(a);
+    CHECK_LAUNCH("adamw");
+    if (per_tensor && !measures) next_maxima(a, true, s);
+}
+void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments arguments, cudaStream_t s) {
+    arguments.f = factors(a);
+    arguments.m = moment_format(optimizer.m, optimizer);
+    arguments.v = moment_format(optimizer.v, optimizer);
+    if (arguments.w.format == Format::F32) launch<FloatWeights>(arguments, optimizer, s);
+    else if (arguments.w.remainder) launch<MasterWeights>(arguments, optimizer, s);
+    else launch<StochasticWeights>(arguments, optimizer, s);
 }
 
 }  // namespace
@@ -991,60 +959,31 @@ void adamw_of(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStre
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
+    const bool per_tensor = optimizer.granularity == PER_TENSOR;
     require(format == Format::F32 || format == w.format,
             "gradients are FP32, or in the format of the weights");
     require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
             "the flat order is not padded to groups");
-    require(optimizer.granularity == PER_TENSOR || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
+    require(per_tensor || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
             "FP16 moments have one scale per tensor");
-    require(!(optimizer.granularity == PER_TENSOR) || (!optimizer.expand && !optimizer.keep_positive),
+    require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
     if (range.count == 0) return;
-    const AdamArguments arguments{factors(a),
-                                  moment_format(optimizer.m, optimizer),
-                                  moment_format(optimizer.v, optimizer),
-                                  segments,
-                                  number_of_segments,
-                                  range.first,
-                                  range.count / MOMENT_GROUP,
-                                  w,
-                                  rounding,
-                                  {const_cast<void*>(gradients), format == Format::F32},
-                                  state};
-    if (w.format == Format::F32) adamw_of<FloatWeights>(arguments, optimizer, s);
-    else if (w.remainder) adamw_of<MasterWeights>(arguments, optimizer, s);
-    else adamw_of<StochasticWeights>(arguments, optimizer, s);
+    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    launch(a, optimizer,
+           {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, g,
+            state},
+           s);
 }
 
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s) {
     if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
-    const AdamArguments a{factors({1, 0.0f}),
-                          moment_format(optimizer.m, optimizer),
-                          moment_format(optimizer.v, optimizer),
-                          segment,
-                          1,
-                          first,
-                          ceil_div(size, MOMENT_GROUP),
-                          w,
-                          0,
-                          {const_cast<void*>(gradients), format == Format::F32},
-                          nullptr,
-                          m_stats,
-                          v_stats};
-    const int64_t each = std::min<int64_t>(ceil_div(a.groups, ADAM_THREADS / TEAM), 4 * multiprocessors());
-    auto launch = [&](auto weights) {
-        using W = decltype(weights);
-        if (optimizer.granularity == PER_TENSOR) {
-            next_maxima(a, false, s);
-            launch_adamw<W, Pass::Maxima>(a, each, s);
-        }
-        launch_adamw<W, Pass::Measure>(a, each, s);
-    };
-    if (w.format == Format::F32) launch(FloatWeights());
-    else if (w.remainder) launch(MasterWeights());
-    else launch(StochasticWeights());
+    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    launch({1, 0.0f}, optimizer,
+           {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0, g, nullptr, m_stats, v_stats},
+           s);
 }
 
 }  // namespace coat::gpu

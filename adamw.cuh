@@ -41,7 +41,7 @@ struct Segment {
     TensorScale* amax;      // of the new weights; may be null
     int64_t to_weight = 0;  // what to add to an offset to find the weight among the rank's weights,
     int64_t to_flat = 0;    // and to find the element in the flat order
-    int64_t chunk = 0;      // number of its first chunk (SHARD_CHUNK) among those of all parameters
+    int64_t shard_chunk = 0;  // number of its first shard chunk among those of all parameters
 };
 
 // What a step knows of its gradients, on the device, so that the host need not wait. Cleared before the step;
@@ -60,21 +60,23 @@ struct Clipping {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// A rank's share of work that any rank could do: consecutive chunks of every segment.
+// A rank's share of work that any rank could do: consecutive shard chunks of every segment. A shard chunk is
+// SHARD_CHUNK elements of a parameter (coat.h). It is not the chunk of 8 elements that a thread loads at once
+// (gpu/tensor.cuh).
 struct Share {
     int64_t rank = 0, ranks = 1;
 };
-// Sums of squares, by chunks of SHARD_CHUNK elements of a parameter. Added in a fixed order, they give the
-// same norm for any number of ranks.
+// Sums of squares, by shard chunks. Added in a fixed order, they give the same norm for any number of ranks.
 //   gradients       begin with the element `first` of the rank's order
-//   sums            (1 + chunks): *loss (0 if it is null), then those of the chunks from `first_chunk` on; 0
-//                   where the chunk is another rank's
-//   share           of the chunks, where every rank has all gradients; else the default
+//   sums            (1 + shard_chunks): *loss (0 if it is null), then those of the shard chunks from
+//                   `first_shard_chunk` on; 0 where the shard chunk is another rank's
+//   share           of the shard chunks, where every rank has all gradients; else the default
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_chunk, int64_t chunks, const Share& share,
+                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s);
-// Adds them to the state: those of all ranks, (ranks, 1 + chunks), of which one at most is not 0 for a chunk.
-void gradient_norm(const double* sums, int64_t chunks, int64_t ranks, const Clipping& clip,
+// Adds them to the state: those of all ranks, (ranks, 1 + shard_chunks), of which one at most is not 0 for a
+// shard chunk.
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
                    GradientState* state, cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without

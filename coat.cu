@@ -44,19 +44,27 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// This kernel is that of --attention groups (test/test_coat_fused.cu). quantize() in groups is write_kernel in
-// part 2; in a training step, residual_add and quantize_gate_up write groups, with the same Groups::store.
+// quantize() in groups and --attention groups take this kernel. In a training step, residual_add and
+// quantize_gate_up write groups in passing, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
-    quantize_and_dequantize_kernel(Dense<bf16> x, int64_t chunks, Groups groups) {
+    quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool back) {
     const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
                   i = min(chunk, chunks - 1) * CHUNK;
     const bool live = chunk < chunks;
     Values v;
     x.values(x.load(i), v);
     groups.store(i, v, live);  // v becomes scale * code
-    x.store(i, v, live);
+    if (back) x.store(i, v, live);
+}
+// x (BF16) goes to groups; with `back`, x becomes what they hold.
+void quantize_groups(const View& x, const View& groups, bool back, cudaStream_t s) {
+    require(x.cols % GROUP == 0, "the columns are not a multiple of the group size");
+    const int64_t chunks = x.rows * x.cols / CHUNK;
+    quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
+        dense<bf16>(x.codes), chunks, groups_of(groups), back);
+    CHECK_LAUNCH("quantize in groups");
 }
 
 // ===========================================================================================================
@@ -69,7 +77,6 @@ __global__ void __launch_bounds__(GROUP_THREADS)
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor)  converts it to FP32 values.
-// GRADIENT: the producer may make gradients. Only gradients are quantized to E5M2 and summed over tokens.
 // A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
 // of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
 // computes the same bits.
@@ -118,26 +125,57 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
         }
     }
 }
+// The same row by row, for kernels whose time does not matter. Eight copies of a large `use` would be a third
+// of what this file takes to compile.
+template <class Producer, class Use>
+__device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) {
+        const auto cursor = x.cursor(min(at.row + i, rows - 1), min(at.col, x.width - CHUNK));
+        Values v[Producer::PLANES];
+        x.compute(x.load(cursor, 0), cursor, v);
+        use(i, v, at.row + i < rows && at.col < x.width);
+    }
+}
 
-template <class Storage>
+// A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
+// [gate | up].
+template <class Storage, int HALVES = 1>
 struct StoredProducer {
-    static constexpr int PLANES = 1;
-    static constexpr bool GRADIENT = true;
+    static constexpr int PLANES = HALVES;
+    using In = Storage;
     using Compute = typename Storage::Compute;
-    using Cursor = Storage;
-    using Raw = typename Storage::Raw;
+    struct Cursor {
+        Storage half[HALVES];
+    };
+    struct Raw {
+        typename Storage::Raw half[HALVES];
+    };
     Storage x;
     int64_t width;
 
-    __device__ Cursor cursor(int64_t row, int64_t col) const { return x.from(row * width + col); }
-    __device__ Raw load(const Cursor& at, int i) const { return at.load(rows_of(i, width)); }
-    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[1]) const { x.values(raw, v[0]); }
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        Cursor at;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) at.half[h] = x.from((row * HALVES + h) * width + col);
+        return at;
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[PLANES]) const {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) x.values(raw.half[h], v[h]);
+    }
 };
 
 template <class Storage>
 struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
-    static constexpr bool GRADIENT = false;
+    using In = Storage;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage in;
@@ -184,61 +222,28 @@ __device__ float activated(float first, float second) {  // silu(gate) * up, or 
                  : __fmul_rn(first, gelu_sigmoid(first));
 }
 
-// gate_up (N, 2F) = [gate | up], read by its two halves, or u (N, F) where nothing is gated (HALVES = 1). On
-// its own it produces the halves as they are.
-template <class Storage, int HALVES>
-struct GateUpProducer {
-    static constexpr int PLANES = HALVES;
-    static constexpr bool GRADIENT = false;
-    using Compute = typename Storage::Compute;
-    struct Cursor {
-        Storage half[HALVES];
-    };
-    struct Raw {
-        typename Storage::Raw half[HALVES];
-    };
-    Storage gate_up;
-    int64_t width;  // F
-
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor at;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) at.half[h] = gate_up.from((row * HALVES + h) * width + col);
-        return at;
-    }
-    __device__ Raw load(const Cursor& at, int i) const {
-        Raw raw;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
-        return raw;
-    }
-    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[HALVES]) const {
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) gate_up.values(raw.half[h], v[h]);
-    }
-};
-
+// The activation's output (N, F): SiLU(gate) * up, or GELU. Its input is (N, 2F) = [gate | up], or (N, F).
 template <class Storage, bool GATED>
-struct ActivationProducer : GateUpProducer<Storage, GATED ? 2 : 1> {  // act = silu(gate) * up, or gelu(u)
+struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
     static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
-    using GateUp = GateUpProducer<Storage, HALVES>;
-    using typename GateUp::Cursor;
-    using typename GateUp::Raw;
+    using GateUp = StoredProducer<Storage, HALVES>;
 
-    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
-        Values x[GateUp::PLANES];
+    __device__ void compute(const typename GateUp::Raw& raw, const typename GateUp::Cursor& at,
+                            Values (&v)[1]) const {
+        Values x[HALVES];
         GateUp::compute(raw, at, x);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(x[0][j], x[HALVES - 1][j]);
     }
 };
 
+// The gradient of the activation's input, from that of its output, dact (N, F).
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {  // gradient of gate_up, from that of the activation's output
+struct ActivationBackwardProducer {
     static constexpr int PLANES = GATED ? 2 : 1;
-    static constexpr bool GRADIENT = true;
+    using In = Storage;
     using Compute = typename Storage::Compute;
-    using GateUp = GateUpProducer<Storage, PLANES>;
+    using GateUp = StoredProducer<Storage, PLANES>;
     struct Cursor {
         typename GateUp::Cursor gate_up;
         Dense<Compute> dact;
@@ -258,7 +263,7 @@ struct ActivationBackwardProducer {  // gradient of gate_up, from that of the ac
         return {gate_up.load(at.gate_up, i), at.dact.load(rows_of(i, width))};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
-        Values x[GateUp::PLANES], d;
+        Values x[PLANES], d;
         gate_up.compute(raw.gate_up, at.gate_up, x);
         dact.values(raw.dact, d);
 #pragma unroll
@@ -278,34 +283,34 @@ struct ActivationBackwardProducer {  // gradient of gate_up, from that of the ac
     }
 };
 
+// What a producer's values can be, so that kernels exist only where they are used. Only gradients are
+// quantized to E5M2 and summed over tokens. They are needed transposed in any case, for wgrad, so where only
+// gradients are made, no kernel writes row-major codes alone.
+enum class Role { Input, Gradient, Any };
+template <class Producer>
+constexpr Role ROLE = Role::Input;  // of a linear layer
+template <class T>
+constexpr Role ROLE<StoredProducer<Dense<T>>> = Role::Any;
+template <class Storage, bool GATED>
+constexpr Role ROLE<ActivationBackwardProducer<Storage, GATED>> = Role::Gradient;
+
 // Calls f with the producer of a lazily computed tensor.
-template <bool GATED, class F>
-void with_activation(const Lazy& x, F f) {
-    with_storage(x.a, [&](auto gate_up) {
-        using Storage = decltype(gate_up);
-        constexpr int HALVES = GATED ? 2 : 1;
-        const int64_t width = x.a.cols / HALVES;
-        if (x.op == LazyOp::Activation) return f(ActivationProducer<Storage, GATED>{{gate_up, width}});
-        f(ActivationBackwardProducer<Storage, GATED>{
-            {gate_up, width}, dense<typename Storage::Compute>(x.b.codes), width});
-    });
-}
 template <class F>
 void with_producer(const Lazy& x, F f) {
     require(x.cols % 16 == 0, "the columns are not a multiple of 16");
-    switch (x.op) {
-        case LazyOp::Stored:
-            return with_storage(x.a, [&](auto storage) {
-                f(StoredProducer<decltype(storage)>{storage, x.cols});
-            });
-        case LazyOp::Norm:
-            return with_storage(x.norm.in, [&](auto in) {
-                using T = typename decltype(in)::Compute;
-                f(NormProducer<decltype(in)>{
-                    in, {dense<T>(x.norm.weight), dense<T>(x.norm.bias)}, x.norm.stats, x.cols});
-            });
-        default: return x.gated ? with_activation<true>(x, f) : with_activation<false>(x, f);
-    }
+    with_storage(x.a, [&](auto in) {
+        using Storage = decltype(in);
+        using T = typename Storage::Compute;
+        const Dense<T> dact = dense<T>(x.b.codes);
+        const int64_t width = x.op == LazyOp::ActivationBackward ? x.b.cols : x.cols;
+        const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
+        if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});
+        else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
+        else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
+        else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
+        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact, width});
+        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact, width});
+    });
 }
 // The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
 template <class F>
@@ -316,9 +321,9 @@ void with_bf16_producer(const Lazy& x, F f) {
     });
 }
 
-// Values rounded to BF16, stored as FP32, or quantized in groups: no scale has to be known first.
-template <class Producer, class Storage>
-__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int64_t rows, Storage out) {
+// Values rounded to BF16 or stored as FP32.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
 #pragma unroll
@@ -326,19 +331,12 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int6
             out.store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
     });
 }
-template <class Producer, class Storage>
-void write(const Producer& x, int64_t rows, const Storage& out, cudaStream_t s) {
-    write_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, out);
-    CHECK_LAUNCH("write");
-}
 
 }  // namespace
 
 Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
 Lazy norm(const Norm& n) {
-    Lazy x{LazyOp::Norm, n.in.rows, n.in.cols};
-    x.norm = n;
-    return x;
+    return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n};
 }
 Lazy activation(bool gated, const View& gate_up) {
     return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
@@ -403,8 +401,8 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
-    __device__ void write(const TilePlace& at, int h,
-                          const uint2 (&codes)[4]) {  // the thread's rows 4 h ... 4 h + 3
+    // Takes the codes of the thread's rows 4 h ... 4 h + 3.
+    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
@@ -418,37 +416,32 @@ struct TransposeTile {
         const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
         return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
     }
-    // Writes the tile to out, which is (columns, rows): its first `cols` columns, from column col0 and row
-    // row0 of the tensor on.
-    __device__ void flush(uint8_t* out, int64_t rows, int64_t row0, int64_t col0, int cols) const {
-        constexpr int PIECES = TILE / 16;
+};
+// Writes the block's tiles, one for each plane, to out, which is (columns, rows). All threads call it.
+template <int PLANES>
+__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t row0 = int64_t(blockIdx.y) * TILE, col0 = int64_t(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
 #pragma unroll
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = row0 + piece * 16;
             if (col >= cols || row >= rows) continue;
-            const uint4 q = rows16(col, piece);
-            uint8_t* to = out + (col0 + col) * rows + row;
+            const uint4 q = tiles[p].rows16(col, piece);
+            uint8_t* to = out + (p * width + col0 + col) * rows + row;
             if (rows % 16 == 0) {
                 put(to, q);
-            } else {
-                const uint32_t words[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-                for (int j = 0; j < 16; j++)
-                    if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+                continue;
             }
-        }
-    }
-};
-template <int PLANES>
-__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
-                      uint8_t* out) {  // by all threads
-    __syncthreads();
-    const int64_t col0 = int64_t(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
+            const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int p = 0; p < PLANES; p++)
-        tiles[p].flush(out, rows, int64_t(blockIdx.y) * TILE, p * width + col0, cols);
+            for (int j = 0; j < 16; j++)
+                if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+        }
 }
 
 static_assert(info(Format::E5M2).max == 128 * info(Format::E4M3).max,
@@ -497,7 +490,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
-    if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
+    if (TRANSPOSED && transposed) flush(tiles, rows, x.width, transposed);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
         tensor->scale = scale;  // written last, so that it delays no load of x
     if (!delayed) return;
@@ -509,12 +502,12 @@ template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool E5M2 = Producer::GRADIENT;
+    constexpr bool E5M2 = ROLE<Producer> != Role::Input, ALWAYS = ROLE<Producer> == Role::Gradient;
     require(E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    const auto kernel =
-        out.transposed ? e5m2 ? quantize_kernel<Producer, E5M2, true> : quantize_kernel<Producer, false, true>
-        : e5m2 ? quantize_kernel<Producer, E5M2, false>
-                       : quantize_kernel<Producer, false, false>;
+    constexpr decltype(&quantize_kernel<Producer, E5M2, true>) KERNELS[2][2] = {
+        {quantize_kernel<Producer, false, ALWAYS>, quantize_kernel<Producer, false, true>},
+        {quantize_kernel<Producer, E5M2, ALWAYS>, quantize_kernel<Producer, E5M2, true>}};
+    const auto kernel = KERNELS[e5m2][out.transposed != nullptr];
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
         x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
         static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
@@ -526,16 +519,13 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
-    uint2 raw[ROWS] = {};
+    uint2 raw[ROWS / 4][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
         if (at.row + i < rows && at.col < cols)
-            raw[i] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
 #pragma unroll
-    for (int h = 0; h < ROWS / 4; h++) {
-        const uint2 four[4] = {raw[4 * h], raw[4 * h + 1], raw[4 * h + 2], raw[4 * h + 3]};
-        tiles[0].write(at, h, four);
-    }
+    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
     flush(tiles, rows, cols, transposed);
 }
 
@@ -550,6 +540,7 @@ struct ScaleGrid {
     float* scales;             // null: not wanted
     int row_shift, col_shift;  // log2 of a block's sides
     int64_t down, across;      // from one block's scale to the next one's
+    int64_t count;             // of all scales
     __device__ float* at(int64_t row, int64_t col) const {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
@@ -557,16 +548,21 @@ struct ScaleGrid {
 constexpr int LOG_32 = 5, LOG_128 = 7, ALL = 62;
 static_assert(PER_1x32.cols == 1 << LOG_32 && PER_1x128.cols == 1 << LOG_128 &&
               PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
-ScaleGrid scale_grid(const Granularity& g, void* scales, int64_t rows, int64_t cols, bool transposed) {
-    float* const p = static_cast<float*>(scales);
-    const int64_t N = transposed ? cols : rows,
-                  K = transposed ? rows : cols;  // K is the reduction dimension of the GEMM
-    const int shift_n = g == PER_128x128 ? LOG_128 : 0;
-    const int shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
-    const int64_t along_n = g == PER_128x128 ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1;
-    const int64_t along_k = g == PER_ROW ? 0 : g == PER_128x128 ? 1 : N;
-    if (transposed) return {p, shift_k, shift_n, along_k, along_n};
-    return {p, shift_n, shift_k, along_n, along_k};
+// The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
+ScaleGrid scale_grid(const Operand& out, bool transposed) {
+    const View& v = out.view;
+    const Granularity& g = v.quant.granularity;
+    void* const scales = transposed ? out.transposed_scales : v.scales;
+    float* const p = (transposed ? out.transposed : v.codes) ? static_cast<float*>(scales) : nullptr;
+    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
+                  count = v.quant.operand_scales(N, K);
+    const bool square = g == PER_128x128;
+    const int shift_n = square ? LOG_128 : 0,
+              shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
+    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1,
+                  along_k = g == PER_ROW ? 0 : square ? 1 : N;
+    if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
+    return {p, shift_n, shift_k, along_n, along_k, count};
 }
 
 // Every thread has a number for each of its 8 columns. They are combined over the block's 16 groups of rows,
@@ -602,6 +598,13 @@ __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
     if (live) update_amax(amax, top);
 }
 
+// No recipe that scales by blocks saves groups: these combinations only have to work.
+template <class Producer, class Use>
+__device__ void for_each_row_of_blocks(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    if constexpr (std::is_same_v<typename Producer::In, Groups>) for_each_row_in_turn(x, at, rows, use);
+    else for_each_row(x, at, rows, use);
+}
+
 // Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, 2)
@@ -610,7 +613,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     __shared__ uint32_t columns[ACROSS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             uint32_t top = 0;
@@ -657,16 +660,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
+    const int64_t row0 = int64_t(blockIdx.y) * TILE;
     Values inverse[PLANES] = {};  // 1 / scale of the thread's columns, for the transposed codes
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)
             if (transposed && at.col < x.width)
-                inverse[p][j] =
-                    __frcp_rn(*transposed_grid.at(int64_t(blockIdx.y) * TILE, p * x.width + at.col + j));
+                inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
     uint2 four[PLANES][4];
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;
@@ -683,6 +686,11 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) flush(tiles, rows, x.width, transposed);
 }
 
+// What a code of x holds.
+__device__ float quantized(bool e5m2, float x, float scale) {
+    return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
+}
+
 // Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
 // scales of either grid.
 template <class Producer>
@@ -690,33 +698,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     decode_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, Dense<bf16> out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
         for (int p = 0; live && p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;
             Values y;
 #pragma unroll
-            for (int j = 0; j < CHUNK; j++) {
-                const float scale = *grid.at(row, col + j);
-                y[j] = decode2(e5m2, encode2(e5m2, __fmul_rn(v[p][j], __frcp_rn(scale)), 0)).x * scale;
-            }
+            for (int j = 0; j < CHUNK; j++) y[j] = quantized(e5m2, v[p][j], *grid.at(row, col + j));
             out.store(row * PLANES * x.width + col, y, true);
         }
     });
 }
-
-// The scales of an operand, for its row-major codes and for its transposed codes; without memory where those
-// are not wanted.
-struct BlockScales {
-    ScaleGrid grid[2];
-    int64_t count[2];
-    explicit BlockScales(const Operand& out)
-        : grid{scale_grid(out.view.quant.granularity, out.view.codes ? out.view.scales : nullptr,
-                          out.view.rows, out.view.cols, false),
-               scale_grid(out.view.quant.granularity, out.transposed ? out.transposed_scales : nullptr,
-                          out.view.rows, out.view.cols, true)},
-          count{out.view.quant.operand_scales(out.view.rows, out.view.cols),
-                out.view.quant.operand_scales(out.view.cols, out.view.rows)} {}
-};
 
 template <class Producer>
 void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
@@ -725,33 +716,33 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
                 q.decoded(),
             "no kernel scales by such blocks");
     require(q.scale == Format::F32, "the scales of an operand are FP32");
-    const BlockScales scales(out);
-    const ScaleGrid &grid = scales.grid[0], &transposed = scales.grid[1];
-    require(!out.view.codes == !grid.scales && !out.transposed == !transposed.scales,
-            "codes and their scales come together");
-    for (int t : {0, 1})
-        if (scales.grid[t].scales)
-            check(cudaMemsetAsync(scales.grid[t].scales, 0, scales.count[t] * sizeof(float), s),
-                  "Clearing scales failed");
-    block_amaxes_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, grid, transposed);
-    CHECK_LAUNCH("block_amaxes");
+    const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
+    void* const codes[2] = {out.view.codes, out.transposed};
+    const dim3 tiles = tile_grid(rows, x.width);
+    const bool e5m2 = q.format == Format::E5M2;
     for (int t : {0, 1}) {
-        if (!scales.grid[t].scales) continue;
-        block_scales_kernel<<<blocks(scales.count[t], 256), 256, 0, s>>>(
-            scales.grid[t].scales, scales.count[t], info(q.format).max, q.power_of_two, out.amax);
+        const ScaleGrid& g = grids[t];
+        require(!codes[t] == !g.scales, "codes and their scales come together");
+        if (g.scales)
+            check(cudaMemsetAsync(g.scales, 0, g.count * sizeof(float), s), "Clearing scales failed");
+    }
+    block_amaxes_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, grids[0], grids[1]);
+    CHECK_LAUNCH("block_amaxes");
+    for (const ScaleGrid& g : grids) {
+        if (!g.scales) continue;
+        block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
+                                                                 q.power_of_two, out.amax);
         CHECK_LAUNCH("block_scales");
     }
     for (int t : {0, 1}) {
-        if (!q.decoded() || !scales.grid[t].scales) continue;
-        decode_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-            x, rows, q.format == Format::E5M2, scales.grid[t],
-            dense<bf16>(t == 0 ? out.view.codes : out.transposed));
+        if (!q.decoded() || !grids[t].scales) continue;
+        decode_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, e5m2, grids[t], dense<bf16>(codes[t]));
         CHECK_LAUNCH("decode_blocks");
     }
     if (q.decoded()) return;
-    quantize_blocks_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, q.format == Format::E5M2, grid, transposed, static_cast<uint8_t*>(out.view.codes),
-        static_cast<uint8_t*>(out.transposed));
+    quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(x, rows, e5m2, grids[0], grids[1],
+                                                          static_cast<uint8_t*>(codes[0]),
+                                                          static_cast<uint8_t*>(codes[1]));
     CHECK_LAUNCH("quantize_blocks");
 }
 
@@ -766,9 +757,9 @@ struct ScaleSource {
     ScaleGrid blocks{};
     bool power_of_two = false;  // of the tensor's scale
 
-    __device__ bool groups() const { return !tensor && !blocks.scales; }
-    __device__ float at(float fmax, int64_t row, int64_t col) const {
+    __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
         if (blocks.scales) return *blocks.at(row, col);
+        if (!tensor) return group;
         return tensor->delayed > 0 ? tensor->delayed : scale_of(fmax, tensor->amax, power_of_two);
     }
 };
@@ -778,16 +769,15 @@ __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, ScaleSource scales, bool e5m2, float fmax, QuantStats* stats) {
     const TilePlace at;
     Counts counts;
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
+    for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            const int64_t col = p * x.width + at.col;
-            // Both lanes of a group compute its scale.
-            const float group = scales.groups() ? Groups::group_scale(v[p]) : 0.0f;
+            const float group = Groups::group_scale(v[p]);  // both lanes of a group compute it
+#pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
-                const float scale = scales.groups() ? group : scales.at(fmax, at.row + i, col + j);
+                const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
+                const float back = quantized(e5m2, v[p][j], scale);
                 // A little below half a step beyond FMAX.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
-                const float back = decode2(e5m2, encode2(e5m2, v[p][j] * __frcp_rn(scale), 0)).x * scale;
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;
                 counts.flushed += v[p][j] != 0 && back == 0;
@@ -797,22 +787,21 @@ __global__ void __launch_bounds__(TILE_THREADS)
     counts.add_to(stats);
 }
 template <class Producer>
-void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format format, QuantStats* stats,
+void measure(const Producer& x, int64_t rows, const ScaleSource& scales, Format f, QuantStats* stats,
              cudaStream_t s) {
     if (!stats || rows == 0) return;
-    measure_kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(x, rows, scales, format == Format::E5M2,
-                                                                     info(format).max, stats);
+    const dim3 grid = tile_grid(rows, x.width);
+    measure_kernel<<<grid, TILE_THREADS, 0, s>>>(x, rows, scales, f == Format::E5M2, info(f).max, stats);
     CHECK_LAUNCH("measure");
 }
 
 // An operand that is scaled by blocks counts once for each set of scales that it has.
 template <class Producer>
 void measure_blocks(const Producer& x, int64_t rows, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    const BlockScales scales(out);
-    for (int t : {0, 1}) {
-        const bool again = t == 1 && scales.grid[0].scales && out.view.quant.granularity.symmetric();
-        if (scales.grid[t].scales && !again)
-            measure(x, rows, {nullptr, scales.grid[t]}, out.view.quant.format, stats, s);
+    for (bool transposed : {false, true}) {
+        const ScaleGrid grid = scale_grid(out, transposed);
+        const bool again = transposed && out.view.codes && out.view.quant.granularity.symmetric();
+        if (grid.scales && !again) measure(x, rows, {nullptr, grid}, out.view.quant.format, stats, s);
     }
 }
 
@@ -833,21 +822,15 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     const Quant& q = out.view.quant;
     if (!q.fp8())
         return with_producer(x, [&](auto producer) {
-            using Producer = decltype(producer);
-            constexpr bool F32 = std::is_same_v<typename Producer::Compute, float>;
-            constexpr bool ROUNDS = !F32 || std::is_same_v<Producer, StoredProducer<Dense<float>>>;
-            with_dense(out.view, [&](auto storage) {
-                if constexpr (ROUNDS || std::is_same_v<decltype(storage), Dense<float>>)
-                    write(producer, x.rows, storage, s);
-                else require(false, "what is computed in FP32 is stored in FP32");
-            });
+            const dim3 grid = tile_grid(x.rows, producer.width);
+            write_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, either_dense(out.view));
+            CHECK_LAUNCH("write");
         });
     if (in_groups(q)) {
         require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16,
                 "only a stored BF16 tensor is quantized in groups");
         measure_groups(x, stats, s);
-        return write(StoredProducer<Dense<bf16>>{dense<bf16>(x.a.codes), x.cols}, x.rows, groups_of(out.view),
-                     s);
+        return quantize_groups(x.a, out.view, false, s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
@@ -874,16 +857,12 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
-            "quantize_and_dequantize is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols && x.cols % GROUP == 0,
-            "a tensor and its quantized form differ in shape");
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols,
+            "quantize_and_dequantize is from BF16 to groups of the same shape");
     if (x.rows == 0) return;
     measure_groups(stored(x), stats, s);
-    const int64_t chunks = x.rows * x.cols / CHUNK;
-    quantize_and_dequantize_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
-        dense<bf16>(x.codes), chunks, groups_of(groups));
-    CHECK_LAUNCH("quantize_and_dequantize");
+    quantize_groups(x, groups, true, s);
 }
 
 // ===========================================================================================================
@@ -943,10 +922,9 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
 
 void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
                       cudaStream_t s) {
-    require(in_groups(groups.quant) && x.quant.format == Format::BF16,
-            "quantize_gate_up is from BF16 to groups");
-    require(x.rows == groups.rows && x.cols == groups.cols,
-            "a tensor and its quantized form differ in shape");
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols,
+            "quantize_gate_up is from BF16 to groups of the same shape");
     if (x.rows == 0) return;
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
@@ -955,8 +933,8 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale
             producer, x.rows, groups_of(groups), act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
-    if (gated) launch(GateUpProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
-    else launch(GateUpProducer<Dense<bf16>, 1>{dense<bf16>(x.codes), x.cols});
+    if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
+    else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.codes), x.cols});
 }
 
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
@@ -964,7 +942,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
-        if constexpr (decltype(producer)::GRADIENT) {
+        if constexpr (ROLE<decltype(producer)> != Role::Input) {
             const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
             column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
                                                              workspace, out);

@@ -18,7 +18,7 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct Lazy {
     LazyOp op;
     int64_t rows, cols;  // of the result
-    View a{}, b{};       // Stored: a. Activation: a = gate_up. ActivationBackward: a = gate_up, b = dact
+    View a{}, b{};       // Norm: a = its input. Activation: a = gate_up. ActivationBackward: also b = dact
     bool gated = false;
     gpu::Norm norm{};
 };

@@ -5,78 +5,71 @@
 
 namespace coat::gpu {
 
-class Stream {
+// A handle of CUDA's that `destroy` gives back. (Given back when null, it would leave an error behind.)
+template <class T, cudaError_t (*destroy)(T)>
+class Owned {
+public:
+    Owned() = default;
+    ~Owned() {
+        if (handle_) destroy(handle_);
+    }
+    Owned(const Owned&) = delete;
+    Owned& operator=(const Owned&) = delete;
+
+protected:
+    T handle_ = nullptr;
+};
+
+class Stream : Owned<cudaStream_t, cudaStreamDestroy> {
 public:
     Stream() {
-        check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "Creating a CUDA stream failed");
+        check(cudaStreamCreateWithFlags(&handle_, cudaStreamNonBlocking), "Creating a CUDA stream failed");
     }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    Stream& operator=(const Stream&) = delete;
-    operator cudaStream_t() const { return stream_; }
-    void wait() const { check(cudaStreamSynchronize(stream_), "The GPU failed"); }
-
-private:
-    cudaStream_t stream_ = nullptr;
+    operator cudaStream_t() const { return handle_; }
+    void wait() const { check(cudaStreamSynchronize(handle_), "The GPU failed"); }
 };
 
 // A point in a stream that another stream can wait for.
-class Event {
+class Event : Owned<cudaEvent_t, cudaEventDestroy> {
 public:
     Event() {
-        check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "Creating a CUDA event failed");
+        check(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming), "Creating a CUDA event failed");
     }
-    ~Event() { cudaEventDestroy(event_); }
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
-    void record(cudaStream_t s) { check(cudaEventRecord(event_, s), "Recording a CUDA event failed"); }
+    void record(cudaStream_t s) { check(cudaEventRecord(handle_, s), "Recording a CUDA event failed"); }
     // What is launched on s from now on waits for the point; not at all if none has been recorded.
     void make_wait(cudaStream_t s) const {
-        check(cudaStreamWaitEvent(s, event_, 0), "Waiting for a CUDA event failed");
+        check(cudaStreamWaitEvent(s, handle_, 0), "Waiting for a CUDA event failed");
     }
-
-private:
-    cudaEvent_t event_ = nullptr;
 };
 
 // Work that is launched again and again with the same arguments. It is recorded as a CUDA graph the first
 // time; after that, hundreds of kernels start as one.
-class Recording {
+class Recording : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
-    Recording() = default;
-    ~Recording() {
-        if (graph_) cudaGraphExecDestroy(graph_);  // of a null graph it would leave an error behind
-    }
-    Recording(const Recording&) = delete;
-    Recording& operator=(const Recording&) = delete;
-
     template <class Work>
     void run(cudaStream_t s, Work work) {
-        if (!graph_) record(s, work);
-        check(cudaGraphLaunch(graph_, s), "Launching a CUDA graph failed");
+        if (!handle_) record(s, work);
+        check(cudaGraphLaunch(handle_, s), "Launching a CUDA graph failed");
     }
 
 private:
-    cudaGraphExec_t graph_ = nullptr;
-
-    struct Capture {  // ends with its scope, also when an exception leaves it
+    struct Capture : Owned<cudaGraph_t, cudaGraphDestroy> {  // ends also when an exception leaves its scope
         const cudaStream_t stream;
         bool open = true;
-        cudaGraph_t graph = nullptr;
 
         explicit Capture(cudaStream_t s) : stream(s) {
             check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
                   "Recording a CUDA graph failed");
         }
         ~Capture() {
-            if (open)
-                cudaStreamEndCapture(stream, &graph),
-                    cudaGetLastError();  // an exception is on its way already
-            if (graph) cudaGraphDestroy(graph);
+            if (!open) return;
+            cudaStreamEndCapture(stream, &handle_);
+            cudaGetLastError();  // an exception is on its way already
         }
-        void end() {
+        cudaGraph_t end() {
             open = false;
-            check(cudaStreamEndCapture(stream, &graph), "Recording a CUDA graph failed");
+            check(cudaStreamEndCapture(stream, &handle_), "Recording a CUDA graph failed");
+            return handle_;
         }
     };
 
@@ -84,8 +77,7 @@ private:
     void record(cudaStream_t s, Work work) {
         Capture capture(s);
         work();
-        capture.end();
-        check(cudaGraphInstantiate(&graph_, capture.graph, 0), "Making a CUDA graph failed");
+        check(cudaGraphInstantiate(&handle_, capture.end(), 0), "Making a CUDA graph failed");
     }
 };
 
@@ -94,16 +86,18 @@ template <class T>
 class Pinned {
 public:
     explicit Pinned(int64_t n) {
-        check(cudaMallocHost(&data_, n * sizeof(T)), "Allocating pinned memory failed");
+        T* p = nullptr;
+        check(cudaMallocHost(&p, n * sizeof(T)), "Allocating pinned memory failed");
+        data_.reset(p);
     }
-    ~Pinned() { cudaFreeHost(data_); }
-    Pinned(const Pinned&) = delete;
-    Pinned& operator=(const Pinned&) = delete;
-    T* get() const { return data_; }
-    T* operator->() const { return data_; }
+    T* get() const { return data_.get(); }
+    T* operator->() const { return data_.get(); }
 
 private:
-    T* data_ = nullptr;
+    struct Free {
+        void operator()(T* p) const { cudaFreeHost(p); }
+    };
+    std::unique_ptr<T, Free> data_;
 };
 
 inline void clear(void* p, int64_t bytes, cudaStream_t s) {

@@ -100,12 +100,6 @@ inline __device__ float larger(float top, float x) {  // max(top, |x|); NaN if e
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
 }
-template <int LANES>
-__device__ float largest_of(float top) {  // over LANES neighbouring lanes
-    if constexpr (LANES > 1)
-        top = largest_of<LANES / 2>(larger(top, __shfl_xor_sync(0xFFFFFFFFu, top, LANES / 2)));
-    return top;
-}
 
 // *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
@@ -194,31 +188,19 @@ inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float
 // Fast mathematics: one instruction each, accurate to one or two units in the last place. ftz: subnormals
 // count as 0.
 
-inline __device__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_log2(float x) {  // of subnormals too
-    float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_log2_of_normal(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-inline __device__ float fast_sqrt(float x) {
-    float y;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+#define FAST_FUNCTION(name, instruction)                           \
+    inline __device__ float name(float x) {                        \
+        float y;                                                   \
+        asm(instruction " %0, %1;" : "=f"(y) : "f"(x));            \
+        return y;                                                  \
+    }
+FAST_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
+FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // of subnormals too
+FAST_FUNCTION(fast_log2_of_normal, "lg2.approx.ftz.f32")
+FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
+FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
+#undef FAST_FUNCTION
+
 constexpr float LOG2_E = 1.4426950408889634f;
 inline __device__ float sigmoid_of_exp2(float z) {  // 1 / (1 + 2^z)
     return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
@@ -296,7 +278,8 @@ struct Dense<float> {
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
 // call store(), the first writes the scale.
-constexpr int GROUP = PER_GROUP.cols, GROUP_LANES = GROUP / CHUNK;
+constexpr int GROUP = PER_GROUP.cols;
+static_assert(GROUP == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
     struct Raw {
@@ -319,7 +302,7 @@ struct Groups {
         float amax = 0;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
-        amax = largest_of<GROUP_LANES>(amax);
+        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_up_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
@@ -333,7 +316,7 @@ struct Groups {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % GROUP_LANES == 0)
+            if (threadIdx.x % 2 == 0)
                 scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
@@ -351,13 +334,17 @@ inline bool in_groups(const Quant& q) {
     return q == Q_GROUP;
 }
 
-// Calls f with the Storage of a view: BF16 or FP32.
+// Calls f with the Storage of a tensor: BF16 or FP32.
+template <class F>
+void with_dense(Format format, const void* data, F f) {
+    if (format == Format::F32) return f(dense<float>(data));
+    f(dense<bf16>(data));
+}
 template <class F>
 void with_dense(const View& v, F f) {
     require(!v.quant.fp8() && v.cols % CHUNK == 0,
             "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
-    if (v.quant.format == Format::F32) return f(dense<float>(v.codes));
-    f(dense<bf16>(v.codes));
+    with_dense(v.quant.format, v.codes, f);
 }
 // The same, or groups.
 template <class F>
@@ -367,37 +354,43 @@ void with_storage(const View& v, F f) {
     f(groups_of(v));
 }
 
-// A gradient: BF16, or FP32 where many micro-batches are summed (coat.h, gradient_format). Which one is known
-// at run time; all threads take the same branch.
-struct Gradient {
+// A tensor in BF16 or FP32, for instance a gradient (coat.h, gradient_format). Which one is known at run
+// time: all threads take the same branch, and a kernel exists once, not twice.
+struct EitherDense {
     void* data;
     bool f32;
 
+    template <class F>
+    __device__ void with(F f) const {
+        if (f32) f(Dense<float>{static_cast<float*>(data)});
+        else f(Dense<bf16>{static_cast<bf16*>(data)});
+    }
+    __device__ void load(int64_t i, Values& v) const {
+        with([&](auto x) { x.values(x.load(i), v); });
+    }
+    __device__ void store(int64_t i, Values& v, bool live) const {
+        with([&](auto x) { x.store(i, v, live); });
+    }
     __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
-        if (f32) add_to(Dense<float>{static_cast<float*>(data)}, i, sum);
-        else add_to(Dense<bf16>{static_cast<bf16*>(data)}, i, sum);
-    }
-    __device__ void add(int64_t i, float x) const {
-        if (f32) static_cast<float*>(data)[i] += x;
-        else
-            static_cast<bf16*>(data)[i] =
-                static_cast<bf16>(static_cast<float>(static_cast<bf16*>(data)[i]) + x);
-    }
-
-private:
-    template <class T>
-    static __device__ void add_to(Dense<T> gradient, int64_t i, const Values& sum) {
-        Values g;
-        gradient.values(gradient.load(i), g);
+        with([&](auto x) {
+            Values v;
+            x.values(x.load(i), v);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) g[j] += sum[j];
-        gradient.store(i, g, true);
+            for (int j = 0; j < CHUNK; j++) v[j] += sum[j];
+            x.store(i, v, true);
+        });
+    }
+    __device__ void add(int64_t i, float one) const {
+        with([&](auto x) { x.data[i] = static_cast<typename decltype(x)::Compute>(float(x.data[i]) + one); });
     }
 };
-inline Gradient gradient_of(const View& v) {
-    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16, "a gradient is FP32 or BF16");
+inline EitherDense either_dense(const View& v) {
+    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16,
+            "a tensor is neither FP32 nor BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
+using Gradient = EitherDense;
+inline Gradient gradient_of(const View& v) { return either_dense(v); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The quantization report (coat.h, QuantStats)
