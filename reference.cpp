@@ -48,62 +48,40 @@ static To bits_as(From from) {
 }
 
 struct Fields {
-    int mantissa, bias;           // M above is the number of mantissa bits
-    uint32_t max_code, nan_code;  // E4M3 has no infinity: its largest exponent has values, too
+    int mantissa, bias;                 // M above is the number of mantissa bits
+    uint32_t max_code, nan_code, sign;  // E4M3 has no infinity: its largest exponent has values, too
 };
-static constexpr Fields fields(Format f) {
-    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F}
-           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F}
-                               : Fields{10, 15, 0x7BFF, 0x7E00};
+static Fields fields(Format f) {
+    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F, 0x80}
+           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F, 0x80}
+                               : Fields{10, 15, 0x7BFF, 0x7E00, 0x8000};
 }
 
-// Rounds |x|, given as the bits of FP32, to the nearest code, ties to even. Larger values saturate. Normal:
-// adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
-// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a
-// multiple of min.
-template <Format F>
-static inline uint32_t encode_magnitude(uint32_t bits) {
-    constexpr Fields f = fields(F);
-    constexpr int drop = 23 - f.mantissa;
-    constexpr uint32_t smallest_normal = uint32_t(127 + 1 - f.bias) << 23;
-    constexpr uint32_t rebias = uint32_t(127 - f.bias) << 23;
+// Rounds x to the nearest code, ties to even. Larger values saturate. smallest is the format's smallest value.
+// Normal: adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
+// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * smallest + |x| is a
+// multiple of smallest.
+static inline uint32_t encode_as(const Fields& f, float smallest, float x) {
+    const uint32_t bits = bits_as<uint32_t>(x) & 0x7FFFFFFFu;  // of |x|
+    const int drop = 23 - f.mantissa;
+    const uint32_t smallest_normal = uint32_t(127 + 1 - f.bias) << 23, rebias = uint32_t(127 - f.bias) << 23;
     const uint32_t normal = (bits - rebias + ((1u << (drop - 1)) - 1) + (bits >> drop & 1)) >> drop;
-    constexpr float adder = 1.5f * float(1 << 23) * info(F).min;
+    const float adder = 1.5f * 0x1p23f * smallest;
     const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
-    const uint32_t code = bits < smallest_normal ? subnormal : normal;
-    return bits > 0x7F800000u ? f.nan_code : std::min(code, f.max_code);
+    const uint32_t code = std::min(bits < smallest_normal ? subnormal : normal, f.max_code);
+    return (bits > 0x7F800000u ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
 }
-
-template <Format F>
-static inline uint8_t encode_as(float x) {
-    const uint32_t bits = bits_as<uint32_t>(x);
-    return uint8_t((bits >> 24 & 0x80u) | encode_magnitude<F>(bits & 0x7FFFFFFFu));
-}
+uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).min, x)); }
 
 // FP32 has the same fields at other places and with another bias.
-static float decode_magnitude(Format format, uint32_t code) {
+float decode(Format format, uint16_t code) {
     const Fields f = fields(format);
-    const uint32_t bits = code << (23 - f.mantissa);  // where FP32 has exponent and mantissa
-    if (code >> f.mantissa == 0) return float(code) * info(format).min;  // subnormal
-    if (code > f.max_code) return bits_as<float>(bits | 0x7F800000u);    // infinity or NaN
-    return bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
-}
-
-uint8_t encode(Format fp8, float x) {
-    return fp8 == Format::E4M3 ? encode_as<Format::E4M3>(x) : encode_as<Format::E5M2>(x);
-}
-float decode(Format fp8, uint8_t code) {
-    const float magnitude = decode_magnitude(fp8, code & 0x7F);
-    return code & 0x80 ? -magnitude : magnitude;
-}
-
-uint16_t to_f16(float x) {
-    const uint32_t bits = bits_as<uint32_t>(x);
-    return uint16_t((bits >> 16 & 0x8000u) | encode_magnitude<Format::F16>(bits & 0x7FFFFFFFu));
-}
-float from_f16(uint16_t code) {
-    const float magnitude = decode_magnitude(Format::F16, code & 0x7FFFu);
-    return code & 0x8000u ? -magnitude : magnitude;
+    const uint32_t magnitude = code & (f.sign - 1);
+    const uint32_t bits = magnitude << (23 - f.mantissa);  // where FP32 has exponent and mantissa
+    float value = bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
+    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;   // subnormal
+    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);  // infinity or NaN
+    return code & f.sign ? -value : value;
 }
 
 // BF16 is the upper half of FP32, so rounding is an addition to the lower half.
@@ -118,20 +96,14 @@ float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16
 
 // Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
-    switch (f) {
-        case Format::F32: return reinterpret_cast<const float*>(codes)[i];
-        case Format::BF16: return from_bf16(reinterpret_cast<const uint16_t*>(codes)[i]);
-        case Format::F16: return from_f16(reinterpret_cast<const uint16_t*>(codes)[i]);
-        default: return decode(f, codes[i]);
-    }
+    if (f == Format::F32) return reinterpret_cast<const float*>(codes)[i];
+    const uint16_t code = is_fp8(f) ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
+    return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 static void put(Format f, uint8_t* codes, int64_t i, float x) {
-    switch (f) {
-        case Format::F32: reinterpret_cast<float*>(codes)[i] = x; break;
-        case Format::BF16: reinterpret_cast<uint16_t*>(codes)[i] = to_bf16(x); break;
-        case Format::F16: reinterpret_cast<uint16_t*>(codes)[i] = to_f16(x); break;
-        default: codes[i] = encode(f, x);
-    }
+    if (f == Format::F32) reinterpret_cast<float*>(codes)[i] = x;
+    else if (is_fp8(f)) codes[i] = uint8_t(encode(f, x));
+    else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
@@ -174,17 +146,14 @@ static uint32_t amax_bits(const float* x, int64_t n) {
 }
 static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
-// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the
-// same as in one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor
-// does it.
+// Group scaling: the per-tensor amax is the maximum (stage two) of the maxima of groups (stage one). A maximum
+// does not round, so the result is the same as in one stage. On a GPU the first stage needs no pass of its
+// own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
-    constexpr int64_t group = 16;
-    std::vector<uint32_t> groups(ceil_div(n, group));
-#pragma omp parallel for if (n > 1 << 16)
-    for (int64_t g = 0; g < ceil_div(n, group); g++)  // stage one
-        groups[g] = amax_bits(x + g * group, std::min(group, n - g * group));
     uint32_t largest = 0;
-    for (uint32_t g : groups) largest = std::max(largest, g);  // stage two
+#pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
+    for (int64_t first = 0; first < n; first += PER_GROUP.cols)
+        largest = std::max(largest, amax_bits(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
     return amax_value(largest);
 }
 
@@ -207,12 +176,6 @@ static void add_stats(QuantStats& s, float x, float dequantized) {
     s.elements++;
 }
 
-template <Format F>
-static void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) codes[i] = encode_as<F>(x[i] * inverse);
-}
-
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats,
                    const float* scale) {
     Quantized q{{}, {}, rows, cols, quant};
@@ -225,21 +188,26 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     }
     const Granularity g = quant.granularity;
     const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
-    const int64_t down = quant.scale_rows(rows), across = quant.scale_cols(cols);
-#pragma omp parallel for if (down > 1 && rows * cols > 1 << 14)
-    for (int64_t b = 0; b < down * across; b++) {
-        const int64_t r0 = b / across * height, r1 = std::min(rows, r0 + height), c0 = b % across * width;
+    const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
+#pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t r0 = b / across * height, c0 = b % across * width;
         uint32_t largest = 0;
-        for (int64_t r = r0; !(g == PER_TENSOR) && r < r1; r++)
+        for (int64_t r = r0; !scale && r < std::min(rows, r0 + height); r++)
             largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
-        const float block_amax = g == PER_TENSOR ? amax(x, rows * cols) : amax_value(largest);
-        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, block_amax));
+        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
     }
-    const auto encoder = quant.format == Format::E4M3 ? encode_run<Format::E4M3> : encode_run<Format::E5M2>;
+    const Fields f = fields(quant.format);
+    const float smallest = info(quant.format).min;
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0, i = r * cols; c < cols; c += width, i += width)
-            encoder(x + i, std::min(width, cols - c), 1.0f / q.scale(r, c), q.codes.data() + i);
+        for (int64_t c0 = 0; c0 < cols; c0 += width) {
+            const float inverse = 1.0f / q.scale(r, c0);
+            const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
+#pragma omp simd
+            for (int64_t i = first; i < last; i++)
+                q.codes[i] = uint8_t(encode_as(f, smallest, x[i] * inverse));
+        }
     // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
@@ -913,14 +881,14 @@ private:
             const int o = int(which);
             const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
             const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = 0;  // 0: just in time
+            float scale = scale_of(q, largest);  // just in time
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
                 DelayedScale& d = delayed[i][o];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
             return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[o]),
-                           scale > 0 ? &scale : nullptr);
+                           q.granularity == PER_TENSOR ? &scale : nullptr);
         }
     }
 

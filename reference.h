@@ -9,10 +9,8 @@
 namespace coat::reference {
 
 // --- Formats: round to nearest even, saturate to the largest finite value, NaN stays NaN ---
-uint8_t encode(Format fp8, float x);
-float decode(Format fp8, uint8_t code);
-uint16_t to_f16(float x);  // saturates to 65504, like FP8; no cast makes an infinity
-float from_f16(uint16_t code);
+uint16_t encode(Format f, float x);  // FP8 or FP16; FP16 saturates, too: no cast makes an infinity
+float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);     // overflows to infinity
 uint16_t to_bf16_up(float x);  // smallest BF16 >= x, x >= 0: how a scale is stored, so that no code saturates
 float from_bf16(uint16_t bits);
