@@ -290,89 +290,52 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// What n elements share: max, and if they are expanded, k.
-static void fit(Format f, const float* x, int64_t n, float* max, float* k) {
-    float largest = 0, smallest = INFINITY;
-    for (int64_t i = 0; i < n; i++) {
-        const float a = std::abs(x[i]);
-        largest = std::max(largest, a);
-        if (a > 0) smallest = std::min(smallest, a);
-    }
-    *max = largest;
-    if (k) *k = largest > 0 ? expansion_factor(f, largest, smallest) : 1.0f;
-}
-
-// n elements with one (max, k); k is null if they are not expanded. FP32 and BF16 have no scale.
-static void decode_group(Format f, const uint8_t* codes, float max, const float* k, int64_t n, float* x) {
-    const float s = !is_scaled(f) ? 1.0f : max == 0 ? 0.0f : scale_of({f}, max);
-    for (int64_t i = 0; i < n; i++) {
-        const float y = get(f, codes, i);
-        x[i] = k ? contract(f, y, max, *k) : s == 0 ? 0.0f : y * s;
-    }
-}
-
-static void encode_group(Format f, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float max,
-                         const float* k, QuantStats* stats) {
-    const float inverse = is_scaled(f) ? 1.0f / scale_of({f}, max) : 1.0f;
-    for (int64_t i = 0; i < n; i++) {
-        put(f, codes, i, k ? expand(f, x[i], max, *k) : x[i] * inverse);
-        if (is_scaled(f) && keep_positive && x[i] > 0 && get(f, codes, i) == 0) put(f, codes, i, info(f).min);
-    }
-    if (!stats || !is_scaled(f)) return;
-    Floats dequantized(n);
-    decode_group(f, codes, max, k, n, dequantized.data());
-    for (int64_t i = 0; i < n; i++) add_stats(*stats, x[i], dequantized[i]);
-}
-
-void encode_moment(Format f, bool expanded, bool keep_positive, const float* x, int64_t n, uint8_t* codes,
-                   float* max, float* k, QuantStats* stats) {
-    for (int64_t g = 0, first = 0; first < n; g++, first += MOMENT_GROUP) {
-        const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
-        float* group_k = expanded ? k + g : nullptr;
-        fit(f, x + first, size, max + g, group_k);
-        uint8_t* to = codes + first * info(f).bytes;
-        encode_group(f, keep_positive, x + first, size, to, max[g], group_k, stats);
-    }
-}
-
-void decode_moment(Format f, bool expanded, const uint8_t* codes, const float* max, const float* k, int64_t n,
-                   float* x) {
-    for (int64_t g = 0, first = 0; first < n; g++, first += MOMENT_GROUP) {
-        const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
-        decode_group(f, codes + first * info(f).bytes, max[g], expanded ? k + g : nullptr, size, x + first);
-    }
-}
-
-void Moment::init(Format f, bool expansion, int64_t n, Granularity g) {
-    format = f;
-    granularity = g;
+void Moment::init(Format f, bool expansion, int64_t count, Granularity g) {
+    format = f, granularity = g, n = count;
     expand = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
     max.assign(is_scaled(f) ? Quant{f, g}.scale_cols(n) : 0, 0.0f);
     k.assign(expand ? max.size() : 0, 1.0f);
 }
 
-void Moment::load(int64_t first, int64_t n, float* x) const {
-    const uint8_t* from = &codes[first * info(format).bytes];
-    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
-    const int64_t g = groups ? first / MOMENT_GROUP : 0;
-    const float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
-    if (groups) decode_moment(format, expand, from, group_max, group_k, n, x);
-    else decode_group(format, from, max.empty() ? 0 : *group_max, group_k, n, x);
+// Elements that share (max, k): 128, or all of them.
+int64_t Moment::group_size() const { return granularity.cols ? granularity.cols : std::max<int64_t>(n, 1); }
+
+// Dequantizes one element. FP32 and BF16 have no scale.
+float Moment::value(int64_t i) const {
+    const float y = get(format, codes.data(), i);
+    if (!is_scaled(format)) return y;
+    const int64_t g = i / group_size();
+    if (expand) return contract(format, y, max[g], k[g]);
+    return max[g] == 0 ? 0.0f : y * scale_of({format}, max[g]);
 }
 
-void Moment::store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats) {
-    uint8_t* to = &codes[first * info(format).bytes];
-    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
-    const int64_t g = groups ? first / MOMENT_GROUP : 0;
-    float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
-    if (groups) encode_moment(format, expand, keep_positive, x, n, to, group_max, group_k, stats);
-    else encode_group(format, keep_positive, x, n, to, max.empty() ? 0 : *group_max, group_k, stats);
+void Moment::load(float* x) const {
+#pragma omp parallel for if (n > 1 << 14)
+    for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-void Moment::fit_tensor(int64_t n, const float* x) {
-    if (!is_scaled(format) || !(granularity == PER_TENSOR)) return;
-    fit(format, x, n, &max[0], expand ? &k[0] : nullptr);
+void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
+    const int64_t group = group_size();
+#pragma omp parallel for if (!stats && n > 1 << 14)
+    for (int64_t first = 0; first < n; first += group) {
+        const int64_t g = first / group, last = std::min(n, first + group);
+        float largest = 0, smallest = INFINITY, inverse = 1;
+        for (int64_t i = first; i < last; i++) {
+            largest = std::max(largest, std::abs(x[i]));
+            if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
+        }
+        if (is_scaled(format)) max[g] = largest, inverse = 1.0f / scale_of({format}, largest);
+        if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+        for (int64_t i = first; i < last; i++) {
+            const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
+            put(format, codes.data(), i, y);
+            if (!is_scaled(format)) continue;
+            if (keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
+                put(format, codes.data(), i, info(format).min);
+            if (stats) add_stats(*stats, x[i], value(i));
+        }
+    }
 }
 
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
@@ -386,6 +349,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
 // with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
+#pragma omp parallel for if (n > 1 << 14)
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.gradient_scale;
         m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
@@ -1059,43 +1023,38 @@ private:
 // ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
-// With several ranks, each computes the gradients of its own micro-batches. It sums the gradients of what it
-// owns of each parameter (coat.h, owned()). It updates what it owns, or everything with --shard none. This is
-// the reference of the arithmetic, not of the memory: each rank has all weights.
+// With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
+// of all gradients: this is the reference of the arithmetic, not of the memory. It updates what it keeps of
+// the state (coat.h, kept_state()): a part, or everything with --shard none.
 
 class Reference : public Model {
 public:
     explicit Reference(const Setup& setup)
-        : setup_(setup), network_(setup), sums_(network_.params.size()) {
-        for (size_t i = 0; i < network_.params.size(); i++) {
+        : setup_(setup), network_(setup), states_(network_.params.size()), sums_(network_.params.size()) {
+        for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = network_.params[i];
             const OptimizerFormat& o = setup.optimizer;
             const Slice weight = kept_weight(setup, p), state = kept_state(setup, p);
-            State& s = states_.emplace_back();
-            s.weight.resize(weight.count);
-            s.remainder.resize(setup.master ? state.count : 0);
+            State& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
             s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
+            s.weight.resize(p.size()), s.remainder.resize(p.size());
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
                 const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
-                uint16_t upper;
-                int16_t lower;
-                split_master(x, &upper, &lower);
-                network_.weights[i][e] = in_fp32() ? x : from_bf16(upper);
-                const int64_t w = e - weight.first, r = e - state.first;
-                if (w >= 0 && w < weight.count) s.weight[w] = upper;
-                if (setup.master && r >= 0 && r < state.count) s.remainder[r] = lower;
+                split_master(x, &s.weight[e], &s.remainder[e]);
+                network_.weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
             }
+            s.weight = part_of(s.weight, weight);
+            s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
-        clear_gradients();
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        const int64_t N = setup_.B * setup_.T;
-        check(tokens, targets, setup_.accumulate * N);
+        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
+        check(tokens, targets, accumulate * N);
         int64_t counted = 0;
-        for (int64_t theirs : all_gather(counted_targets(targets, setup_.accumulate * N))) counted += theirs;
+        for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
         network_.begin();
         double squares = 0;  // sum over the gradients so far
@@ -1115,13 +1074,13 @@ public:
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
         if (!setup_.keep_gradients) norms.resize(network_.params.back().bucket + 1);
         std::vector<double> losses;
-        for (int64_t a = 0; a < setup_.accumulate; a++) {
-            if (a == 0 || setup_.group) clear_gradients();
+        for (int64_t a = 0; a < accumulate; a++) {
+            if (a == 0 || setup_.group) clear_gradients(ALL);
             network_.bucket_done = [&](int64_t bucket) {
-                if (setup_.group) exchange_gradients(bucket, a == 0, a == setup_.accumulate - 1);
+                if (setup_.group) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
                 update_if_finite(bucket, norm_correction_at(adamw, bucket));
-                release_gradients(bucket);
+                clear_gradients(bucket);
                 norms[bucket] = std::sqrt(squares);
             };
             losses.push_back(
@@ -1132,7 +1091,7 @@ public:
         if (!skipped) end_delayed_step();
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
         const auto of_ranks = all_gather(losses);
-        for (int64_t a = 0; a < setup_.accumulate; a++)
+        for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return {loss / double(counted), std::sqrt(squares), skipped,
                 norms.empty() ? norms : norm_corrections_of(norms), counted};
@@ -1162,10 +1121,16 @@ public:
         QuantReport report;
         network_.stats = report.kinds;
         network_.begin();
-        clear_gradients();
+        clear_gradients(ALL);
+        // The errors of the moments that a step would store, and the expansion factors of those stored now.
         network_.bucket_done = [&](int64_t bucket) {
-            for (size_t i : parameters_of(bucket)) measure_moments(i, report);
-            if (!setup_.keep_gradients) release_gradients(bucket);
+            for (size_t i : parameters_of(bucket)) {
+                State s = states_[i];
+                report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+                report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+                update(s, i, adamw_factors({1, 0.0f}, false, 0), 0, report.kinds);
+            }
+            if (!setup_.keep_gradients) clear_gradients(bucket);
         };
         network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
         network_.stats = nullptr, network_.bucket_done = nullptr;
@@ -1183,7 +1148,7 @@ public:
         if (bytes) std::memcpy(data, in, bytes);
         const size_t i = param_of(network_.params, name);
         const std::string& weight = network_.params[i].name;
-        if (name == weight || name == weight + ".remainder") refresh({i});
+        if (name == weight || name == weight + ".remainder") refresh(i);
     }
 
     const Setup& setup() const override { return setup_; }
@@ -1194,16 +1159,18 @@ private:
         std::vector<int16_t> remainder;  // kept_state(), as the moments; empty without a master
         Moment m, v;
     };
-    static constexpr int64_t CHUNK = 32 * MOMENT_GROUP;  // elements that one thread updates at a time
-    static constexpr int64_t ALL = -1;                   // in place of a bucket
+    static constexpr int64_t ALL = -1;  // in place of a bucket
 
     Setup setup_;
     Network<float> network_;
     std::vector<State> states_;
-    std::vector<Floats> sums_;  // with several ranks: gradients of what this one owns, by parameter
+    std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
     bool in_fp32() const { return setup_.recipe.compute == Format::F32; }
-    bool sharded() const { return setup_.group && setup_.shard != Shard::None; }
+    template <class T>
+    static std::vector<T> part_of(const std::vector<T>& x, const Slice& s) {
+        return {x.begin() + s.first, x.begin() + s.first + s.count};
+    }
 
     void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
         check(tokens, n);
@@ -1223,20 +1190,8 @@ private:
         return indices;
     }
 
-    void clear_gradients() {
-        if (!setup_.keep_gradients) return;  // released after their last use
-        for (size_t i : parameters_of(ALL)) network_.gradients[i].assign(network_.params[i].size(), 0.0f);
-    }
-    void release_gradients(int64_t bucket) {
-        for (size_t i : parameters_of(bucket)) Floats().swap(network_.gradients[i]);
-    }
-
-    // --- Several ranks: what they tell each other ---
-
-    template <class T>
-    static void append(Bytes& bytes, const T* from, int64_t n) {
-        const auto* begin = reinterpret_cast<const uint8_t*>(from);
-        bytes.insert(bytes.end(), begin, begin + n * int64_t(sizeof(T)));
+    void clear_gradients(int64_t bucket) {  // and their memory; they are 0 until something is added
+        for (size_t i : parameters_of(bucket)) network_.gradients[i] = Floats();
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1245,99 +1200,51 @@ private:
         return setup_.group ? setup_.group->all_gather(mine) : std::vector<T>{mine};
     }
 
-    // Makes arrays whole of which every rank has the part that it owns: one array for each parameter, with
-    // one value for `per` elements.
-    template <class T>
-    void make_whole(const std::vector<size_t>& which, int64_t per,
-                    std::vector<std::vector<T>>& arrays) const {
-        auto part = [&](size_t i, int64_t rank) {
-            const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
-            const int64_t first = ceil_div(s.first, per);
-            return Slice{first, ceil_div(s.first + s.count, per) - first};
-        };
-        std::vector<T> mine;
-        for (size_t i : which) {
-            const auto begin = arrays[i].begin() + part(i, setup_.rank).first;
-            mine.insert(mine.end(), begin, begin + part(i, setup_.rank).count);
-        }
-        const auto all = all_gather(mine);
-        for (int64_t rank = 0; rank < setup_.ranks; rank++) {
-            auto from = all[rank].begin();
-            for (size_t i : which) {
-                const Slice to = part(i, rank);
-                std::copy(from, from + to.count, arrays[i].begin() + to.first);
-                from += to.count;
-            }
-        }
-    }
-
-    // After every micro-batch: sends each rank what it owns of the bucket's gradients. What the ranks send
-    // here is added in FP32 in their order, and rounded once: sum = round(sum + g_0 + g_1 + ...). After the
-    // last micro-batch, the gradients become the sums, as kept_state().
-    void exchange_gradients(int64_t bucket, bool first, bool last) {
-        const std::vector<size_t> which = parameters_of(bucket);
-        std::vector<Bytes> to(setup_.ranks);
-        for (int64_t rank = 0; rank < setup_.ranks; rank++)
-            for (size_t i : which) {
-                const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
-                append(to[rank], network_.gradients[i].data() + s.first, s.count);
-            }
-        const std::vector<Bytes> from = setup_.group->exchange(std::move(to));
-        const Format format = gradient_format(setup_);
-        int64_t at = 0;
-        for (size_t i : which) {
-            const Slice own = owned(setup_, network_.params[i]);
+    // After every micro-batch: what the ranks computed is added in FP32 in their order, and rounded once: sum
+    // = round(sum + g_0 + g_1 + ...). After the last micro-batch, the gradients become the sums.
+    void sum_over_ranks(int64_t bucket, bool first, bool last) {
+        for (size_t i : parameters_of(bucket)) {
             Floats& sum = sums_[i];
-            if (first) sum.assign(own.count, 0.0f);
-            for (int64_t e = 0; e < own.count; e++, at++) {
-                for (const Bytes& g : from) sum[e] += reinterpret_cast<const float*>(g.data())[at];
-                sum[e] = round_to(format, sum[e]);
+            if (first) sum.assign(network_.params[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
+            for (size_t e = 0; e < sum.size(); e++) {
+                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
-            if (last && sharded()) network_.gradients[i].swap(sum);
-            else if (last) std::copy(sum.begin(), sum.end(), network_.gradients[i].begin() + own.first);
+            if (last) network_.gradients[i].swap(sum);
         }
-        if (last && !sharded()) make_whole(which, 1, network_.gradients);
     }
 
     // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. So it
-    // has the same bits for any number of ranks.
+    // has the same bits for any number of GPUs, each with its own chunks.
     double squares_of(int64_t bucket) const {
-        const std::vector<size_t> which = parameters_of(bucket);
-        std::vector<std::vector<double>> chunks(states_.size());
-        for (size_t i : which) {
-            const Floats& gradient = network_.gradients[i];
-            const int64_t first = kept_state(setup_, network_.params[i]).first;
-            chunks[i].resize(ceil_div(network_.params[i].size(), SHARD_CHUNK));
-            for (size_t e = 0; e < gradient.size(); e++)
-                chunks[i][(first + int64_t(e)) / SHARD_CHUNK] += double(gradient[e]) * gradient[e];
-        }
-        if (sharded()) make_whole(which, SHARD_CHUNK, chunks);
         double sum = 0;
-        for (size_t i : which)
-            for (double chunk : chunks[i]) sum += chunk;
+        for (size_t i : parameters_of(bucket))
+            for (int64_t first = 0, size = network_.params[i].size(); first < size; first += SHARD_CHUNK) {
+                double chunk = 0;
+                for (int64_t e = first; e < std::min(size, first + SHARD_CHUNK); e++)
+                    chunk += double(network_.gradients[i][e]) * network_.gradients[i][e];
+                sum += chunk;
+            }
         return sum;
     }
 
-    // The weights that the network computes with, in the compute dtype: each rank makes those whose masters
-    // it has. If these are shared out, BF16 weights of other ranks that are kept here follow.
-    void refresh(const std::vector<size_t>& which) {
-        for (size_t i : which) {
-            const State& s = states_[i];
-            const Param& p = network_.params[i];
-            const Slice state = kept_state(setup_, p);
-            const uint16_t* w = s.weight.data() + (state.first - kept_weight(setup_, p).first);
-            for (int64_t e = 0; e < state.count; e++)
-                network_.weights[i][state.first + e] =
-                    in_fp32() ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+    // The weight that the network computes with, in the compute dtype: each rank makes it of the masters that
+    // it keeps. If these are a part, the ranks exchange their parts, and the BF16 weights follow.
+    void refresh(size_t i) {
+        State& s = states_[i];
+        Floats& w = network_.weights[i];
+        const Slice state = kept_state(setup_, network_.params[i]),
+                    weight = kept_weight(setup_, network_.params[i]);
+        for (int64_t e = state.first; e < state.first + state.count; e++) {
+            const uint16_t upper = s.weight[e - weight.first];
+            w[e] = in_fp32() ? join_master(upper, s.remainder[e - state.first]) : from_bf16(upper);
         }
-        if (!sharded()) return;
-        make_whole(which, 1, network_.weights);
-        for (size_t i : which) {
-            const Slice weight = kept_weight(setup_, network_.params[i]);
-            int16_t unused;
-            for (int64_t e = 0; e < weight.count; e++)
-                split_master(network_.weights[i][weight.first + e], &states_[i].weight[e], &unused);
-        }
+        if (!setup_.group || setup_.shard == Shard::None) return;
+        auto to = w.begin();
+        for (const Floats& part : all_gather(part_of(w, state))) to = std::copy(part.begin(), part.end(), to);
+        int16_t unused;
+        for (int64_t e = 0; e < weight.count; e++) split_master(w[weight.first + e], &s.weight[e], &unused);
     }
 
     // Delayed scaling: the amaxes of the step are those of all ranks.
@@ -1354,64 +1261,32 @@ private:
         network_.end_delayed_step();
     }
 
-    // Runs work(first, n) for the chunks of a parameter, in parallel. Chunks end where groups of moments end.
-    template <class Work>
-    static void for_chunks(int64_t size, Work work) {
-#pragma omp parallel for
-        for (int64_t first = 0; first < size; first += CHUNK) work(first, std::min(CHUNK, size - first));
-    }
-
-    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is
-    // complete, because a per-tensor scale needs the maximum of all.
     void update(int64_t bucket, const AdamW& a, double norm) {
-        const uint64_t key = rounding_key(setup_.seed, a.step);
         for (size_t i : parameters_of(bucket)) {
-            const Param& p = network_.params[i];
-            State& s = states_[i];
-            const AdamWFactors f = adamw_factors(a, p.role.decay, norm);
-            const Slice state = kept_state(setup_, p);
-            uint16_t* const weights = s.weight.data() + (state.first - kept_weight(setup_, p).first);
-            Floats m(state.count), v(state.count);
-            for_chunks(state.count, [&](int64_t first, int64_t n) {
-                float master[CHUNK];
-                uint16_t* w = weights + first;
-                for (int64_t e = 0; e < n; e++)
-                    master[e] = setup_.master ? join_master(w[e], s.remainder[first + e]) : from_bf16(w[e]);
-                s.m.load(first, n, &m[first]);
-                s.v.load(first, n, &v[first]);
-                adamw(f, n, &network_.gradients[i][first], master, &m[first], &v[first]);
-                for (int64_t e = 0; e < n; e++)
-                    if (setup_.master) split_master(master[e], &w[e], &s.remainder[first + e]);
-                    else w[e] = round_stochastically(master[e], key, p.offset + state.first + first + e);
-            });
-            s.m.fit_tensor(state.count, m.data());
-            s.v.fit_tensor(state.count, v.data());
-            for_chunks(state.count, [&](int64_t first, int64_t n) {
-                s.m.store(first, n, &m[first], false);
-                s.v.store(first, n, &v[first], setup_.optimizer.keep_positive);
-            });
+            const AdamWFactors f = adamw_factors(a, network_.params[i].role.decay, norm);
+            update(states_[i], i, f, rounding_key(setup_.seed, a.step), nullptr);
+            refresh(i);
         }
-        refresh(parameters_of(bucket));
     }
 
-    // The quantization error of the moments that a step would store, and the expansion factors of those
-    // stored now.
-    void measure_moments(size_t i, QuantReport& report) const {
-        State s = states_[i];
-        const auto [begin, n] = kept_state(setup_, network_.params[i]);
-        if (n == 0) return;
-        report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-        report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-        Floats unused(n), m(n), v(n);
-        s.m.load(0, n, m.data());
-        s.v.load(0, n, v.data());
-        const AdamWFactors f = adamw_factors({1, 0.0f}, false, 0);
-        adamw(f, n, network_.gradients[i].data() + begin, unused.data(), m.data(), v.data());
-        s.m.fit_tensor(n, m.data());
-        s.v.fit_tensor(n, v.data());
-        QuantStats* kinds = report.kinds;
-        s.m.store(0, n, m.data(), false, kinds + int(Kind::Moment1));
-        s.v.store(0, n, v.data(), setup_.optimizer.keep_positive, kinds + int(Kind::Moment2));
+    // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
+    void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
+        const Param& p = network_.params[i];
+        const int64_t first = kept_state(setup_, p).first, n = s.m.n;
+        uint16_t* const w = s.weight.data() + (first - kept_weight(setup_, p).first);
+        Floats master(n), m(n), v(n);
+#pragma omp parallel for if (n > 1 << 14)
+        for (int64_t e = 0; e < n; e++)
+            master[e] = setup_.master ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+        s.m.load(m.data());
+        s.v.load(v.data());
+        adamw(f, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
+        s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
+#pragma omp parallel for if (n > 1 << 14)
+        for (int64_t e = 0; e < n; e++)
+            if (setup_.master) split_master(master[e], &w[e], &s.remainder[e]);
+            else w[e] = round_stochastically(master[e], key, p.offset + first + e);
     }
 
     // The tensors of coat.h's weight_tensors() and optimizer_tensors(), and gradients.
@@ -1422,8 +1297,11 @@ private:
         const std::string suffix = name.substr(network_.params[i].name.size());
         if (suffix.empty()) return bytes_of(s.weight);
         if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        if (suffix == ".gradient" && setup_.keep_gradients)
-            return {network_.gradients[i].data(), 4 * kept_state(setup_, network_.params[i]).count};
+        const Slice state = kept_state(setup_, network_.params[i]);
+        if (suffix == ".gradient" && setup_.keep_gradients) {
+            network_.gradients[i].resize(network_.params[i].size());  // 0 before the first step
+            return {network_.gradients[i].data() + state.first, 4 * state.count};
+        }
         for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
             if (suffix == begin) return bytes_of(moment->codes);
             if (suffix == begin + ".max") return bytes_of(moment->max);

@@ -62,7 +62,7 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
     Floats stored(n);
     x.resize(n), error.assign(n, 0.0);
     if (!is_scaled(m.format)) {
-        m.load(0, n, stored.data());
+        m.load(stored.data());
         x = doubles(stored);
         return;
     }
@@ -209,10 +209,8 @@ struct AdamRun {
                     // Zeros, as in embedding rows of tokens that have not occurred.
                     if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;
                 }
-                p.m.fit_tensor(size, m.data());
-                p.v.fit_tensor(size, v.data());
-                p.m.store(0, size, m.data(), false);
-                p.v.store(0, size, v.data(), o.keep_positive);
+                p.m.store(m.data(), false);
+                p.v.store(v.data(), o.keep_positive);
             }
             total += p.padded();
             params.push_back(std::move(p));
