@@ -23,7 +23,6 @@
 #include <array>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <map>
 #include <tuple>
 
@@ -47,6 +46,7 @@ static To bits_as(From from) {
     return to;
 }
 
+// Where the fields of a code are, its largest finite value, a NaN, and the bit of the sign.
 struct Fields {
     int mantissa, bias;                 // M above is the number of mantissa bits
     uint32_t max_code, nan_code, sign;  // E4M3 has no infinity: its largest exponent has values, too
@@ -57,21 +57,17 @@ static Fields fields(Format f) {
                                : Fields{10, 15, 0x7BFF, 0x7E00, 0x8000};
 }
 
-// Rounds x to the nearest code, ties to even. Larger values saturate. smallest is the format's smallest value.
-// Normal: adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
-// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * smallest + |x| is a
-// multiple of smallest.
-static inline uint32_t encode_as(const Fields& f, float smallest, float x) {
-    const uint32_t bits = bits_as<uint32_t>(x) & 0x7FFFFFFFu;  // of |x|
-    const int drop = 23 - f.mantissa;
-    const uint32_t smallest_normal = uint32_t(127 + 1 - f.bias) << 23, rebias = uint32_t(127 - f.bias) << 23;
-    const uint32_t normal = (bits - rebias + ((1u << (drop - 1)) - 1) + (bits >> drop & 1)) >> drop;
-    const float adder = 1.5f * 0x1p23f * smallest;
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
-    const uint32_t code = std::min(bits < smallest_normal ? subnormal : normal, f.max_code);
-    return (bits > 0x7F800000u ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
+// Rounds x to the nearest code, ties to even; values beyond max, the format's largest, saturate. Where |x|
+// has the exponent e, codes are 2^(e - M) apart; subnormal codes have e = 1 - bias. |x| in such steps is the
+// mantissa with its leading 1, if there is one. So adding it to the exponent's field also carries as it must.
+static inline uint32_t encode_as(const Fields& f, float max, float x) {
+    const float magnitude = std::min(max, std::abs(x));
+    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - f.bias);
+    const float steps = magnitude * bits_as<float>(uint32_t(127 + f.mantissa - e) << 23);  // |x| / 2^(e - M)
+    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + f.bias - 1) << f.mantissa);
+    return (std::isnan(x) ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
 }
-uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).min, x)); }
+uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).max, x)); }
 
 // FP32 has the same fields at other places and with another bias.
 float decode(Format format, uint16_t code) {
@@ -79,8 +75,8 @@ float decode(Format format, uint16_t code) {
     const uint32_t magnitude = code & (f.sign - 1);
     const uint32_t bits = magnitude << (23 - f.mantissa);  // where FP32 has exponent and mantissa
     float value = bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
-    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;   // subnormal
-    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);  // infinity or NaN
+    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;  // subnormal
+    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);         // infinity or NaN
     return code & f.sign ? -value : value;
 }
 
@@ -146,9 +142,9 @@ static uint32_t amax_bits(const float* x, int64_t n) {
 }
 static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
-// Group scaling: the per-tensor amax is the maximum (stage two) of the maxima of groups (stage one). A maximum
-// does not round, so the result is the same as in one stage. On a GPU the first stage needs no pass of its
-// own: the kernel that writes the tensor does it.
+// Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
+// per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU the first
+// stage needs no pass of its own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
     uint32_t largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
@@ -186,6 +182,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
+    // The first pass gives every block its scale, the second one writes the codes.
     const Granularity g = quant.granularity;
     const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
     const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
@@ -198,7 +195,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
     }
     const Fields f = fields(quant.format);
-    const float smallest = info(quant.format).min;
+    const float fmax = info(quant.format).max;
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c0 = 0; c0 < cols; c0 += width) {
@@ -206,10 +203,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
             for (int64_t i = first; i < last; i++)
-                q.codes[i] = uint8_t(encode_as(f, smallest, x[i] * inverse));
+                q.codes[i] = uint8_t(encode_as(f, fmax, x[i] * inverse));
         }
     // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
-    const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
+    const float beyond = fmax * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
         stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
@@ -217,6 +214,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     return q;
 }
 
+// x = decode(code) s, with one look-up of s for each block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
     const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
@@ -230,20 +228,24 @@ Floats dequantize(const Quantized& q) {
     return x;
 }
 
-static Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
-    Floats y(x.size());
+// (rows, cols) -> (cols, rows); rows of x begin `stride` elements apart
+template <class Real>
+static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, int64_t stride) {
+    std::vector<Real> y(rows * cols);
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t c = 0; c < cols; c++)
-        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * cols + c];
+        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * stride + c];
     return y;
 }
 
+// The result is x again, rounded as the tensor cores read it, so that a GEMM in FP32 can follow.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
-    const Quantized transpose = quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale);
-    return transposed(dequantize(transpose), cols, rows);
+    const Floats transpose = transposed(x.data(), rows, cols, cols);
+    const Quantized quantized = quantize(transpose.data(), cols, rows, q, stats, scale);
+    return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
 void DelayedScale::end_step(Format fp8, int margin) {
@@ -315,6 +317,7 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
+// Quantizes: each group gets its max and k, then its codes (equation 4). The groups are independent.
 void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
     const int64_t group = group_size();
 #pragma omp parallel for if (!stats && n > 1 << 14)
@@ -565,26 +568,6 @@ template <class Real> static void add_scaled(int64_t n, Real scale, const Real* 
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
-// Where the rows of one query head, and of the key/value head that it reads, begin in qkv or in its gradient.
-template <class Real> struct Head {
-    Real *q, *k, *v;
-};
-template <class Real>
-static Head<Real> head_of(const ModelConfig& c, int64_t T, Real* qkv, int64_t b, int64_t head) {
-    Real* base = qkv + b * T * c.qkv_cols();
-    const int64_t kv = c.q_cols() + head / (c.NH / c.NKV) * c.HS();
-    return {base + head * c.HS(), base + kv, base + kv + c.kv_cols()};
-}
-
-// (T, HS) rows -> (HS, T), so that the loop over keys is the innermost
-template <class Real>
-static std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const Real* rows) {
-    std::vector<Real> out(c.HS() * T);
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t d = 0; d < c.HS(); d++) out[d * T + t] = rows[t * c.qkv_cols() + d];
-    return out;
-}
-
 // out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
@@ -601,18 +584,20 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
-            const auto h = head_of(c, T, qkv, b, head);
-            const auto keys = transposed_rows(c, T, h.k);
+            const Real* q = qkv + b * T * row + head * HS;  // of query t: q + t * row; k and v likewise
+            const Real* k = qkv + b * T * row + c.q_cols() + head / (NH / c.NKV) * HS;
+            const Real* v = k + c.kv_cols();
+            const auto keys = transposed(k, T, HS, row);  // so that the loop over keys is the innermost
             std::vector<Real> p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(h.q + t * row, keys, T, t + 1, scale, p.data());
+                dot_products(q + t * row, keys, T, t + 1, scale, p.data());
                 const Real largest = *std::max_element(p.begin(), p.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) sum += p[j] = std::exp(p[j] - largest);
                 lse[(b * NH + head) * T + t] = largest + std::log(sum);
                 Real* y = out + ((b * T + t) * NH + head) * HS;
                 std::fill(y, y + HS, Real(0));
-                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, h.v + j * row, y);
+                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, v + j * row, y);
             }
         }
 }
@@ -628,27 +613,27 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
     std::fill(dqkv, dqkv + B * T * row, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t kv = 0; kv < c.NKV; kv++)
-            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
-                const auto h = head_of(c, T, qkv, b, head);
-                const auto d = head_of(c, T, dqkv, b, head);
-                const auto keys = transposed_rows(c, T, h.k), values = transposed_rows(c, T, h.v);
-                std::vector<Real> p(T), ds(T);
+        for (int64_t kv = 0; kv < c.NKV; kv++) {
+            // Where the key and the value of position 0 begin in a row, and in its gradient.
+            const int64_t key = b * T * row + c.q_cols() + kv * HS, value = key + c.kv_cols();
+            const auto keys = transposed(qkv + key, T, HS, row), values = transposed(qkv + value, T, HS, row);
+            std::vector<Real> p(T), ds(T);
+            for (int64_t head = kv * group; head < (kv + 1) * group; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t at = ((b * T + t) * NH + head) * HS;
-                    const Real *q = h.q + t * row, *dy = dout + at;
+                    const int64_t query = (b * T + t) * row + head * HS, at = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query, *dy = dout + at;
                     const Real norm = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + at, HS);
                     dot_products(q, keys, T, t + 1, scale, p.data());
                     dot_products(dy, values, T, t + 1, Real(1), ds.data());
                     for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - norm);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
                     for (int64_t j = 0; j <= t; j++) {
-                        add_scaled(HS, p[j], dy, d.v + j * row);
-                        add_scaled(HS, ds[j], q, d.k + j * row);
-                        add_scaled(HS, ds[j], h.k + j * row, d.q + t * row);
+                        add_scaled(HS, p[j], dy, dqkv + value + j * row);
+                        add_scaled(HS, ds[j], q, dqkv + key + j * row);
+                        add_scaled(HS, ds[j], qkv + key + j * row, dqkv + query);
                     }
                 }
-            }
+        }
 }
 
 // loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target). Both are 0
@@ -705,18 +690,17 @@ template <class Real> class Network {
 
 public:
     using Tensor = std::vector<Real>;
-    const ModelConfig config;
-    const Recipe recipe;
-    const std::vector<Param> params;
+    const Setup setup_;
+    const ModelConfig& config = setup_.config;
+    const Recipe& recipe = setup_.recipe;
+    const std::vector<Param> params = parameters(config);
     std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
     std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; no history unless recipe delays
     QuantStats* stats = nullptr;  // one for each Kind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
-    explicit Network(const Setup& s)
-        : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()),
-          delayed(params.size()), formats_(linear_formats(s)), gradient_(gradient_format(s)) {
+    explicit Network(const Setup& s) : setup_(s), gradients(params.size()), delayed(params.size()) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
         for (const StateTensor& t : scaling_tensors(config, recipe))
@@ -728,13 +712,6 @@ public:
         finite = true;
         for (auto& operands : delayed)
             for (DelayedScale& d : operands) d.amax = 0;
-    }
-    // After a step: the delayed scales of the next one.
-    void end_delayed_step() {
-        for (auto& operands : delayed)
-            for (int o = 0; o < OPERANDS; o++)
-                if (!operands[o].history.empty())
-                    operands[o].end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
     }
 
     // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
@@ -778,16 +755,20 @@ public:
         return y;
     }
 
-    Tensor rounded(Tensor x) const { return rounded(std::move(x), recipe.compute); }
+    Tensor rounded(Tensor x) const {  // to the compute dtype
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
+        return x;
+    }
 
 private:
-    struct SavedLayer {  // coat.h's saved_per_layer(), with recompute
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute).
+    struct SavedLayer {
         SavedTensor norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
     };
 
-    const LinearFormats formats_;
-    const Format gradient_;
+    const LinearFormats formats_ = linear_formats(setup_);
     std::map<std::string, size_t> index_;
     std::vector<SavedLayer> saved_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
@@ -802,26 +783,23 @@ private:
         if (bucket_done) bucket_done(params[index(name)].bucket);
     }
 
-    static Tensor rounded(Tensor x, Format f) {
-        if constexpr (QUANTIZES)
-            for (float& v : x) v = round_to(f, v);
-        return x;
-    }
     static Tensor sum(const Tensor& x, const Tensor& y) {
         Tensor z(x.size());
         for (size_t i = 0; i < x.size(); i++) z[i] = x[i] + y[i];
         return z;
     }
+    // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
     void add_gradient(size_t i, const Tensor& contribution) {
         gradients[i].resize(contribution.size());  // zeros if it was empty
-        gradients[i] = rounded(sum(gradients[i], contribution), gradient_);
+        gradients[i] = sum(gradients[i], contribution);
+        if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
     }
 
     // An FP8 code would hide a NaN or an infinity, so every tensor is checked before it is quantized.
     float checked_amax(const Floats& x) {
-        const float result = amax(x.data(), int64_t(x.size()));
-        finite = finite && std::isfinite(result);
-        return result;
+        const float largest = amax(x.data(), int64_t(x.size()));
+        finite = finite && std::isfinite(largest);
+        return largest;
     }
 
     // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
@@ -838,6 +816,9 @@ private:
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+
+    // Per-tensor scales are just in time, from the amax of this tensor, or delayed. Others are made with the
+    // codes (quantize). x has `cols` columns.
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -906,7 +887,9 @@ private:
         return act;
     }
 
-    // --- Embedding and head: not quantized ---
+    // --- Embedding and head: not quantized, as in the paper ---
+
+    // residual[n] = embedding[token n] (+ positions[n mod T])
     Tensor embed(const int32_t* tokens) const {
         const int64_t C = config.C;
         Tensor residual(N_ * C);
@@ -929,6 +912,7 @@ private:
         done("embedding");
     }
 
+    // The gradient of the logits (N, padded_V) -> that of the final norm's input (N, C).
     Tensor head_backward(const Tensor& x, const Tensor& y, const Tensor& dlogits) {
         const int64_t V = config.padded_V(), C = config.C;
         Tensor dhead(V * C), dy(N_ * C);
@@ -1027,12 +1011,11 @@ private:
 // of all gradients: this is the reference of the arithmetic, not of the memory. It updates what it keeps of
 // the state (coat.h, kept_state()): a part, or everything with --shard none.
 
-class Reference : public Model {
+class Reference : public Model, Network<float> {
 public:
-    explicit Reference(const Setup& setup)
-        : setup_(setup), network_(setup), states_(network_.params.size()), sums_(network_.params.size()) {
-        for (size_t i = 0; i < states_.size(); i++) {
-            const Param& p = network_.params[i];
+    explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
+        for (size_t i = 0; i < states_.size(); i++) {  // the network has all first weights
+            const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
             const Slice weight = kept_weight(setup, p), state = kept_state(setup, p);
             State& s = states_[i];
@@ -1043,50 +1026,56 @@ public:
             for (int64_t e = 0; e < p.size(); e++) {
                 const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
                 split_master(x, &s.weight[e], &s.remainder[e]);
-                network_.weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
+                weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
             }
             s.weight = part_of(s.weight, weight);
             s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
     }
 
+    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. Without
+    // keep_gradients, each bucket is updated as soon as backward has completed it (coat.h, AdamW).
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         check(tokens, targets, accumulate * N);
         int64_t counted = 0;
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
-        network_.begin();
+        begin();
         double squares = 0;  // sum over the gradients so far
         bool skipped = false;
+        // Clips the gradients of a bucket, or of all, by the norm of what is complete so far, and updates.
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
             const double here = squares_of(bucket);
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (char finite : all_gather(char(network_.finite)))
-                network_.finite = network_.finite && finite;
+            for (char theirs : all_gather(char(finite))) finite = finite && theirs;
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
-            skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
-            if (!skipped) update(bucket, adamw, norm);
+            skipped = skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
+            if (skipped) return;
+            for (size_t i : parameters_of(bucket)) {
+                const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
+                update(states_[i], i, f, rounding_key(setup_.seed, adamw.step), nullptr);
+                refresh(i);
+            }
         };
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
-        if (!setup_.keep_gradients) norms.resize(network_.params.back().bucket + 1);
+        if (!setup_.keep_gradients) norms.resize(params.back().bucket + 1);
         std::vector<double> losses;
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.group) clear_gradients(ALL);
-            network_.bucket_done = [&](int64_t bucket) {
+            bucket_done = [&](int64_t bucket) {
                 if (setup_.group) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
                 update_if_finite(bucket, norm_correction_at(adamw, bucket));
                 clear_gradients(bucket);
                 norms[bucket] = std::sqrt(squares);
             };
-            losses.push_back(
-                network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
+            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
         }
-        network_.bucket_done = nullptr;
+        bucket_done = nullptr;
         if (setup_.keep_gradients) update_if_finite(ALL, 1);
         if (!skipped) end_delayed_step();
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
@@ -1100,30 +1089,29 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
         check(tokens, targets, N);
-        network_.begin();
-        const double sum = network_.run(tokens, targets, setup_.B, setup_.T, 0),
-                     loss = sum / divisor_of_mean(targets, N);
-        return network_.finite ? loss : NAN;
+        begin();
+        const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
+        return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check(tokens, n);
-        network_.begin();
-        const auto x = network_.forward(tokens, 1, n);
-        const Floats last(x.end() - setup_.config.C, x.end());
-        const auto row = network_.head_forward(network_.rounded(network_.norm("final_norm", last)));
-        std::copy(row.begin(), row.begin() + setup_.config.V, logits);
+        check(tokens, nullptr, n);
+        begin();
+        const auto x = forward(tokens, 1, n);
+        const Floats last(x.end() - config.C, x.end());
+        const auto row = head_forward(rounded(norm("final_norm", last)));
+        std::copy(row.begin(), row.begin() + config.V, logits);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
         check(tokens, targets, N);
         QuantReport report;
-        network_.stats = report.kinds;
-        network_.begin();
+        stats = report.kinds;
+        begin();
         clear_gradients(ALL);
         // The errors of the moments that a step would store, and the expansion factors of those stored now.
-        network_.bucket_done = [&](int64_t bucket) {
+        bucket_done = [&](int64_t bucket) {
             for (size_t i : parameters_of(bucket)) {
                 State s = states_[i];
                 report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
@@ -1132,8 +1120,8 @@ public:
             }
             if (!setup_.keep_gradients) clear_gradients(bucket);
         };
-        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
-        network_.stats = nullptr, network_.bucket_done = nullptr;
+        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
+        stats = nullptr, bucket_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
@@ -1146,9 +1134,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name);
         if (bytes) std::memcpy(data, in, bytes);
-        const size_t i = param_of(network_.params, name);
-        const std::string& weight = network_.params[i].name;
-        if (name == weight || name == weight + ".remainder") refresh(i);
+        refresh(param_of(params, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -1161,37 +1147,33 @@ private:
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
 
-    Setup setup_;
-    Network<float> network_;
     std::vector<State> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
-    bool in_fp32() const { return setup_.recipe.compute == Format::F32; }
+    bool in_fp32() const { return recipe.compute == Format::F32; }
     template <class T>
     static std::vector<T> part_of(const std::vector<T>& x, const Slice& s) {
         return {x.begin() + s.first, x.begin() + s.first + s.count};
     }
 
+    // targets may be null.
     void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
-        check(tokens, n);
+        auto outside = [&](int32_t t) { return t < 0 || t >= config.V; };
         for (int64_t i = 0; i < n; i++)
-            if (targets[i] != NO_TARGET) check(targets + i, 1);
-    }
-    void check(const int32_t* tokens, int64_t n) const {
-        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return t < 0 || t >= setup_.config.V; }))
-            throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
-                        "; choose --data and --model that belong together.");
+            if (outside(tokens[i]) || (targets && targets[i] != NO_TARGET && outside(targets[i])))
+                throw Error("A token lies outside the vocabulary of " + std::to_string(config.V) +
+                            "; choose --data and --model that belong together.");
     }
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
         std::vector<size_t> indices;
         for (size_t i = 0; i < states_.size(); i++)
-            if (bucket == ALL || network_.params[i].bucket == bucket) indices.push_back(i);
+            if (bucket == ALL || params[i].bucket == bucket) indices.push_back(i);
         return indices;
     }
 
     void clear_gradients(int64_t bucket) {  // and their memory; they are 0 until something is added
-        for (size_t i : parameters_of(bucket)) network_.gradients[i] = Floats();
+        for (size_t i : parameters_of(bucket)) gradients[i] = Floats();
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1205,13 +1187,13 @@ private:
     void sum_over_ranks(int64_t bucket, bool first, bool last) {
         for (size_t i : parameters_of(bucket)) {
             Floats& sum = sums_[i];
-            if (first) sum.assign(network_.params[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
+            if (first) sum.assign(params[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
-            if (last) network_.gradients[i].swap(sum);
+            if (last) gradients[i].swap(sum);
         }
     }
 
@@ -1220,10 +1202,10 @@ private:
     double squares_of(int64_t bucket) const {
         double sum = 0;
         for (size_t i : parameters_of(bucket))
-            for (int64_t first = 0, size = network_.params[i].size(); first < size; first += SHARD_CHUNK) {
+            for (int64_t first = 0, size = params[i].size(); first < size; first += SHARD_CHUNK) {
                 double chunk = 0;
                 for (int64_t e = first; e < std::min(size, first + SHARD_CHUNK); e++)
-                    chunk += double(network_.gradients[i][e]) * network_.gradients[i][e];
+                    chunk += double(gradients[i][e]) * gradients[i][e];
                 sum += chunk;
             }
         return sum;
@@ -1233,9 +1215,8 @@ private:
     // it keeps. If these are a part, the ranks exchange their parts, and the BF16 weights follow.
     void refresh(size_t i) {
         State& s = states_[i];
-        Floats& w = network_.weights[i];
-        const Slice state = kept_state(setup_, network_.params[i]),
-                    weight = kept_weight(setup_, network_.params[i]);
+        Floats& w = weights[i];
+        const Slice state = kept_state(setup_, params[i]), weight = kept_weight(setup_, params[i]);
         for (int64_t e = state.first; e < state.first + state.count; e++) {
             const uint16_t upper = s.weight[e - weight.first];
             w[e] = in_fp32() ? join_master(upper, s.remainder[e - state.first]) : from_bf16(upper);
@@ -1247,31 +1228,20 @@ private:
         for (int64_t e = 0; e < weight.count; e++) split_master(w[weight.first + e], &s.weight[e], &unused);
     }
 
-    // Delayed scaling: the amaxes of the step are those of all ranks.
+    // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
     void end_delayed_step() {
-        Floats mine;
-        for (const auto& operands : network_.delayed)
-            for (const DelayedScale& d : operands) mine.push_back(d.amax);
-        const bool delays = setup_.recipe.scaling == Scaling::Delayed;
-        for (const Floats& theirs : delays ? all_gather(mine) : std::vector<Floats>())
-            for (size_t i = 0; i < mine.size(); i++) {
-                DelayedScale& d = network_.delayed[i / OPERANDS][i % OPERANDS];
-                d.amax = std::max(d.amax, theirs[i]);
+        for (auto& operands : delayed)
+            for (int o = 0; o < OPERANDS; o++) {
+                DelayedScale& d = operands[o];
+                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
+                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
+                d.end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
             }
-        network_.end_delayed_step();
-    }
-
-    void update(int64_t bucket, const AdamW& a, double norm) {
-        for (size_t i : parameters_of(bucket)) {
-            const AdamWFactors f = adamw_factors(a, network_.params[i].role.decay, norm);
-            update(states_[i], i, f, rounding_key(setup_.seed, a.step), nullptr);
-            refresh(i);
-        }
     }
 
     // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
     void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
-        const Param& p = network_.params[i];
+        const Param& p = params[i];
         const int64_t first = kept_state(setup_, p).first, n = s.m.n;
         uint16_t* const w = s.weight.data() + (first - kept_weight(setup_, p).first);
         Floats master(n), m(n), v(n);
@@ -1280,7 +1250,7 @@ private:
             master[e] = setup_.master ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
         s.m.load(m.data());
         s.v.load(v.data());
-        adamw(f, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
+        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
         s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
         s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
 #pragma omp parallel for if (n > 1 << 14)
@@ -1289,18 +1259,19 @@ private:
             else w[e] = round_stochastically(master[e], key, p.offset + first + e);
     }
 
-    // The tensors of coat.h's weight_tensors() and optimizer_tensors(), and gradients.
+    // Where this rank's part of a tensor begins, and its bytes: the tensors of coat.h's weight_tensors() and
+    // optimizer_tensors(), and gradients.
     std::pair<void*, size_t> find(const std::string& name) {
-        const size_t i = param_of(network_.params, name);
+        const size_t i = param_of(params, name);
         State& s = states_[i];
         auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
-        const std::string suffix = name.substr(network_.params[i].name.size());
+        const std::string suffix = name.substr(params[i].name.size());
         if (suffix.empty()) return bytes_of(s.weight);
         if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        const Slice state = kept_state(setup_, network_.params[i]);
+        const Slice state = kept_state(setup_, params[i]);
         if (suffix == ".gradient" && setup_.keep_gradients) {
-            network_.gradients[i].resize(network_.params[i].size());  // 0 before the first step
-            return {network_.gradients[i].data() + state.first, 4 * state.count};
+            gradients[i].resize(params[i].size());  // 0 before the first step
+            return {gradients[i].data() + state.first, 4 * state.count};
         }
         for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
             if (suffix == begin) return bytes_of(moment->codes);
@@ -1308,7 +1279,7 @@ private:
             if (suffix == begin + ".k") return bytes_of(moment->k);
         }
         for (int o = 0; o < OPERANDS; o++) {
-            DelayedScale& d = network_.delayed[i][o];
+            DelayedScale& d = delayed[i][o];
             if (d.history.empty()) continue;
             if (suffix == std::string(OPERAND_NAMES[o]) + ".history") return bytes_of(d.history);
             if (suffix == std::string(OPERAND_NAMES[o]) + ".scale") return {&d.scale, sizeof d.scale};

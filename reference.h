@@ -70,8 +70,8 @@ float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
 
-// One moment of one parameter, in any format. MOMENT_GROUP consecutive elements share (max, k); the last group
-// may be short. FP8-LM has one scale for the whole tensor: a single group.
+// One moment of one parameter, in any format. MOMENT_GROUP consecutive elements share (max, k); the last
+// group may be short. FP8-LM has one scale for the whole tensor: a single group.
 //   expanded:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 // A group of zeros has max = 0 and k = 1.
