@@ -1,9 +1,9 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for the models and recipes of coat.h. It knows
-// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
-// there is no GPU. Each section needs only those before it:
+// moments. This file is the whole training step for the models and recipes of coat.h. It knows nothing of the
+// GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where there is no GPU.
+// Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -277,7 +277,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
     return std::max(std::floor(16.0f * log_range / log_ratio) / 16.0f, 1.0f / 16.0f);
 }
 
-// sign(x) FMAX (|x| / max)^k
+// sign(x) FMAX (|x| / max)^k, in logarithms, because |x| / max alone may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
@@ -328,7 +328,8 @@ void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
             largest = std::max(largest, std::abs(x[i]));
             if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
         }
-        if (is_scaled(format)) max[g] = largest, inverse = 1.0f / scale_of({format}, largest);
+        if (is_scaled(format)) max[g] = largest;
+        if (!expand && is_scaled(format)) inverse = 1.0f / scale_of({format}, largest);
         if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
         for (int64_t i = first; i < last; i++) {
             const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
@@ -901,14 +902,14 @@ private:
     }
 
     void embed_backward(const int32_t* tokens, const Tensor& dresidual) {
-        auto add_rows = [&](const std::string& name, auto row) {  // dresidual[n] to row(n) of the gradient
-            Tensor sums(weight(name).size());
-            for (int64_t n = 0; n < N_; n++)
-                add_scaled(config.C, Real(1), &dresidual[n * config.C], &sums[row(n) * config.C]);
-            add_gradient(index(name), sums);
-        };
-        add_rows("embedding", [&](int64_t n) { return tokens[n]; });
-        if (!config.arch.rope) add_rows("positions", [&](int64_t n) { return n % T_; });
+        const int64_t C = config.C;
+        Tensor embedding(weight("embedding").size()), positions(config.arch.rope ? 0 : config.max_T * C);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &embedding[tokens[n] * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &positions[n % T_ * C]);
+        }
+        add_gradient(index("embedding"), embedding);
+        if (!config.arch.rope) add_gradient(index("positions"), positions);
         done("embedding");
     }
 
@@ -1017,7 +1018,7 @@ public:
         for (size_t i = 0; i < states_.size(); i++) {  // the network has all first weights
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const Slice weight = kept_weight(setup, p), state = kept_state(setup, p);
+            const Slice state = kept_state(setup, p);
             State& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
             s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
@@ -1028,7 +1029,7 @@ public:
                 split_master(x, &s.weight[e], &s.remainder[e]);
                 weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
             }
-            s.weight = part_of(s.weight, weight);
+            s.weight = part_of(s.weight, kept_weight(setup, p));
             s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
     }
