@@ -15,7 +15,7 @@ using namespace coat::test;
 using namespace coat::reference;
 using namespace coat::test::moments;
 
-TEST_CASE("Moment: a part that starts at a group has the codes of the whole, in every format; the first value is zero") {
+TEST_CASE("Moment: a part that starts at a group has the codes of the whole; all values are zero at first") {
     FRESH_RANDOM(rng);
     const int64_t n = 5 * MOMENT_GROUP + 19;
     const std::vector<float> x = magnitudes(rng.normals<float>(n));
