@@ -13,7 +13,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -540,9 +542,7 @@ struct StateTensor {
     int64_t per = 1;  // elements of the parameter that one element here belongs to; 0: all
 
     int64_t size() const {
-        int64_t n = 1;
-        for (int64_t s : shape) n *= s;
-        return n;
+        return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
     }
     int64_t total_bytes() const { return size() * bytes; }
 };
@@ -595,12 +595,10 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
-        const std::pair<const char*, Format> moments[] = {{".m", s.optimizer.m}, {".v", s.optimizer.v}};
-        for (const auto& [moment, wanted] : moments) {
+        for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment(wanted);
+            const int64_t scales = s.optimizer.scales(f, p.size()), per = s.optimizer.granularity.cols;
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
-            const int64_t scales = s.optimizer.scales(f, p.size());
-            const int64_t per = s.optimizer.granularity.cols;
             if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i, per});
             if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i, per});
         }
@@ -613,9 +611,8 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 // one after the other, are the whole tensor, unless every rank keeps all of it.
 inline Slice kept(const Setup& s, const StateTensor& t) {
     const Param p = parameters(s.config).at(t.param);
-    const bool weight = t.name == p.name;
     if (t.per == 0) return {0, t.size()};
-    const Slice of = weight ? kept_weight(s, p) : kept_state(s, p);
+    const Slice of = t.name == p.name ? kept_weight(s, p) : kept_state(s, p);
     const int64_t first = ceil_div(of.first, t.per);
     return {first, ceil_div(of.first + of.count, t.per) - first};
 }

@@ -1,9 +1,9 @@
 // reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for the models and recipes of coat.h. It knows
-// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
-// there is no GPU. Each section needs only those before it:
+// moments. This file is the whole training step for the models and recipes of coat.h. It knows nothing of the
+// GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where there is no GPU.
+// Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -23,7 +23,6 @@
 #include <array>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <map>
 #include <tuple>
 
@@ -47,63 +46,38 @@ static To bits_as(From from) {
     return to;
 }
 
+// Where the fields of a code are, its largest finite value, a NaN, and the bit of the sign.
 struct Fields {
-    int mantissa, bias;           // M above is the number of mantissa bits
-    uint32_t max_code, nan_code;  // E4M3 has no infinity: its largest exponent has values, too
+    int mantissa, bias;                 // M above is the number of mantissa bits
+    uint32_t max_code, nan_code, sign;  // E4M3 has no infinity: its largest exponent has values, too
 };
-static constexpr Fields fields(Format f) {
-    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F}
-           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F}
-                               : Fields{10, 15, 0x7BFF, 0x7E00};
+static Fields fields(Format f) {
+    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F, 0x80}
+           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F, 0x80}
+                               : Fields{10, 15, 0x7BFF, 0x7E00, 0x8000};
 }
 
-// Rounds |x|, given as the bits of FP32, to the nearest code, ties to even. Larger values saturate. Normal:
-// adding half of the last mantissa bit that remains (a little less if that bit is 0) carries into the
-// exponent as rounding requires. Subnormal: FP32 addition rounds, because 1.5 * 2^23 * min + |x| is a
-// multiple of min.
-template <Format F>
-static inline uint32_t encode_magnitude(uint32_t bits) {
-    constexpr Fields f = fields(F);
-    constexpr int drop = 23 - f.mantissa;
-    constexpr uint32_t smallest_normal = uint32_t(127 + 1 - f.bias) << 23;
-    constexpr uint32_t rebias = uint32_t(127 - f.bias) << 23;
-    const uint32_t normal = (bits - rebias + ((1u << (drop - 1)) - 1) + (bits >> drop & 1)) >> drop;
-    constexpr float adder = 1.5f * float(1 << 23) * info(F).min;
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(bits) + adder) - bits_as<uint32_t>(adder);
-    const uint32_t code = bits < smallest_normal ? subnormal : normal;
-    return bits > 0x7F800000u ? f.nan_code : std::min(code, f.max_code);
+// Rounds x to the nearest code, ties to even; values beyond max, the format's largest, saturate. Where |x|
+// has the exponent e, codes are 2^(e - M) apart; subnormal codes have e = 1 - bias. |x| in such steps is the
+// mantissa with its leading 1, if there is one. So adding it to the exponent's field also carries as it must.
+static inline uint32_t encode_as(const Fields& f, float max, float x) {
+    const float magnitude = std::min(max, std::abs(x));
+    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - f.bias);
+    const float steps = magnitude * bits_as<float>(uint32_t(127 + f.mantissa - e) << 23);  // |x| / 2^(e - M)
+    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + f.bias - 1) << f.mantissa);
+    return (std::isnan(x) ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
 }
-
-template <Format F>
-static inline uint8_t encode_as(float x) {
-    const uint32_t bits = bits_as<uint32_t>(x);
-    return uint8_t((bits >> 24 & 0x80u) | encode_magnitude<F>(bits & 0x7FFFFFFFu));
-}
+uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).max, x)); }
 
 // FP32 has the same fields at other places and with another bias.
-static float decode_magnitude(Format format, uint32_t code) {
+float decode(Format format, uint16_t code) {
     const Fields f = fields(format);
-    const uint32_t bits = code << (23 - f.mantissa);  // where FP32 has exponent and mantissa
-    if (code >> f.mantissa == 0) return float(code) * info(format).min;  // subnormal
-    if (code > f.max_code) return bits_as<float>(bits | 0x7F800000u);    // infinity or NaN
-    return bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
-}
-
-uint8_t encode(Format fp8, float x) {
-    return fp8 == Format::E4M3 ? encode_as<Format::E4M3>(x) : encode_as<Format::E5M2>(x);
-}
-float decode(Format fp8, uint8_t code) {
-    const float magnitude = decode_magnitude(fp8, code & 0x7F);
-    return code & 0x80 ? -magnitude : magnitude;
-}
-
-uint16_t to_f16(float x) {
-    const uint32_t bits = bits_as<uint32_t>(x);
-    return uint16_t((bits >> 16 & 0x8000u) | encode_magnitude<Format::F16>(bits & 0x7FFFFFFFu));
-}
-float from_f16(uint16_t code) {
-    const float magnitude = decode_magnitude(Format::F16, code & 0x7FFFu);
-    return code & 0x8000u ? -magnitude : magnitude;
+    const uint32_t magnitude = code & (f.sign - 1);
+    const uint32_t bits = magnitude << (23 - f.mantissa);  // where FP32 has exponent and mantissa
+    float value = bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
+    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;  // subnormal
+    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);         // infinity or NaN
+    return code & f.sign ? -value : value;
 }
 
 // BF16 is the upper half of FP32, so rounding is an addition to the lower half.
@@ -118,20 +92,14 @@ float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16
 
 // Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
-    switch (f) {
-        case Format::F32: return reinterpret_cast<const float*>(codes)[i];
-        case Format::BF16: return from_bf16(reinterpret_cast<const uint16_t*>(codes)[i]);
-        case Format::F16: return from_f16(reinterpret_cast<const uint16_t*>(codes)[i]);
-        default: return decode(f, codes[i]);
-    }
+    if (f == Format::F32) return reinterpret_cast<const float*>(codes)[i];
+    const uint16_t code = is_fp8(f) ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
+    return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 static void put(Format f, uint8_t* codes, int64_t i, float x) {
-    switch (f) {
-        case Format::F32: reinterpret_cast<float*>(codes)[i] = x; break;
-        case Format::BF16: reinterpret_cast<uint16_t*>(codes)[i] = to_bf16(x); break;
-        case Format::F16: reinterpret_cast<uint16_t*>(codes)[i] = to_f16(x); break;
-        default: codes[i] = encode(f, x);
-    }
+    if (f == Format::F32) reinterpret_cast<float*>(codes)[i] = x;
+    else if (is_fp8(f)) codes[i] = uint8_t(encode(f, x));
+    else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
@@ -174,17 +142,14 @@ static uint32_t amax_bits(const float* x, int64_t n) {
 }
 static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
-// Group scaling: the per-tensor amax as a maximum of maxima. A maximum does not round, so the result is the
-// same as in one stage. On a GPU the first stage needs no pass of its own: the kernel that writes the tensor
-// does it.
+// Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
+// per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU the first
+// stage needs no pass of its own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
-    constexpr int64_t group = 16;
-    std::vector<uint32_t> groups(ceil_div(n, group));
-#pragma omp parallel for if (n > 1 << 16)
-    for (int64_t g = 0; g < ceil_div(n, group); g++)  // stage one
-        groups[g] = amax_bits(x + g * group, std::min(group, n - g * group));
     uint32_t largest = 0;
-    for (uint32_t g : groups) largest = std::max(largest, g);  // stage two
+#pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
+    for (int64_t first = 0; first < n; first += PER_GROUP.cols)
+        largest = std::max(largest, amax_bits(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
     return amax_value(largest);
 }
 
@@ -207,12 +172,6 @@ static void add_stats(QuantStats& s, float x, float dequantized) {
     s.elements++;
 }
 
-template <Format F>
-static void encode_run(const float* x, int64_t n, float inverse, uint8_t* codes) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) codes[i] = encode_as<F>(x[i] * inverse);
-}
-
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quant, QuantStats* stats,
                    const float* scale) {
     Quantized q{{}, {}, rows, cols, quant};
@@ -223,25 +182,31 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
+    // The first pass gives every block its scale, the second one writes the codes.
     const Granularity g = quant.granularity;
     const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
-    const int64_t down = quant.scale_rows(rows), across = quant.scale_cols(cols);
-#pragma omp parallel for if (down > 1 && rows * cols > 1 << 14)
-    for (int64_t b = 0; b < down * across; b++) {
-        const int64_t r0 = b / across * height, r1 = std::min(rows, r0 + height), c0 = b % across * width;
+    const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
+#pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t r0 = b / across * height, c0 = b % across * width;
         uint32_t largest = 0;
-        for (int64_t r = r0; !(g == PER_TENSOR) && r < r1; r++)
+        for (int64_t r = r0; !scale && r < std::min(rows, r0 + height); r++)
             largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
-        const float block_amax = g == PER_TENSOR ? amax(x, rows * cols) : amax_value(largest);
-        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, block_amax));
+        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
     }
-    const auto encoder = quant.format == Format::E4M3 ? encode_run<Format::E4M3> : encode_run<Format::E5M2>;
+    const Fields f = fields(quant.format);
+    const float fmax = info(quant.format).max;
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0, i = r * cols; c < cols; c += width, i += width)
-            encoder(x + i, std::min(width, cols - c), 1.0f / q.scale(r, c), q.codes.data() + i);
+        for (int64_t c0 = 0; c0 < cols; c0 += width) {
+            const float inverse = 1.0f / q.scale(r, c0);
+            const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
+#pragma omp simd
+            for (int64_t i = first; i < last; i++)
+                q.codes[i] = uint8_t(encode_as(f, fmax, x[i] * inverse));
+        }
     // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
-    const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
+    const float beyond = fmax * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
         stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
@@ -249,6 +214,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     return q;
 }
 
+// x = decode(code) s, with one look-up of s for each block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
     const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
@@ -262,20 +228,24 @@ Floats dequantize(const Quantized& q) {
     return x;
 }
 
-static Floats transposed(const Floats& x, int64_t rows, int64_t cols) {
-    Floats y(x.size());
+// (rows, cols) -> (cols, rows); rows of x begin `stride` elements apart
+template <class Real>
+static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, int64_t stride) {
+    std::vector<Real> y(rows * cols);
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t c = 0; c < cols; c++)
-        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * cols + c];
+        for (int64_t r = 0; r < rows; r++) y[c * rows + r] = x[r * stride + c];
     return y;
 }
 
+// The result is x again, rounded as the tensor cores read it, so that a GEMM in FP32 can follow.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, q, stats, scale));
-    const Quantized transpose = quantize(transposed(x, rows, cols).data(), cols, rows, q, stats, scale);
-    return transposed(dequantize(transpose), cols, rows);
+    const Floats transpose = transposed(x.data(), rows, cols, cols);
+    const Quantized quantized = quantize(transpose.data(), cols, rows, q, stats, scale);
+    return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
 void DelayedScale::end_step(Format fp8, int margin) {
@@ -307,7 +277,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
     return std::max(std::floor(16.0f * log_range / log_ratio) / 16.0f, 1.0f / 16.0f);
 }
 
-// sign(x) FMAX (|x| / max)^k
+// sign(x) FMAX (|x| / max)^k, in logarithms, because |x| / max alone may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
@@ -322,89 +292,54 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// What n elements share: max, and if they are expanded, k.
-static void fit(Format f, const float* x, int64_t n, float* max, float* k) {
-    float largest = 0, smallest = INFINITY;
-    for (int64_t i = 0; i < n; i++) {
-        const float a = std::abs(x[i]);
-        largest = std::max(largest, a);
-        if (a > 0) smallest = std::min(smallest, a);
-    }
-    *max = largest;
-    if (k) *k = largest > 0 ? expansion_factor(f, largest, smallest) : 1.0f;
-}
-
-// n elements with one (max, k); k is null if they are not expanded. FP32 and BF16 have no scale.
-static void decode_group(Format f, const uint8_t* codes, float max, const float* k, int64_t n, float* x) {
-    const float s = !is_scaled(f) ? 1.0f : max == 0 ? 0.0f : scale_of({f}, max);
-    for (int64_t i = 0; i < n; i++) {
-        const float y = get(f, codes, i);
-        x[i] = k ? contract(f, y, max, *k) : s == 0 ? 0.0f : y * s;
-    }
-}
-
-static void encode_group(Format f, bool keep_positive, const float* x, int64_t n, uint8_t* codes, float max,
-                         const float* k, QuantStats* stats) {
-    const float inverse = is_scaled(f) ? 1.0f / scale_of({f}, max) : 1.0f;
-    for (int64_t i = 0; i < n; i++) {
-        put(f, codes, i, k ? expand(f, x[i], max, *k) : x[i] * inverse);
-        if (is_scaled(f) && keep_positive && x[i] > 0 && get(f, codes, i) == 0) put(f, codes, i, info(f).min);
-    }
-    if (!stats || !is_scaled(f)) return;
-    Floats dequantized(n);
-    decode_group(f, codes, max, k, n, dequantized.data());
-    for (int64_t i = 0; i < n; i++) add_stats(*stats, x[i], dequantized[i]);
-}
-
-void encode_moment(Format f, bool expanded, bool keep_positive, const float* x, int64_t n, uint8_t* codes,
-                   float* max, float* k, QuantStats* stats) {
-    for (int64_t g = 0, first = 0; first < n; g++, first += MOMENT_GROUP) {
-        const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
-        float* group_k = expanded ? k + g : nullptr;
-        fit(f, x + first, size, max + g, group_k);
-        uint8_t* to = codes + first * info(f).bytes;
-        encode_group(f, keep_positive, x + first, size, to, max[g], group_k, stats);
-    }
-}
-
-void decode_moment(Format f, bool expanded, const uint8_t* codes, const float* max, const float* k, int64_t n,
-                   float* x) {
-    for (int64_t g = 0, first = 0; first < n; g++, first += MOMENT_GROUP) {
-        const int64_t size = std::min<int64_t>(MOMENT_GROUP, n - first);
-        decode_group(f, codes + first * info(f).bytes, max[g], expanded ? k + g : nullptr, size, x + first);
-    }
-}
-
-void Moment::init(Format f, bool expansion, int64_t n, Granularity g) {
-    format = f;
-    granularity = g;
+void Moment::init(Format f, bool expansion, int64_t count, Granularity g) {
+    format = f, granularity = g, n = count;
     expand = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
     max.assign(is_scaled(f) ? Quant{f, g}.scale_cols(n) : 0, 0.0f);
     k.assign(expand ? max.size() : 0, 1.0f);
 }
 
-void Moment::load(int64_t first, int64_t n, float* x) const {
-    const uint8_t* from = &codes[first * info(format).bytes];
-    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
-    const int64_t g = groups ? first / MOMENT_GROUP : 0;
-    const float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
-    if (groups) decode_moment(format, expand, from, group_max, group_k, n, x);
-    else decode_group(format, from, max.empty() ? 0 : *group_max, group_k, n, x);
+// Elements that share (max, k): 128, or all of them.
+int64_t Moment::group_size() const { return granularity.cols ? granularity.cols : std::max<int64_t>(n, 1); }
+
+// Dequantizes one element. FP32 and BF16 have no scale.
+float Moment::value(int64_t i) const {
+    const float y = get(format, codes.data(), i);
+    if (!is_scaled(format)) return y;
+    const int64_t g = i / group_size();
+    if (expand) return contract(format, y, max[g], k[g]);
+    return max[g] == 0 ? 0.0f : y * scale_of({format}, max[g]);
 }
 
-void Moment::store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats) {
-    uint8_t* to = &codes[first * info(format).bytes];
-    const bool groups = is_scaled(format) && !(granularity == PER_TENSOR);
-    const int64_t g = groups ? first / MOMENT_GROUP : 0;
-    float *group_max = max.data() + g, *group_k = expand ? &k[g] : nullptr;
-    if (groups) encode_moment(format, expand, keep_positive, x, n, to, group_max, group_k, stats);
-    else encode_group(format, keep_positive, x, n, to, max.empty() ? 0 : *group_max, group_k, stats);
+void Moment::load(float* x) const {
+#pragma omp parallel for if (n > 1 << 14)
+    for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-void Moment::fit_tensor(int64_t n, const float* x) {
-    if (!is_scaled(format) || !(granularity == PER_TENSOR)) return;
-    fit(format, x, n, &max[0], expand ? &k[0] : nullptr);
+// Quantizes: each group gets its max and k, then its codes (equation 4). The groups are independent.
+void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
+    const int64_t group = group_size();
+#pragma omp parallel for if (!stats && n > 1 << 14)
+    for (int64_t first = 0; first < n; first += group) {
+        const int64_t g = first / group, last = std::min(n, first + group);
+        float largest = 0, smallest = INFINITY, inverse = 1;
+        for (int64_t i = first; i < last; i++) {
+            largest = std::max(largest, std::abs(x[i]));
+            if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
+        }
+        if (is_scaled(format)) max[g] = largest;
+        if (!expand && is_scaled(format)) inverse = 1.0f / scale_of({format}, largest);
+        if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+        for (int64_t i = first; i < last; i++) {
+            const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
+            put(format, codes.data(), i, y);
+            if (!is_scaled(format)) continue;
+            if (keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
+                put(format, codes.data(), i, info(format).min);
+            if (stats) add_stats(*stats, x[i], value(i));
+        }
+    }
 }
 
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
@@ -418,6 +353,7 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
 // with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
+#pragma omp parallel for if (n > 1 << 14)
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * f.gradient_scale;
         m[i] = f.beta1 * m[i] + f.one_minus_beta1 * g;
@@ -633,26 +569,6 @@ template <class Real> static void add_scaled(int64_t n, Real scale, const Real* 
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
-// Where the rows of one query head, and of the key/value head that it reads, begin in qkv or in its gradient.
-template <class Real> struct Head {
-    Real *q, *k, *v;
-};
-template <class Real>
-static Head<Real> head_of(const ModelConfig& c, int64_t T, Real* qkv, int64_t b, int64_t head) {
-    Real* base = qkv + b * T * c.qkv_cols();
-    const int64_t kv = c.q_cols() + head / (c.NH / c.NKV) * c.HS();
-    return {base + head * c.HS(), base + kv, base + kv + c.kv_cols()};
-}
-
-// (T, HS) rows -> (HS, T), so that the loop over keys is the innermost
-template <class Real>
-static std::vector<Real> transposed_rows(const ModelConfig& c, int64_t T, const Real* rows) {
-    std::vector<Real> out(c.HS() * T);
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t d = 0; d < c.HS(); d++) out[d * T + t] = rows[t * c.qkv_cols() + d];
-    return out;
-}
-
 // out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
@@ -669,18 +585,20 @@ void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* q
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
-            const auto h = head_of(c, T, qkv, b, head);
-            const auto keys = transposed_rows(c, T, h.k);
+            const Real* q = qkv + b * T * row + head * HS;  // of query t: q + t * row; k and v likewise
+            const Real* k = qkv + b * T * row + c.q_cols() + head / (NH / c.NKV) * HS;
+            const Real* v = k + c.kv_cols();
+            const auto keys = transposed(k, T, HS, row);  // so that the loop over keys is the innermost
             std::vector<Real> p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(h.q + t * row, keys, T, t + 1, scale, p.data());
+                dot_products(q + t * row, keys, T, t + 1, scale, p.data());
                 const Real largest = *std::max_element(p.begin(), p.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) sum += p[j] = std::exp(p[j] - largest);
                 lse[(b * NH + head) * T + t] = largest + std::log(sum);
                 Real* y = out + ((b * T + t) * NH + head) * HS;
                 std::fill(y, y + HS, Real(0));
-                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, h.v + j * row, y);
+                for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, v + j * row, y);
             }
         }
 }
@@ -696,27 +614,27 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
     std::fill(dqkv, dqkv + B * T * row, Real(0));
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t kv = 0; kv < c.NKV; kv++)
-            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
-                const auto h = head_of(c, T, qkv, b, head);
-                const auto d = head_of(c, T, dqkv, b, head);
-                const auto keys = transposed_rows(c, T, h.k), values = transposed_rows(c, T, h.v);
-                std::vector<Real> p(T), ds(T);
+        for (int64_t kv = 0; kv < c.NKV; kv++) {
+            // Where the key and the value of position 0 begin in a row, and in its gradient.
+            const int64_t key = b * T * row + c.q_cols() + kv * HS, value = key + c.kv_cols();
+            const auto keys = transposed(qkv + key, T, HS, row), values = transposed(qkv + value, T, HS, row);
+            std::vector<Real> p(T), ds(T);
+            for (int64_t head = kv * group; head < (kv + 1) * group; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t at = ((b * T + t) * NH + head) * HS;
-                    const Real *q = h.q + t * row, *dy = dout + at;
+                    const int64_t query = (b * T + t) * row + head * HS, at = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query, *dy = dout + at;
                     const Real norm = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + at, HS);
                     dot_products(q, keys, T, t + 1, scale, p.data());
                     dot_products(dy, values, T, t + 1, Real(1), ds.data());
                     for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - norm);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
                     for (int64_t j = 0; j <= t; j++) {
-                        add_scaled(HS, p[j], dy, d.v + j * row);
-                        add_scaled(HS, ds[j], q, d.k + j * row);
-                        add_scaled(HS, ds[j], h.k + j * row, d.q + t * row);
+                        add_scaled(HS, p[j], dy, dqkv + value + j * row);
+                        add_scaled(HS, ds[j], q, dqkv + key + j * row);
+                        add_scaled(HS, ds[j], qkv + key + j * row, dqkv + query);
                     }
                 }
-            }
+        }
 }
 
 // loss = log(sum_v exp(logit_v)) - logit_target;  its gradient is softmax(logits) - (v == target). Both are 0
@@ -773,18 +691,17 @@ template <class Real> class Network {
 
 public:
     using Tensor = std::vector<Real>;
-    const ModelConfig config;
-    const Recipe recipe;
-    const std::vector<Param> params;
+    const Setup setup_;
+    const ModelConfig& config = setup_.config;
+    const Recipe& recipe = setup_.recipe;
+    const std::vector<Param> params = parameters(config);
     std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
     std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; no history unless recipe delays
     QuantStats* stats = nullptr;  // one for each Kind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
-    explicit Network(const Setup& s)
-        : config(s.config), recipe(s.recipe), params(parameters(config)), gradients(params.size()),
-          delayed(params.size()), formats_(linear_formats(s)), gradient_(gradient_format(s)) {
+    explicit Network(const Setup& s) : setup_(s), gradients(params.size()), delayed(params.size()) {
         for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
         for (const Param& p : params) weights.emplace_back(p.size());
         for (const StateTensor& t : scaling_tensors(config, recipe))
@@ -796,13 +713,6 @@ public:
         finite = true;
         for (auto& operands : delayed)
             for (DelayedScale& d : operands) d.amax = 0;
-    }
-    // After a step: the delayed scales of the next one.
-    void end_delayed_step() {
-        for (auto& operands : delayed)
-            for (int o = 0; o < OPERANDS; o++)
-                if (!operands[o].history.empty())
-                    operands[o].end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
     }
 
     // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
@@ -846,16 +756,20 @@ public:
         return y;
     }
 
-    Tensor rounded(Tensor x) const { return rounded(std::move(x), recipe.compute); }
+    Tensor rounded(Tensor x) const {  // to the compute dtype
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe.compute, v);
+        return x;
+    }
 
 private:
-    struct SavedLayer {  // coat.h's saved_per_layer(), with recompute
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute).
+    struct SavedLayer {
         SavedTensor norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
     };
 
-    const LinearFormats formats_;
-    const Format gradient_;
+    const LinearFormats formats_ = linear_formats(setup_);
     std::map<std::string, size_t> index_;
     std::vector<SavedLayer> saved_;
     int64_t B_ = 0, T_ = 0, N_ = 0;
@@ -870,26 +784,23 @@ private:
         if (bucket_done) bucket_done(params[index(name)].bucket);
     }
 
-    static Tensor rounded(Tensor x, Format f) {
-        if constexpr (QUANTIZES)
-            for (float& v : x) v = round_to(f, v);
-        return x;
-    }
     static Tensor sum(const Tensor& x, const Tensor& y) {
         Tensor z(x.size());
         for (size_t i = 0; i < x.size(); i++) z[i] = x[i] + y[i];
         return z;
     }
+    // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
     void add_gradient(size_t i, const Tensor& contribution) {
         gradients[i].resize(contribution.size());  // zeros if it was empty
-        gradients[i] = rounded(sum(gradients[i], contribution), gradient_);
+        gradients[i] = sum(gradients[i], contribution);
+        if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
     }
 
     // An FP8 code would hide a NaN or an infinity, so every tensor is checked before it is quantized.
     float checked_amax(const Floats& x) {
-        const float result = amax(x.data(), int64_t(x.size()));
-        finite = finite && std::isfinite(result);
-        return result;
+        const float largest = amax(x.data(), int64_t(x.size()));
+        finite = finite && std::isfinite(largest);
+        return largest;
     }
 
     // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
@@ -906,6 +817,9 @@ private:
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+
+    // Per-tensor scales are just in time, from the amax of this tensor, or delayed. Others are made with the
+    // codes (quantize). x has `cols` columns.
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -913,14 +827,14 @@ private:
             const int o = int(which);
             const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
             const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = 0;  // 0: just in time
+            float scale = scale_of(q, largest);  // just in time
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
                 DelayedScale& d = delayed[i][o];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
             return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[o]),
-                           scale > 0 ? &scale : nullptr);
+                           q.granularity == PER_TENSOR ? &scale : nullptr);
         }
     }
 
@@ -974,7 +888,9 @@ private:
         return act;
     }
 
-    // --- Embedding and head: not quantized ---
+    // --- Embedding and head: not quantized, as in the paper ---
+
+    // residual[n] = embedding[token n] (+ positions[n mod T])
     Tensor embed(const int32_t* tokens) const {
         const int64_t C = config.C;
         Tensor residual(N_ * C);
@@ -986,17 +902,18 @@ private:
     }
 
     void embed_backward(const int32_t* tokens, const Tensor& dresidual) {
-        auto add_rows = [&](const std::string& name, auto row) {  // dresidual[n] to row(n) of the gradient
-            Tensor sums(weight(name).size());
-            for (int64_t n = 0; n < N_; n++)
-                add_scaled(config.C, Real(1), &dresidual[n * config.C], &sums[row(n) * config.C]);
-            add_gradient(index(name), sums);
-        };
-        add_rows("embedding", [&](int64_t n) { return tokens[n]; });
-        if (!config.arch.rope) add_rows("positions", [&](int64_t n) { return n % T_; });
+        const int64_t C = config.C;
+        Tensor embedding(weight("embedding").size()), positions(config.arch.rope ? 0 : config.max_T * C);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &embedding[tokens[n] * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &positions[n % T_ * C]);
+        }
+        add_gradient(index("embedding"), embedding);
+        if (!config.arch.rope) add_gradient(index("positions"), positions);
         done("embedding");
     }
 
+    // The gradient of the logits (N, padded_V) -> that of the final norm's input (N, C).
     Tensor head_backward(const Tensor& x, const Tensor& y, const Tensor& dlogits) {
         const int64_t V = config.padded_V(), C = config.C;
         Tensor dhead(V * C), dy(N_ * C);
@@ -1091,80 +1008,80 @@ private:
 // ===========================================================================================================
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
-// With several ranks, each computes the gradients of its own micro-batches. It sums the gradients of what it
-// owns of each parameter (coat.h, owned()). It updates what it owns, or everything with --shard none. This is
-// the reference of the arithmetic, not of the memory: each rank has all weights.
+// With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
+// of all gradients: this is the reference of the arithmetic, not of the memory. It updates what it keeps of
+// the state (coat.h, kept_state()): a part, or everything with --shard none.
 
-class Reference : public Model {
+class Reference : public Model, Network<float> {
 public:
-    explicit Reference(const Setup& setup)
-        : setup_(setup), network_(setup), sums_(network_.params.size()) {
-        for (size_t i = 0; i < network_.params.size(); i++) {
-            const Param& p = network_.params[i];
+    explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
+        for (size_t i = 0; i < states_.size(); i++) {  // the network has all first weights
+            const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const Slice weight = kept_weight(setup, p), state = kept_state(setup, p);
-            State& s = states_.emplace_back();
-            s.weight.resize(weight.count);
-            s.remainder.resize(setup.master ? state.count : 0);
+            const Slice state = kept_state(setup, p);
+            State& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
             s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
+            s.weight.resize(p.size()), s.remainder.resize(p.size());
             const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
                 const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
-                uint16_t upper;
-                int16_t lower;
-                split_master(x, &upper, &lower);
-                network_.weights[i][e] = in_fp32() ? x : from_bf16(upper);
-                const int64_t w = e - weight.first, r = e - state.first;
-                if (w >= 0 && w < weight.count) s.weight[w] = upper;
-                if (setup.master && r >= 0 && r < state.count) s.remainder[r] = lower;
+                split_master(x, &s.weight[e], &s.remainder[e]);
+                weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
             }
+            s.weight = part_of(s.weight, kept_weight(setup, p));
+            s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
-        clear_gradients();
     }
 
+    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. Without
+    // keep_gradients, each bucket is updated as soon as backward has completed it (coat.h, AdamW).
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        const int64_t N = setup_.B * setup_.T;
-        check(tokens, targets, setup_.accumulate * N);
+        const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
+        check(tokens, targets, accumulate * N);
         int64_t counted = 0;
-        for (int64_t theirs : all_gather(counted_targets(targets, setup_.accumulate * N))) counted += theirs;
+        for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
-        network_.begin();
+        begin();
         double squares = 0;  // sum over the gradients so far
         bool skipped = false;
+        // Clips the gradients of a bucket, or of all, by the norm of what is complete so far, and updates.
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
             const double here = squares_of(bucket);
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (char finite : all_gather(char(network_.finite)))
-                network_.finite = network_.finite && finite;
+            for (char theirs : all_gather(char(finite))) finite = finite && theirs;
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
-            skipped = skipped || !network_.finite || !(std::sqrt(here) * scale < 0x1p62);
-            if (!skipped) update(bucket, adamw, norm);
+            skipped = skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
+            if (skipped) return;
+            for (size_t i : parameters_of(bucket)) {
+                const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
+                update(states_[i], i, f, rounding_key(setup_.seed, adamw.step), nullptr);
+                refresh(i);
+            }
         };
         std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
-        if (!setup_.keep_gradients) norms.resize(network_.params.back().bucket + 1);
+        if (!setup_.keep_gradients) norms.resize(params.back().bucket + 1);
         std::vector<double> losses;
-        for (int64_t a = 0; a < setup_.accumulate; a++) {
-            if (a == 0 || setup_.group) clear_gradients();
-            network_.bucket_done = [&](int64_t bucket) {
-                if (setup_.group) exchange_gradients(bucket, a == 0, a == setup_.accumulate - 1);
+        for (int64_t a = 0; a < accumulate; a++) {
+            if (a == 0 || setup_.group) clear_gradients(ALL);
+            bucket_done = [&](int64_t bucket) {
+                if (setup_.group) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
                 update_if_finite(bucket, norm_correction_at(adamw, bucket));
-                release_gradients(bucket);
+                clear_gradients(bucket);
                 norms[bucket] = std::sqrt(squares);
             };
-            losses.push_back(
-                network_.run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
+            losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
         }
-        network_.bucket_done = nullptr;
+        bucket_done = nullptr;
         if (setup_.keep_gradients) update_if_finite(ALL, 1);
         if (!skipped) end_delayed_step();
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
         const auto of_ranks = all_gather(losses);
-        for (int64_t a = 0; a < setup_.accumulate; a++)
+        for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         return {loss / double(counted), std::sqrt(squares), skipped,
                 norms.empty() ? norms : norm_corrections_of(norms), counted};
@@ -1173,34 +1090,39 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
         check(tokens, targets, N);
-        network_.begin();
-        const double sum = network_.run(tokens, targets, setup_.B, setup_.T, 0),
-                     loss = sum / divisor_of_mean(targets, N);
-        return network_.finite ? loss : NAN;
+        begin();
+        const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
+        return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check(tokens, n);
-        network_.begin();
-        const auto x = network_.forward(tokens, 1, n);
-        const Floats last(x.end() - setup_.config.C, x.end());
-        const auto row = network_.head_forward(network_.rounded(network_.norm("final_norm", last)));
-        std::copy(row.begin(), row.begin() + setup_.config.V, logits);
+        check(tokens, nullptr, n);
+        begin();
+        const auto x = forward(tokens, 1, n);
+        const Floats last(x.end() - config.C, x.end());
+        const auto row = head_forward(rounded(norm("final_norm", last)));
+        std::copy(row.begin(), row.begin() + config.V, logits);
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
         check(tokens, targets, N);
         QuantReport report;
-        network_.stats = report.kinds;
-        network_.begin();
-        clear_gradients();
-        network_.bucket_done = [&](int64_t bucket) {
-            for (size_t i : parameters_of(bucket)) measure_moments(i, report);
-            if (!setup_.keep_gradients) release_gradients(bucket);
+        stats = report.kinds;
+        begin();
+        clear_gradients(ALL);
+        // The errors of the moments that a step would store, and the expansion factors of those stored now.
+        bucket_done = [&](int64_t bucket) {
+            for (size_t i : parameters_of(bucket)) {
+                State s = states_[i];
+                report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+                report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+                update(s, i, adamw_factors({1, 0.0f}, false, 0), 0, report.kinds);
+            }
+            if (!setup_.keep_gradients) clear_gradients(bucket);
         };
-        network_.run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
-        network_.stats = nullptr, network_.bucket_done = nullptr;
+        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
+        stats = nullptr, bucket_done = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
@@ -1213,9 +1135,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = find(name);
         if (bytes) std::memcpy(data, in, bytes);
-        const size_t i = param_of(network_.params, name);
-        const std::string& weight = network_.params[i].name;
-        if (name == weight || name == weight + ".remainder") refresh({i});
+        refresh(param_of(params, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -1226,49 +1146,35 @@ private:
         std::vector<int16_t> remainder;  // kept_state(), as the moments; empty without a master
         Moment m, v;
     };
-    static constexpr int64_t CHUNK = 32 * MOMENT_GROUP;  // elements that one thread updates at a time
-    static constexpr int64_t ALL = -1;                   // in place of a bucket
+    static constexpr int64_t ALL = -1;  // in place of a bucket
 
-    Setup setup_;
-    Network<float> network_;
     std::vector<State> states_;
-    std::vector<Floats> sums_;  // with several ranks: gradients of what this one owns, by parameter
+    std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
-    bool in_fp32() const { return setup_.recipe.compute == Format::F32; }
-    bool sharded() const { return setup_.group && setup_.shard != Shard::None; }
-
-    void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
-        check(tokens, n);
-        for (int64_t i = 0; i < n; i++)
-            if (targets[i] != NO_TARGET) check(targets + i, 1);
+    bool in_fp32() const { return recipe.compute == Format::F32; }
+    template <class T>
+    static std::vector<T> part_of(const std::vector<T>& x, const Slice& s) {
+        return {x.begin() + s.first, x.begin() + s.first + s.count};
     }
-    void check(const int32_t* tokens, int64_t n) const {
-        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return t < 0 || t >= setup_.config.V; }))
-            throw Error("A token lies outside the vocabulary of " + std::to_string(setup_.config.V) +
-                        "; choose --data and --model that belong together.");
+
+    // targets may be null.
+    void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
+        auto outside = [&](int32_t t) { return t < 0 || t >= config.V; };
+        for (int64_t i = 0; i < n; i++)
+            if (outside(tokens[i]) || (targets && targets[i] != NO_TARGET && outside(targets[i])))
+                throw Error("A token lies outside the vocabulary of " + std::to_string(config.V) +
+                            "; choose --data and --model that belong together.");
     }
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
         std::vector<size_t> indices;
         for (size_t i = 0; i < states_.size(); i++)
-            if (bucket == ALL || network_.params[i].bucket == bucket) indices.push_back(i);
+            if (bucket == ALL || params[i].bucket == bucket) indices.push_back(i);
         return indices;
     }
 
-    void clear_gradients() {
-        if (!setup_.keep_gradients) return;  // released after their last use
-        for (size_t i : parameters_of(ALL)) network_.gradients[i].assign(network_.params[i].size(), 0.0f);
-    }
-    void release_gradients(int64_t bucket) {
-        for (size_t i : parameters_of(bucket)) Floats().swap(network_.gradients[i]);
-    }
-
-    // --- Several ranks: what they tell each other ---
-
-    template <class T>
-    static void append(Bytes& bytes, const T* from, int64_t n) {
-        const auto* begin = reinterpret_cast<const uint8_t*>(from);
-        bytes.insert(bytes.end(), begin, begin + n * int64_t(sizeof(T)));
+    void clear_gradients(int64_t bucket) {  // and their memory; they are 0 until something is added
+        for (size_t i : parameters_of(bucket)) gradients[i] = Floats();
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1277,192 +1183,104 @@ private:
         return setup_.group ? setup_.group->all_gather(mine) : std::vector<T>{mine};
     }
 
-    // Makes arrays whole of which every rank has the part that it owns: one array for each parameter, with
-    // one value for `per` elements.
-    template <class T>
-    void make_whole(const std::vector<size_t>& which, int64_t per,
-                    std::vector<std::vector<T>>& arrays) const {
-        auto part = [&](size_t i, int64_t rank) {
-            const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
-            const int64_t first = ceil_div(s.first, per);
-            return Slice{first, ceil_div(s.first + s.count, per) - first};
-        };
-        std::vector<T> mine;
-        for (size_t i : which) {
-            const auto begin = arrays[i].begin() + part(i, setup_.rank).first;
-            mine.insert(mine.end(), begin, begin + part(i, setup_.rank).count);
-        }
-        const auto all = all_gather(mine);
-        for (int64_t rank = 0; rank < setup_.ranks; rank++) {
-            auto from = all[rank].begin();
-            for (size_t i : which) {
-                const Slice to = part(i, rank);
-                std::copy(from, from + to.count, arrays[i].begin() + to.first);
-                from += to.count;
-            }
-        }
-    }
-
-    // After every micro-batch: sends each rank what it owns of the bucket's gradients. What the ranks send
-    // here is added in FP32 in their order, and rounded once: sum = round(sum + g_0 + g_1 + ...). After the
-    // last micro-batch, the gradients become the sums, as kept_state().
-    void exchange_gradients(int64_t bucket, bool first, bool last) {
-        const std::vector<size_t> which = parameters_of(bucket);
-        std::vector<Bytes> to(setup_.ranks);
-        for (int64_t rank = 0; rank < setup_.ranks; rank++)
-            for (size_t i : which) {
-                const Slice s = slice_of(network_.params[i].size(), rank, setup_.ranks);
-                append(to[rank], network_.gradients[i].data() + s.first, s.count);
-            }
-        const std::vector<Bytes> from = setup_.group->exchange(std::move(to));
-        const Format format = gradient_format(setup_);
-        int64_t at = 0;
-        for (size_t i : which) {
-            const Slice own = owned(setup_, network_.params[i]);
+    // After every micro-batch: what the ranks computed is added in FP32 in their order, and rounded once: sum
+    // = round(sum + g_0 + g_1 + ...). After the last micro-batch, the gradients become the sums.
+    void sum_over_ranks(int64_t bucket, bool first, bool last) {
+        for (size_t i : parameters_of(bucket)) {
             Floats& sum = sums_[i];
-            if (first) sum.assign(own.count, 0.0f);
-            for (int64_t e = 0; e < own.count; e++, at++) {
-                for (const Bytes& g : from) sum[e] += reinterpret_cast<const float*>(g.data())[at];
-                sum[e] = round_to(format, sum[e]);
+            if (first) sum.assign(params[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(gradients[i]);
+            for (size_t e = 0; e < sum.size(); e++) {
+                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
-            if (last && sharded()) network_.gradients[i].swap(sum);
-            else if (last) std::copy(sum.begin(), sum.end(), network_.gradients[i].begin() + own.first);
+            if (last) gradients[i].swap(sum);
         }
-        if (last && !sharded()) make_whole(which, 1, network_.gradients);
     }
 
     // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. So it
-    // has the same bits for any number of ranks.
+    // has the same bits for any number of GPUs, each with its own chunks.
     double squares_of(int64_t bucket) const {
-        const std::vector<size_t> which = parameters_of(bucket);
-        std::vector<std::vector<double>> chunks(states_.size());
-        for (size_t i : which) {
-            const Floats& gradient = network_.gradients[i];
-            const int64_t first = kept_state(setup_, network_.params[i]).first;
-            chunks[i].resize(ceil_div(network_.params[i].size(), SHARD_CHUNK));
-            for (size_t e = 0; e < gradient.size(); e++)
-                chunks[i][(first + int64_t(e)) / SHARD_CHUNK] += double(gradient[e]) * gradient[e];
-        }
-        if (sharded()) make_whole(which, SHARD_CHUNK, chunks);
         double sum = 0;
-        for (size_t i : which)
-            for (double chunk : chunks[i]) sum += chunk;
+        for (size_t i : parameters_of(bucket))
+            for (int64_t first = 0, size = params[i].size(); first < size; first += SHARD_CHUNK) {
+                double chunk = 0;
+                for (int64_t e = first; e < std::min(size, first + SHARD_CHUNK); e++)
+                    chunk += double(gradients[i][e]) * gradients[i][e];
+                sum += chunk;
+            }
         return sum;
     }
 
-    // The weights that the network computes with, in the compute dtype: each rank makes those whose masters
-    // it has. If these are shared out, BF16 weights of other ranks that are kept here follow.
-    void refresh(const std::vector<size_t>& which) {
-        for (size_t i : which) {
-            const State& s = states_[i];
-            const Param& p = network_.params[i];
-            const Slice state = kept_state(setup_, p);
-            const uint16_t* w = s.weight.data() + (state.first - kept_weight(setup_, p).first);
-            for (int64_t e = 0; e < state.count; e++)
-                network_.weights[i][state.first + e] =
-                    in_fp32() ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+    // The weight that the network computes with, in the compute dtype: each rank makes it of the masters that
+    // it keeps. If these are a part, the ranks exchange their parts, and the BF16 weights follow.
+    void refresh(size_t i) {
+        State& s = states_[i];
+        Floats& w = weights[i];
+        const Slice state = kept_state(setup_, params[i]), weight = kept_weight(setup_, params[i]);
+        for (int64_t e = state.first; e < state.first + state.count; e++) {
+            const uint16_t upper = s.weight[e - weight.first];
+            w[e] = in_fp32() ? join_master(upper, s.remainder[e - state.first]) : from_bf16(upper);
         }
-        if (!sharded()) return;
-        make_whole(which, 1, network_.weights);
-        for (size_t i : which) {
-            const Slice weight = kept_weight(setup_, network_.params[i]);
-            int16_t unused;
-            for (int64_t e = 0; e < weight.count; e++)
-                split_master(network_.weights[i][weight.first + e], &states_[i].weight[e], &unused);
-        }
+        if (!setup_.group || setup_.shard == Shard::None) return;
+        auto to = w.begin();
+        for (const Floats& part : all_gather(part_of(w, state))) to = std::copy(part.begin(), part.end(), to);
+        int16_t unused;
+        for (int64_t e = 0; e < weight.count; e++) split_master(w[weight.first + e], &s.weight[e], &unused);
     }
 
-    // Delayed scaling: the amaxes of the step are those of all ranks.
+    // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
     void end_delayed_step() {
-        Floats mine;
-        for (const auto& operands : network_.delayed)
-            for (const DelayedScale& d : operands) mine.push_back(d.amax);
-        const bool delays = setup_.recipe.scaling == Scaling::Delayed;
-        for (const Floats& theirs : delays ? all_gather(mine) : std::vector<Floats>())
-            for (size_t i = 0; i < mine.size(); i++) {
-                DelayedScale& d = network_.delayed[i / OPERANDS][i % OPERANDS];
-                d.amax = std::max(d.amax, theirs[i]);
+        for (auto& operands : delayed)
+            for (int o = 0; o < OPERANDS; o++) {
+                DelayedScale& d = operands[o];
+                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
+                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
+                d.end_step(quant_of(recipe, LinearOperand(o)).format, recipe.margin);
             }
-        network_.end_delayed_step();
     }
 
-    // Runs work(first, n) for the chunks of a parameter, in parallel. Chunks end where groups of moments end.
-    template <class Work>
-    static void for_chunks(int64_t size, Work work) {
-#pragma omp parallel for
-        for (int64_t first = 0; first < size; first += CHUNK) work(first, std::min(CHUNK, size - first));
+    // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
+    void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
+        const Param& p = params[i];
+        const int64_t first = kept_state(setup_, p).first, n = s.m.n;
+        uint16_t* const w = s.weight.data() + (first - kept_weight(setup_, p).first);
+        Floats master(n), m(n), v(n);
+#pragma omp parallel for if (n > 1 << 14)
+        for (int64_t e = 0; e < n; e++)
+            master[e] = setup_.master ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+        s.m.load(m.data());
+        s.v.load(v.data());
+        adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
+        s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
+#pragma omp parallel for if (n > 1 << 14)
+        for (int64_t e = 0; e < n; e++)
+            if (setup_.master) split_master(master[e], &w[e], &s.remainder[e]);
+            else w[e] = round_stochastically(master[e], key, p.offset + first + e);
     }
 
-    // Dequantize the moments, AdamW in FP32, quantize them again. New moments are in FP32 until a tensor is
-    // complete, because a per-tensor scale needs the maximum of all.
-    void update(int64_t bucket, const AdamW& a, double norm) {
-        const uint64_t key = rounding_key(setup_.seed, a.step);
-        for (size_t i : parameters_of(bucket)) {
-            const Param& p = network_.params[i];
-            State& s = states_[i];
-            const AdamWFactors f = adamw_factors(a, p.role.decay, norm);
-            const Slice state = kept_state(setup_, p);
-            uint16_t* const weights = s.weight.data() + (state.first - kept_weight(setup_, p).first);
-            Floats m(state.count), v(state.count);
-            for_chunks(state.count, [&](int64_t first, int64_t n) {
-                float master[CHUNK];
-                uint16_t* w = weights + first;
-                for (int64_t e = 0; e < n; e++)
-                    master[e] = setup_.master ? join_master(w[e], s.remainder[first + e]) : from_bf16(w[e]);
-                s.m.load(first, n, &m[first]);
-                s.v.load(first, n, &v[first]);
-                adamw(f, n, &network_.gradients[i][first], master, &m[first], &v[first]);
-                for (int64_t e = 0; e < n; e++)
-                    if (setup_.master) split_master(master[e], &w[e], &s.remainder[first + e]);
-                    else w[e] = round_stochastically(master[e], key, p.offset + state.first + first + e);
-            });
-            s.m.fit_tensor(state.count, m.data());
-            s.v.fit_tensor(state.count, v.data());
-            for_chunks(state.count, [&](int64_t first, int64_t n) {
-                s.m.store(first, n, &m[first], false);
-                s.v.store(first, n, &v[first], setup_.optimizer.keep_positive);
-            });
-        }
-        refresh(parameters_of(bucket));
-    }
-
-    // The quantization error of the moments that a step would store, and the expansion factors of those
-    // stored now.
-    void measure_moments(size_t i, QuantReport& report) const {
-        State s = states_[i];
-        const auto [begin, n] = kept_state(setup_, network_.params[i]);
-        if (n == 0) return;
-        report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-        report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-        Floats unused(n), m(n), v(n);
-        s.m.load(0, n, m.data());
-        s.v.load(0, n, v.data());
-        const AdamWFactors f = adamw_factors({1, 0.0f}, false, 0);
-        adamw(f, n, network_.gradients[i].data() + begin, unused.data(), m.data(), v.data());
-        s.m.fit_tensor(n, m.data());
-        s.v.fit_tensor(n, v.data());
-        QuantStats* kinds = report.kinds;
-        s.m.store(0, n, m.data(), false, kinds + int(Kind::Moment1));
-        s.v.store(0, n, v.data(), setup_.optimizer.keep_positive, kinds + int(Kind::Moment2));
-    }
-
-    // The tensors of coat.h's weight_tensors() and optimizer_tensors(), and gradients.
+    // Where this rank's part of a tensor begins, and its bytes: the tensors of coat.h's weight_tensors() and
+    // optimizer_tensors(), and gradients.
     std::pair<void*, size_t> find(const std::string& name) {
-        const size_t i = param_of(network_.params, name);
+        const size_t i = param_of(params, name);
         State& s = states_[i];
         auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
-        const std::string suffix = name.substr(network_.params[i].name.size());
+        const std::string suffix = name.substr(params[i].name.size());
         if (suffix.empty()) return bytes_of(s.weight);
         if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        if (suffix == ".gradient" && setup_.keep_gradients)
-            return {network_.gradients[i].data(), 4 * kept_state(setup_, network_.params[i]).count};
+        const Slice state = kept_state(setup_, params[i]);
+        if (suffix == ".gradient" && setup_.keep_gradients) {
+            gradients[i].resize(params[i].size());  // 0 before the first step
+            return {gradients[i].data() + state.first, 4 * state.count};
+        }
         for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
             if (suffix == begin) return bytes_of(moment->codes);
             if (suffix == begin + ".max") return bytes_of(moment->max);
             if (suffix == begin + ".k") return bytes_of(moment->k);
         }
         for (int o = 0; o < OPERANDS; o++) {
-            DelayedScale& d = network_.delayed[i][o];
+            DelayedScale& d = delayed[i][o];
             if (d.history.empty()) continue;
             if (suffix == std::string(OPERAND_NAMES[o]) + ".history") return bytes_of(d.history);
             if (suffix == std::string(OPERAND_NAMES[o]) + ".scale") return {&d.scale, sizeof d.scale};

@@ -9,10 +9,8 @@
 namespace coat::reference {
 
 // --- Formats: round to nearest even, saturate to the largest finite value, NaN stays NaN ---
-uint8_t encode(Format fp8, float x);
-float decode(Format fp8, uint8_t code);
-uint16_t to_f16(float x);  // saturates to 65504, like FP8; no cast makes an infinity
-float from_f16(uint16_t code);
+uint16_t encode(Format f, float x);  // FP8 or FP16; FP16 saturates, too: no cast makes an infinity
+float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);     // overflows to infinity
 uint16_t to_bf16_up(float x);  // smallest BF16 >= x, x >= 0: how a scale is stored, so that no code saturates
 float from_bf16(uint16_t bits);
@@ -72,29 +70,27 @@ float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
 
-// Quantizes n consecutive elements of a moment in groups of MOMENT_GROUP; the last may be short.
-//   expanded:  code = encode(expand(x)),  x = contract(decode(code)),  with (max, k) of each group
-//   else:      code = encode(x / s),      x = decode(code) s,          with s = scale_of(max); k may be null
-// A group of zeros has max = 0 and k = 1. FP16 has two bytes a code and no expansion. keep_positive is for
-// second moments: a positive value gets at least the smallest code, because a zero there makes the update
-// explode.
-void encode_moment(Format f, bool expanded, bool keep_positive, const float* x, int64_t n, uint8_t* codes,
-                   float* max, float* k, QuantStats* stats = nullptr);
-void decode_moment(Format f, bool expanded, const uint8_t* codes, const float* max, const float* k, int64_t n,
-                   float* x);
-
-// One moment of one parameter, in any format. FP8-LM has one scale for the whole tensor: a single group.
+// One moment of one parameter, in any format. MOMENT_GROUP consecutive elements share (max, k); the last
+// group may be short. FP8-LM has one scale for the whole tensor: a single group.
+//   expanded:  code = encode(expand(x)),  x = contract(decode(code))
+//   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
+// A group of zeros has max = 0 and k = 1.
 struct Moment {
     Format format = Format::F32;
     Granularity granularity = PER_MOMENT_GROUP;
     bool expand = false;
+    int64_t n = 0;
     std::vector<uint8_t> codes;  // n elements of format
     std::vector<float> max, k;   // one for each group; empty if the format has no scales
-    void init(Format f, bool expansion, int64_t n, Granularity g = PER_MOMENT_GROUP);  // all zero
-    // Dequantize or quantize elements [first, first + n); first is a multiple of MOMENT_GROUP.
-    void load(int64_t first, int64_t n, float* x) const;
-    void store(int64_t first, int64_t n, const float* x, bool keep_positive, QuantStats* stats = nullptr);
-    void fit_tensor(int64_t n, const float* x);  // before store(): sets a scale of the whole tensor
+    void init(Format f, bool expansion, int64_t count, Granularity g = PER_MOMENT_GROUP);  // all zero
+    // Dequantizes or quantizes all elements. keep_positive is for second moments: a positive value gets at
+    // least the smallest code, because a zero there makes the update explode.
+    void load(float* x) const;
+    void store(const float* x, bool keep_positive, QuantStats* stats = nullptr);
+
+private:
+    int64_t group_size() const;
+    float value(int64_t i) const;
 };
 
 // AdamW with decoupled weight decay and eps outside the root, in FP32, as torch.optim.AdamW. Gradients are

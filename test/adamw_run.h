@@ -62,7 +62,7 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
     Floats stored(n);
     x.resize(n), error.assign(n, 0.0);
     if (!is_scaled(m.format)) {
-        m.load(0, n, stored.data());
+        m.load(stored.data());
         x = doubles(stored);
         return;
     }
@@ -78,9 +78,6 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
 }
 
 inline int sign_of(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
-inline int encode_any(Format f, float x) {
-    return f == Format::F16 ? reference::to_f16(x) : reference::encode(f, x);
-}
 
 // Checks the new codes and scales of one moment. Before it is rounded to its format it is `exact` +- `error`.
 inline void check_moment(const DeviceMoment& d, const Doubles& exact, const Doubles& error, bool second,
@@ -144,7 +141,7 @@ inline void check_moment(const DeviceMoment& d, const Doubles& exact, const Doub
         const double power_error = d.expand ? k[g] * log_error + range * 0x1p-21 + 0x1p-21 : 4 * U;
         auto encoded = [&](double magnitude, double factor) {
             const double power = std::pow(std::max(0.0, magnitude) / max[g], double(k[g]));
-            return encode_any(d.format, static_cast<float>(std::min(fmax, fmax * power * factor)));
+            return reference::encode(d.format, static_cast<float>(std::min(fmax, fmax * power * factor)));
         };
         for (int64_t i = first; i < last; i++) {
             const int code = code_at(d.format, codes, i), magnitude = code & (sign - 1);
@@ -212,10 +209,8 @@ struct AdamRun {
                     // Zeros, as in embedding rows of tokens that have not occurred.
                     if (size == 20000 && i / 128 % 3 == 0) m[i] = v[i] = 0;
                 }
-                p.m.fit_tensor(size, m.data());
-                p.v.fit_tensor(size, v.data());
-                p.m.store(0, size, m.data(), false);
-                p.v.store(0, size, v.data(), o.keep_positive);
+                p.m.store(m.data(), false);
+                p.v.store(v.data(), o.keep_positive);
             }
             total += p.padded();
             params.push_back(std::move(p));

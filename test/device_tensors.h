@@ -172,8 +172,7 @@ struct NormCase {
 
 // The value of a code of FP16 or FP8.
 inline double decode_any(Format f, int code) {
-    if (f == Format::F16) return reference::from_f16(static_cast<uint16_t>(code));
-    return reference::decode(f, static_cast<uint8_t>(code));
+    return reference::decode(f, static_cast<uint16_t>(code));
 }
 
 }  // namespace coat::test::device_tensors

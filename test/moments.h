@@ -25,11 +25,14 @@ struct Encoded {
 inline Encoded encode_all(Format f, bool expand, bool positive, const std::vector<float>& x,
                    QuantStats* stats = nullptr) {
     const int64_t n = int64_t(x.size()), groups = ceil_div(n, MOMENT_GROUP);
-    Encoded e{std::vector<uint8_t>(size_t(n) + 1, 0xA5), std::vector<float>(size_t(groups) + 1, -7),
-              std::vector<float>(size_t(groups) + 1, 1), std::vector<float>(size_t(n) + 1, -7)};
-    e.k.back() = -7;
-    encode_moment(f, expand, positive, x.data(), n, e.codes.data(), e.max.data(), e.k.data(), stats);
-    decode_moment(f, expand, e.codes.data(), e.max.data(), e.k.data(), n, e.values.data());
+    Moment moment;
+    moment.init(f, expand, n);
+    std::vector<float> values(size_t(n) + 1, -7);
+    moment.codes.push_back(0xA5), moment.max.push_back(-7), moment.k.resize(size_t(groups) + 1, 1);
+    moment.k.back() = -7;
+    moment.store(x.data(), positive, stats);
+    moment.load(values.data());
+    Encoded e{moment.codes, moment.max, moment.k, values};
     CHECK((e.codes.back() == 0xA5 && e.max.back() == -7 && e.k.back() == -7 && e.values.back() == -7));
     e.codes.pop_back(), e.max.pop_back(), e.k.pop_back(), e.values.pop_back();
     return e;

@@ -55,17 +55,15 @@ struct State {
     }
     std::vector<float> moment(const Moment& of) const {
         std::vector<float> x(weight.size());
-        of.load(0, int64_t(x.size()), x.data());
+        of.load(x.data());
         return x;
     }
     void step(const AdamW& a, bool decays, const std::vector<float>& gradient, double grad_norm) {
         std::vector<float> w = master(), m32 = moment(m), v32 = moment(v);
         adamw(adamw_factors(a, decays, grad_norm), int64_t(w.size()), gradient.data(), w.data(), m32.data(),
               v32.data());
-        m.fit_tensor(int64_t(w.size()), m32.data());
-        v.fit_tensor(int64_t(w.size()), v32.data());
-        m.store(0, int64_t(w.size()), m32.data(), false);
-        v.store(0, int64_t(w.size()), v32.data(), keep_positive);
+        m.store(m32.data(), false);
+        v.store(v32.data(), keep_positive);
         put(w);
     }
 };

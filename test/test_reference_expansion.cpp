@@ -80,7 +80,7 @@ TEST_CASE("expansion_factor: k at its limits") {
     CHECK(expansion_factor(Format::E5M2, 57344.0f, 0x1p-16f) == 1.0f);
 }
 
-TEST_CASE("encode_moment: a group of zeros stays exactly zero") {
+TEST_CASE("Moment: a group of zeros stays exactly zero") {
     for (Format f : FP8)
         for (bool expand : {false, true})
             for (int64_t n : LENGTHS) {
@@ -93,7 +93,7 @@ TEST_CASE("encode_moment: a group of zeros stays exactly zero") {
             }
 }
 
-TEST_CASE("encode_moment: a single non-zero element, and equal magnitudes with their signs, are exact") {
+TEST_CASE("Moment: a single non-zero element, and equal magnitudes with their signs, are exact") {
     FRESH_RANDOM(rng);
     for (Format f : FP8)
         for (int64_t n : {1, 2, 77, 127, 128, 129})  // 129: the last group has one element
@@ -108,7 +108,7 @@ TEST_CASE("encode_moment: a single non-zero element, and equal magnitudes with t
             }
 }
 
-TEST_CASE("encode_moment: zeros do not affect k, wherever they are") {
+TEST_CASE("Moment: zeros do not affect k, wherever they are") {
     FRESH_RANDOM(rng);
     for (Format f : FP8)
         for (int64_t zeros : {1, 5, 60}) {
@@ -123,7 +123,7 @@ TEST_CASE("encode_moment: zeros do not affect k, wherever they are") {
         }
 }
 
-TEST_CASE("encode_moment: every value is within the error bound; signs stay; the largest value is exact") {
+TEST_CASE("Moment: every value is within the error bound; signs stay; the largest value is exact") {
     FRESH_RANDOM(rng);
     for_every_group(rng, [](Format f, const std::vector<float>& x) {
         const Encoded e = encode_all(f, true, false, x);
@@ -140,7 +140,7 @@ TEST_CASE("encode_moment: every value is within the error bound; signs stay; the
     });
 }
 
-TEST_CASE("encode_moment: no non-zero second moment becomes zero, with and without expansion") {
+TEST_CASE("Moment: no non-zero second moment becomes zero, with and without expansion") {
     FRESH_RANDOM(rng);
     for_every_group(rng, [](Format f, const std::vector<float>& x) {
         const std::vector<float> v = magnitudes(x);
@@ -157,7 +157,7 @@ TEST_CASE("encode_moment: no non-zero second moment becomes zero, with and witho
     });
 }
 
-TEST_CASE("encode_moment: groups are independent, and a tail is its own group") {
+TEST_CASE("Moment: groups are independent, and a tail is its own group") {
     FRESH_RANDOM(rng);
     for_every_group(rng, [](Format f, const std::vector<float>& x) {
         for (bool expand : {false, true}) {
@@ -174,7 +174,7 @@ TEST_CASE("encode_moment: groups are independent, and a tail is its own group") 
     });
 }
 
-TEST_CASE("encode_moment: encoding decoded values gives the same codes where k is the same") {
+TEST_CASE("Moment: encoding decoded values gives the same codes where k is the same") {
     // The largest magnitude is exact and the smallest is not, so k may change slightly. Where k stays, y is
     // the same code again: the error of the arithmetic is far below half a step.
     FRESH_RANDOM(rng);
@@ -194,7 +194,7 @@ TEST_CASE("encode_moment: encoding decoded values gives the same codes where k i
     CHECK(same > groups / 10);
 }
 
-TEST_CASE("encode_moment: without expansion, value = code max / FMAX, and only first moments flush to zero") {
+TEST_CASE("Moment: without expansion, value = code max / FMAX, and only first moments flush to zero") {
     FRESH_RANDOM(rng);
     for_every_group(rng, [](Format f, const std::vector<float>& x) {
         const Encoded m = encode_all(f, false, false, x), v = encode_all(f, false, true, magnitudes(x));
@@ -212,7 +212,7 @@ TEST_CASE("encode_moment: without expansion, value = code max / FMAX, and only f
     });
 }
 
-TEST_CASE("encode_moment: expansion lowers the error, most in groups of a small range (paper section 4.2)") {
+TEST_CASE("Moment: expansion lowers the error, most in groups of a small range (paper section 4.2)") {
     FRESH_RANDOM(rng);
     auto error = [](bool expand, bool positive, const std::vector<float>& x) {
         return relative_error(encode_all(Format::E4M3, expand, positive, x).values, x);
@@ -226,7 +226,7 @@ TEST_CASE("encode_moment: expansion lowers the error, most in groups of a small 
     CHECK(error(true, true, narrow) < error(false, true, narrow) / 4);
 }
 
-TEST_CASE("encode_moment: statistics count elements, signal, noise and flushed values") {
+TEST_CASE("Moment: statistics count elements, signal, noise and flushed values") {
     FRESH_RANDOM(rng);
     std::vector<float> x = rng.normals<float>(300);
     x[7] = 1e-9f;  // flushed to zero without expansion: 1e-9 / max < FMIN / FMAX / 2

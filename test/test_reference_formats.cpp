@@ -53,11 +53,11 @@ uint32_t nearest_bf16(uint32_t bits, bool ties_to_even) {
     return down < up ? upper : upper + 1;
 }
 
-// Whether to_f16 gives the nearest FP16 value, and of two equally near ones the even code. It is compared
+// Whether encode gives the nearest FP16 value, and of two equally near ones the even code. It is compared
 // with the values of the codes before and after it.
 bool rounds_to_f16(uint32_t bits) {
     const float x = float_of(bits);
-    const int got = to_f16(x), magnitude = got & 0x7FFF;
+    const int got = encode(Format::F16, x), magnitude = got & 0x7FFF;
     if (std::isnan(x)) return std::isnan(fp16_value(got));
     if (std::signbit(x) != (got >= 0x8000) || magnitude > 0x7BFF) return false;
     const double a = std::fabs(double(x)), distance = std::fabs(a - fp16_value(magnitude));
@@ -108,37 +108,37 @@ TEST_CASE("decode: all 256 FP8 codes match the definition") {
         }
 }
 
-TEST_CASE("from_f16: all 65536 codes match the definition, and to_f16 returns the finite ones") {
+TEST_CASE("decode: all 65536 codes of FP16 match the definition, and encode returns the finite ones") {
     int64_t failures = 0;
     for (int code = 0; code < 65536; code++) {
         const double expected = fp16_value(code);
-        const float got = from_f16(uint16_t(code));
+        const float got = decode(Format::F16, uint16_t(code));
         failures += std::isnan(expected) ? !std::isnan(got)
                                        : double(got) != expected || std::signbit(got) != (code >= 32768);
-        if (std::isfinite(expected)) failures += to_f16(got) != code;
+        if (std::isfinite(expected)) failures += encode(Format::F16, got) != code;
     }
     CHECK(failures == 0);
 }
 
-TEST_CASE("to_f16: rounds to nearest even, also subnormals; saturates; NaN stays NaN") {
+TEST_CASE("encode: FP16 rounds to nearest even, also subnormals; saturates; NaN stays NaN") {
     FRESH_RANDOM(rng);
     const float inf = std::numeric_limits<float>::infinity();
     for (float x :
          {inf, std::numeric_limits<float>::max(), 65520.0f, 65536.0f, std::nextafter(65504.0f, inf)}) {
-        CHECK(to_f16(x) == 0x7BFF);
-        CHECK(to_f16(-x) == 0xFBFF);
+        CHECK(encode(Format::F16, x) == 0x7BFF);
+        CHECK(encode(Format::F16, -x) == 0xFBFF);
     }
     for (uint32_t nan : {0x7FC00000u, 0xFFC00000u, 0x7F800001u, 0x7FFFFFFFu})
-        CHECK(std::isnan(from_f16(to_f16(float_of(nan)))));
+        CHECK(std::isnan(decode(Format::F16, encode(Format::F16, float_of(nan)))));
     int64_t failures = 0;
     for (int code = 0; code < 0x7BFF; code++) {  // every tie and its two neighbours
         // exact: one more bit than the format
         const float tie = float((fp16_value(code) + fp16_value(code + 1)) / 2);
         for (float sign : {1.0f, -1.0f}) {
             const int s = sign < 0 ? 0x8000 : 0;
-            failures += to_f16(sign * tie) != (s | (code + code % 2));
-            failures += to_f16(sign * std::nextafter(tie, 0.0f)) != (s | code);
-            failures += to_f16(sign * std::nextafter(tie, inf)) != (s | (code + 1));
+            failures += encode(Format::F16, sign * tie) != (s | (code + code % 2));
+            failures += encode(Format::F16, sign * std::nextafter(tie, 0.0f)) != (s | code);
+            failures += encode(Format::F16, sign * std::nextafter(tie, inf)) != (s | (code + 1));
         }
     }
     CHECK(failures == 0);

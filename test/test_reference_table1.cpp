@@ -78,7 +78,7 @@ double relative_mse(const std::vector<std::vector<float>>& exact,
 
 }  // namespace
 
-TEST_CASE("encode_moment: expansion lowers the errors of m, v and m / sqrt(v) in training (paper table 1)") {
+TEST_CASE("Moment: expansion lowers the errors of m, v and m / sqrt(v) in training (paper table 1)") {
     // Table 1 (MSE of m / sqrt(v), first moment down, second across):    E4M3   E4M3+Exp  E5M2   E5M2+Exp
     //                                                          E4M3      20.10  18.08     25.65  18.16
     //                                                          E4M3+Exp  15.13  12.31     21.96  12.43

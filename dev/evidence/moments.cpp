@@ -6,7 +6,7 @@
 // Figure 2, for every group of 128: the dynamic range R = largest / smallest non-zero magnitude, the factor k
 // of equation 4, and the range R^k after expansion. Table 1: the error of each moment in each format, with
 // and without expansion, and of m / (sqrt(v) + eps), which updates the weight, for every pair of formats. All
-// values go through encode_moment and decode_moment, as in training, so a non-zero second moment never
+// values go through Moment::store and load, as in training, so a non-zero second moment never
 // becomes zero.
 #include <algorithm>
 #include <cmath>
@@ -98,13 +98,10 @@ std::vector<Moments> read(const std::string& checkpoint, const ModelConfig& conf
 }
 
 void through(const Coding& c, bool second, int group, const float* x, int64_t n, float* out) {
-    uint8_t codes[MOMENT_GROUP];
-    for (int64_t i = 0; i < n; i += group) {
-        const int64_t here = std::min<int64_t>(group, n - i);
-        float max, k;
-        reference::encode_moment(c.format, c.expand, second, x + i, here, codes, &max, &k);
-        reference::decode_moment(c.format, c.expand, codes, &max, &k, here, out + i);
-    }
+    reference::Moment moment;
+    moment.init(c.format, c.expand, n, {1, group});
+    moment.store(x, second);
+    moment.load(out);
 }
 
 struct Errors {

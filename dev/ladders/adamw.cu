@@ -237,11 +237,15 @@ public:
         for (int64_t i = 0; i < n_; i++)
             master[i] = reference::join_master(before_w[i], before_r[i]),
             gradient[i] = reference::from_bf16(g[i]);
-        const float* s = before.data();
-        const int64_t groups = n_ / G;
-        reference::decode_moment(Format::E4M3, true, before_m.data(), s, s + groups, n_, m.data());
-        reference::decode_moment(Format::E4M3, true, before_v.data(), s + 2 * groups, s + 3 * groups, n_,
-                                 v.data());
+        auto load = [&](const std::vector<uint8_t>& codes, int which, float* x) {
+            reference::Moment moment;
+            moment.init(Format::E4M3, true, n_);
+            const auto max = before.begin() + which * (n_ / G), k = max + n_ / G;
+            moment.codes = codes, moment.max.assign(max, k), moment.k.assign(k, k + n_ / G);
+            moment.load(x);
+        };
+        load(before_m, 0, m.data());
+        load(before_v, 2, v.data());
         reference::adamw(reference::adamw_factors(SETTINGS, true, 0), n_, gradient.data(), master.data(),
                          m.data(), v.data());
         run(kernel);
@@ -268,17 +272,16 @@ private:
     float* scales(int which) const { return scales_.get() + which * (n_ / G); }
     void compare(const std::vector<float>& moment, bool second, const std::vector<uint8_t>& codes,
                  int which_k, Difference& d) const {
-        std::vector<uint8_t> expected(n_);
-        std::vector<float> max(n_ / G), k(n_ / G);
-        reference::encode_moment(Format::E4M3, true, second, moment.data(), n_, expected.data(), max.data(),
-                                 k.data());
+        reference::Moment expected;
+        expected.init(Format::E4M3, true, n_);
+        expected.store(moment.data(), second);
         const std::vector<float> all = scales_.read();
         for (int64_t i = 0; i < n_; i++) {
-            const float off = std::abs(all[which_k * (n_ / G) + i / G] - k[i / G]);
+            const float off = std::abs(all[which_k * (n_ / G) + i / G] - expected.k[i / G]);
             d.moved_k += off > 0 && i % G == 0;
             d.far += off > 1 / 16.0f;
             if (off > 0) continue;
-            const int by = std::abs(codes[i] - expected[i]);  // codes are ordered like magnitudes
+            const int by = std::abs(codes[i] - expected.codes[i]);  // codes are ordered like magnitudes
             d.codes += by != 0;
             d.far += by > 1;
         }
