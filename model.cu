@@ -18,6 +18,7 @@
 //   Gpu       the Model that train.cpp drives: a step, its micro-batches, and their blocks
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "adamw.cuh"
 #include "coat.cuh"
@@ -1379,11 +1380,12 @@ std::string coat::why_no_gpu(int gpu) {
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
-    const int local = setup.group ? setup.group->local() : 0;
+    int local = setup.group ? setup.group->local() : 0;
     const std::string missing = why_no_gpu(local);
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     int gpus = 0;
     gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
+    if (std::getenv("COAT_SHARE_GPU")) local %= gpus;  // slow: for tests of several ranks on one GPU
     if (local >= gpus)
         throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but it sees only " +
                     std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +

@@ -127,6 +127,14 @@ inline Run train_ranks(const Setup& setup, int64_t ranks, Shard shard, int steps
     return runs[0];
 }
 
+// A checkpoint of a new llama-tiny, but with a head of its own: then each gradient is one sum.
+inline std::string untied_model(const Folder& folder, const char* recipe) {
+    Setup setup{find_row(models(), "llama-tiny", ""), find_row(recipes(), recipe, ""),
+                find_row(optimizers(), optimizer_of(recipe), ""), 2, 16};
+    setup.config.V = 256, setup.config.tied = false;
+    return save_checkpoint(folder / "start", *make_reference(setup), {});
+}
+
 inline void check_same_tensors(const fs::path& a, const fs::path& b) {
     for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
         CAPTURE(file);

@@ -17,14 +17,6 @@ Setup setup_of(const std::string& recipe, const Architecture& arch, int64_t accu
     return s;
 }
 
-// A checkpoint of a new llama-tiny, but with a head of its own: then each gradient is one sum.
-std::string untied_model(const Folder& folder, const char* recipe) {
-    Setup setup{find_row(models(), "llama-tiny", ""), find_row(recipes(), recipe, ""),
-                find_row(optimizers(), optimizer_of(recipe), ""), 2, 16};
-    setup.config.V = 256, setup.config.tied = false;
-    return save_checkpoint(folder / "start", *make_reference(setup), {});
-}
-
 std::string lines_with(const std::string& output, const std::string& begin) {  // up to their third " | "
     std::string found;
     std::istringstream lines(output);

@@ -1,9 +1,10 @@
 // test_model_ranks.cu - the model on several GPUs, a rank on each: it has the bits of one GPU wherever the
-// arithmetic allows it, whatever is shared out. These tests need two GPUs.
+// arithmetic allows it, whatever is shared out. All tests but the first need two GPUs.
 #include <dlfcn.h>
 
 #include "../plan.h"
 #include "gpu_models.h"
+#include "program.h"
 #include "several_ranks.h"
 
 using namespace coat;
@@ -28,6 +29,28 @@ std::vector<int64_t> numbers_of_ranks() {
 }
 
 }  // namespace
+
+GPU_TEST_CASE("ranks: processes that share one GPU have the bits of one with as many micro-batches") {
+    setenv("COAT_SHARE_GPU", "1", 1);
+    for (const char* recipe : {"coat", "bf16"}) {
+        RunFolder folder;
+        const std::string flags = "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 "
+                                  "--steps 3 --recipe " + std::string(recipe) + " --model '" +
+                                  untied_model(folder, recipe) + "' ";
+        require_success(train(folder, flags + "--accumulate 30 --out one"));
+        for (const char* shard : {"none", "optimizer", "all"})
+            for (int ranks : {2, 3}) {
+                const std::string out = shard + std::to_string(ranks);
+                CAPTURE(recipe);
+                CAPTURE(out);
+                require_success(train(folder, flags + "--shard " + shard + " --out " + out + " --ranks " +
+                                                  std::to_string(ranks) + " --accumulate " +
+                                                  std::to_string(30 / ranks)));
+                check_same_tensors(folder.path / "one/step-000003", folder.path / out / "step-000003");
+            }
+    }
+    unsetenv("COAT_SHARE_GPU");
+}
 
 GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in every recipe and mode") {
     std::vector<Setup> setups;
