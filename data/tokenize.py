@@ -132,7 +132,10 @@ def chunks(text):
 
 def load_tokenizer(tokenizers, name):
     if os.path.isdir(name):
-        name = os.path.join(name, "tokenizer.json")
+        folder, name = name, os.path.join(name, "tokenizer.json")
+        if not os.path.exists(name):
+            raise Wrong(f"--tokenizer {folder} has no tokenizer.json; if transformers opens the folder, "
+                        "AutoTokenizer's save_pretrained writes one.")
     try:
         Tokenizer = tokenizers.Tokenizer
         return Tokenizer.from_file(name) if os.path.exists(name) else Tokenizer.from_pretrained(name)

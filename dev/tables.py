@@ -180,7 +180,7 @@ def gpt2():
 # ------------------------------------------------------------------------------------------------------------
 # Convergence
 
-TOKENS_PER_STEP, BLOCK, ABOVE = 65536, 30, 0.03
+TOKENS_PER_STEP, STEPS_OF_A_TENTH, BLOCK, ABOVE = 65536, 305, 30, 0.03
 
 
 def same_seed(name):
@@ -285,11 +285,17 @@ def seeds():
             for n in numbers:
                 row, base = (rows.get(r + (f" seed {n}" if n > 1 else "")) for r in (recipe, "bf16"))
                 pairs += [(recipe, n, row, base)] if row and base else []
-    text = result["text"]
+    text, tenth = result["text"], STEPS_OF_A_TENTH
     lines = origin("seeds", result) + paragraph(
-        f"Seed 1 is that of the table above. The text of seeds 2 and 3 is {text['text']}: {text['files']:,} "
-        f"files, {text['bytes'] / 1e6:,.0f} MB, {text['train_tokens'] / 1e6:.1f} million training tokens.")
-    return lines + paired(pairs, 305)  # the last tenth
+        f"The text of these seeds is {text['text']}: {text['files']:,} files, {text['bytes'] / 1e6:,.0f} MB, "
+        f"{text['train_tokens'] / 1e6:.1f} million training tokens.")
+    cells = [[name, f"{statistics.mean(row['train'][-tenth:]):.4f}", f"{losses(row):.4f}",
+              cell("{:.4f}", row.get("evaluated_in_bf16")),
+              cell("{:+.4f}", row.get("evaluated_in_bf16") and losses(row) - row["evaluated_in_bf16"])]
+             for name, row in sorted(result["rows"].items(), key=lambda item: in_order(item[0]))]
+    lines += table(["run", "training loss, last tenth", "validation loss", "the same, evaluated in BF16",
+                    "cost of evaluating in FP8"], cells)
+    return lines + (paired(pairs, tenth) if len(pairs) > 2 else [])
 
 
 def passes():

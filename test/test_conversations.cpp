@@ -204,6 +204,8 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     folder.write("binary", std::string("a\0b", 3)), folder.write("empty", ""), folder.write("text", "ab\n");
     check_failed(folder.run("none"), "none", "No such file");
     check_failed(folder.run("none.jsonl --seq 32"), "none.jsonl", "No such file");
+    fs::create_directory(folder.path / "bare");  // not asked for on the hub
+    check_failed(folder.run("text", "--tokenizer bare "), "bare", "no tokenizer.json");
     check_failed(folder.run("text binary"), "binary", "not UTF-8 text");
     check_failed(folder.run("text empty"), "empty", "give text");
     check_failed(folder.run("text --out text/tokens"), "text/tokens", "Not a directory");
