@@ -987,11 +987,11 @@ void print_memory_plan(const Setup& s) {
     };
     std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
                 parameter_count(s.config), s.config.L, s.B * s.T);
-    std::printf("  %-33s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
-    std::printf("  %-33s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
+    std::printf("  %-36s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
+    std::printf("  %-36s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
         const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
-        std::printf("  %-33s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
+        std::printf("  %-36s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
                     row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
@@ -999,7 +999,7 @@ void print_memory_plan(const Setup& s) {
          {std::pair{"weights", Category::Weights}, {"gradients", Category::Gradients},
           {"optimizer", Category::Optimizer}, {"activations", Category::Activations},
           {"total without workspace", Category::All}})
-        std::printf("  %-33s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
+        std::printf("  %-36s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
                     mib(total_bytes(beside, category)));
 
     const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_of(s));

@@ -563,8 +563,8 @@ def architectures():
 
 TABLES = {
     f.__name__.replace("_", " "): f
-    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, passes, ablations,
-              finetune, ranges, moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
+    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, passes, ablations, finetune, ranges,
+              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
 def renew_page():
