@@ -44,8 +44,8 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// quantize() in groups and --attention groups take this kernel. In a training step, residual_add and
-// quantize_gate_up write groups in passing, with the same Groups::store.
+// In a training step, only --attention groups runs this kernel: residual_add and quantize_gate_up write
+// groups in passing, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)

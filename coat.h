@@ -102,8 +102,8 @@ struct Quant {
     int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
     }
-    // The same for a GEMM operand on Hopper. Rows of 128x128 scales are padded to a multiple of 4. A
-    // per-tensor scale is stored elsewhere.
+    // The scales of a GEMM operand as Hopper reads them; scales() is for saved tensors. Rows of 128x128
+    // scales are padded to a multiple of 4. A per-tensor scale is stored elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
         const int64_t across = scale_cols(cols);
@@ -363,7 +363,7 @@ struct Role {
     bool decay;      // weight decay applies
     bool fp8_state;  // moments in the optimizer's formats; else in FP32
     bool linear;     // weight of a linear layer, quantized as the recipe says
-    bool weight;     // of a norm: starts at 1; others start random, or at 0 if init_std is 0
+    bool weight;     // weight of a norm: starts at 1; others start random, or at 0 if init_std is 0
 };
 inline constexpr Role EMBEDDING{true, true, false, false};  // also positions and the head
 inline constexpr Role LINEAR{true, true, true, false};
@@ -523,8 +523,8 @@ inline Slice kept_weight(const Setup& s, const Param& p) {
 }
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
-// four additions: one for each micro-batch, two if the head is the embedding. More are summed in FP32. What
-// the ranks computed of one micro-batch each is added in FP32 and then rounded once.
+// four additions: one for each micro-batch, or two if the head is the embedding. More are summed in FP32.
+// What the ranks computed of one micro-batch each is added in FP32 and then rounded once.
 inline Format gradient_format(const Setup& s) {
     return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
@@ -539,7 +539,7 @@ struct StateTensor {
     int bytes;          // of one element
     std::vector<int64_t> shape;
     size_t param;     // index into parameters()
-    int64_t per = 1;  // elements of the parameter that one element here belongs to; 0: all
+    int64_t per = 1;  // elements of the parameter that one element here is for; 0: all
 
     int64_t size() const {
         return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
@@ -642,7 +642,9 @@ struct SavedTensor {
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
-    bool transposed = false;  // saved as the transpose that wgrad reads
+    // Scales by block belong to the transpose that wgrad reads, so its bytes are those of the transpose.
+    // Codes with one scale are saved transposed, too; they have the same bytes either way.
+    bool transposed = false;
 
     int64_t bytes(int64_t tokens) const {
         return transposed ? quant.operand_bytes(cols, tokens) : quant.bytes(tokens, cols);

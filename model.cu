@@ -955,9 +955,10 @@ private:
         // residual add; it saves the input of norm 2
         residual_forward(norm1, branch, norm2, needs_amax(b.gate_up.x));
 
-        // norm 2; gate and up projection: (N, C) -> (N, 2F), saved in groups
+        // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
+        // (N, F) for GPT-2
         gate_up_forward(b, norm(norm2), gate_up);
-        // SiLU(gate) x up, computed from the groups; down projection: (N, F) -> (N, C)
+        // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
         residual_forward(norm2, branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
@@ -981,8 +982,8 @@ private:
         dgrad(b.down, g8, dact);
         end_bucket(b.down.bucket);
 
-        // activation: its gradient (N, 2F) exists as codes only; those as large as the saved elements take
-        // their place
+        // activation: its gradient (N, 2F) exists as codes only, which overwrite the saved gate and up if
+        // those are one byte a value, too
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
         g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact), needs_amax(b.gate_up.g),
@@ -990,7 +991,7 @@ private:
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, g, needs_amax(b.attention_out.g));
-        // gate and up projection, wgrad
+        // gate and up projection, wgrad: after norm 2, whose statistics recompute the norm's output
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.gate_up.bucket);
 
@@ -1002,8 +1003,8 @@ private:
         dgrad(b.attention_out, g8, dout);
         end_bucket(b.attention_out.bucket);
 
-        // attention; the saved gate and up are no longer needed: plan.cpp decides whether dqkv fits in their
-        // place
+        // attention; the memory of gate and up is free now. If dqkv fits there, the plan gives it no place of
+        // its own (0 bytes)
         begin_bucket(b.qkv.bucket);
         const View qkv = load_attention(saved(b, Saved::Qkv), Work::Qkv),
                    out = load_attention(saved_out, Work::AttentionOutput);
@@ -1019,7 +1020,7 @@ private:
         g8 = output_gradient(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
         residual_backward(norm1, b.norm1, dx, g, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
-        // q, k, v projection, wgrad
+        // q, k, v projection, wgrad: after norm 1
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
     }

@@ -59,7 +59,8 @@ static Fields fields(Format f) {
 
 // Rounds x to the nearest code, ties to even; values beyond max, the format's largest, saturate. Where |x|
 // has the exponent e, codes are 2^(e - M) apart; subnormal codes have e = 1 - bias. |x| in such steps is the
-// mantissa with its leading 1, if there is one. So adding it to the exponent's field also carries as it must.
+// mantissa with its leading 1, which a subnormal has not. That 1 adds one to the exponent's field, so the
+// field starts at e + bias - 1; a mantissa that rounds up to the next power of two adds one more.
 static inline uint32_t encode_as(const Fields& f, float max, float x) {
     const float magnitude = std::min(max, std::abs(x));
     const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - f.bias);
@@ -88,7 +89,9 @@ uint16_t to_bf16(float x) {
 }
 uint16_t to_bf16_up(float x) { return uint16_t((bits_as<uint32_t>(x) + 0xFFFFu) >> 16); }
 float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
-float round_to(Format f, float x) { return f == Format::BF16 ? from_bf16(to_bf16(x)) : x; }
+float round_to(Format f, float x) {  // f: FP32 or BF16
+    return f == Format::BF16 ? from_bf16(to_bf16(x)) : x;
+}
 
 // Reads or writes element i of an array of any format.
 static float get(Format f, const uint8_t* codes, int64_t i) {
@@ -125,6 +128,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block.
 
+// If amax is not finite, a block's scale is NaN, and so is what is read with it. A whole tensor's is 1: its
+// amax is checked apart, and the step is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -260,9 +265,9 @@ void DelayedScale::end_step(Format fp8, int margin) {
 // 3. FP8 optimizer with dynamic range expansion (paper section 4)
 //
 // A format's dynamic range is R = FMAX / FMIN, its largest over its smallest positive value: 448 / 2^-9 =
-// 229,376 for E4M3. A group X of 128 moments has R_X = max|X| / min|X|, often below 1,000, and so would use a
-// part of E4M3's codes only. Section 4.2 stretches the group to the range of the format before quantization,
-// and contracts it afterwards:
+// 229,376 for E4M3. A group X of 128 moments has R_X = max|X| / min|X| (the smallest that is not zero),
+// often below 1,000; the group uses a part of E4M3's codes only. Section 4.2 stretches the group to the
+// range of the format before quantization, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that R_f(X) = R      (equation 4)
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) s)
