@@ -254,8 +254,8 @@ struct Ranks::Connections {
         listening = listen_at(launch);
         if (launch.port == 0) start_others(argv);
         for (int missing = 2 * (launch.ranks - 1); missing > 0;) {
-            for (int fd; (fd = accept4(listening, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;)
-                missing -= greet(fd);
+            const int fd = accept4(listening, nullptr, nullptr, SOCK_CLOEXEC);
+            if (fd >= 0) missing -= greet(fd);
             hear_alarms(2);
             for (size_t rank = 1; rank < children.size(); rank++)
                 if (alarm[rank] < 0) check_child(int(rank));

@@ -79,8 +79,8 @@ def read_text(path, newline=None):
             text = f.read()
     except UnicodeDecodeError:
         text = "\0"
-    if not text or "\0" in text:
-        raise Wrong(f"{path} is " + ("not UTF-8 text; convert it first." if text else "empty; give text."))
+    if "\0" in text:
+        raise Wrong(f"{path} is not UTF-8 text; convert it first.")
     return text
 
 
@@ -90,7 +90,10 @@ def read_texts(paths):
     for path in paths:
         for file in files_below(path):
             try:
-                texts[read_text(file, newline="")] = None
+                text = read_text(file, newline="")
+                if not text:
+                    raise Wrong(f"{file} is empty; give text.")
+                texts[text] = None
             except Wrong:
                 if file == path:
                     raise
@@ -199,10 +202,15 @@ def pieces_of(tokenizer):
         what = f"token {size - 1}, but ./train supports {MAX_VOCABULARY} tokens" if size else "no tokens"
         raise Wrong(f"This tokenizer has {what}; use another tokenizer.")
     read = piece_reader(tokenizer)
-    pieces = [read(token) if token is not None else b"" for token in map(tokenizer.id_to_token, range(size))]
-    for t, token in tokenizer.get_added_tokens_decoder().items():
-        pieces[t] = token.content.encode()  # plain text
-    return pieces
+    added = tokenizer.get_added_tokens_decoder()
+
+    def piece(t):
+        token = tokenizer.id_to_token(t)
+        if t in added:
+            return added[t].content.encode()  # plain text
+        return read(token) if token is not None else b""
+
+    return [piece(t) for t in range(size)]
 
 
 def encode(tokenizer, texts, end, processes):
@@ -268,8 +276,8 @@ def read_config(folder, name):
     """The object in a JSON file of the model's folder; an empty one if there is no such file."""
     path = os.path.join(folder, name)
     try:
-        config = json.loads(read_text(path)) if os.path.exists(path) else {}
-    except json.JSONDecodeError as problem:
+        config = json.loads(read_text(path) or "{}") if os.path.exists(path) else {}
+    except ValueError as problem:  # also a number with more digits than Python reads
         raise Wrong(f"{path} is not JSON ({problem}); download the folder again.") from None
     return config if isinstance(config, dict) else {}
 
@@ -379,7 +387,7 @@ def tokenize_lines(tokenizer, lines, arguments, special, end):
         where, line = numbered
         try:
             return tokens_of_row(tokenizer, json.loads(line), arguments.tokenizer, special, end)
-        except json.JSONDecodeError as problem:
+        except ValueError as problem:
             raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
         except Wrong as problem:
             raise Wrong(f"{where}: {problem}") from None

@@ -242,6 +242,27 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     require_success(folder.tokenize(good));  // needs no template
 }
 
+TEST_CASE("tokenize.py: an added token is plain text, also where tokens are spelled in bytes" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    std::string byte_level = TOKENIZERS;  // with GPT-2's alphabet, which has no space
+    replace(byte_level, "ByteFallback", "ByteLevel");
+    replace(byte_level, "\"<0x%02X>\" % t if", "BYTES[t] if");
+    folder.write("tokenizers.py", byte_level + R"py(
+OWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in OWN]
+BYTES = [chr(byte) if byte in OWN else chr(256 + OTHERS.index(byte)) for byte in range(256)]
+)py");
+    folder.write("model/tokenizer.json", R"(["<|begin of text|>"])");
+    for (const char* empty : {"config.json", "tokenizer_config.json", "chat_template.jinja"})
+        folder.write(std::string("model/") + empty, "");  // as if they were not there
+    folder.write("text", "some text\nand more\n");
+    require_success(folder.run("--out tokens text"));
+    const Vocabulary pieces = Vocabulary::read(folder / "tokens/vocabulary.json");
+    CHECK(pieces.decode({'a', ' ', 256}) == "a <|begin of text|>");
+    require_success(folder.tokenize(completion("abc", "x") + completion("def", "y")));
+}
+
 TEST_CASE("train: learns what counts in conversations, and resumes with the same bits and the same mask" *
           doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
