@@ -69,8 +69,8 @@ TEST_CASE("train: a signal ends an evaluation") {
     const Ended ended =
         shell(folder, "'" + program() +
                           "' --device cpu --data text --steps 0 --batch 16 --seq 256 > printed & pid=$!\n"
-                          "until grep -q 'saved activations' printed; do sleep 0.02; done; sleep 0.3; kill "
-                          "-TERM $pid; wait $pid");
+                          "until grep -q 'saved activations' printed; do kill -0 $pid || exit 78; sleep 0.02\n"
+                          "done; sleep 0.3; kill -TERM $pid; wait $pid");
     CHECK(ended.code == 143);
     CHECK(!contains(read_file(folder.path / "printed"), "validation | step 0 | loss"));
 }

@@ -179,7 +179,7 @@ TEST_CASE("ranks: of two runs on one port the second ends with one sentence, and
     std::snprintf(listens, sizeof listens, "0100007F:%04X .* 0A ", port);
     const Ended ended =
         shell(folder, rank_by_hand(0, 2, port, flags) + "until grep -q '" + listens +
-                          "' /proc/net/tcp; do sleep 0.02; done\n"  // for its rank 1
+                          "' /proc/net/tcp; do kill -0 $pid0 || exit 78; sleep 0.02; done\n"
                           "COAT_PORT=" + std::to_string(port) + " RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 '" +
                           program() + "' " + flags + "; second=$?\n" + rank_by_hand(1, 2, port, flags) +
                           "wait $pid0 && wait $pid1 || exit 77; cat err0 err1 >&2; exit $second");
