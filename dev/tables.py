@@ -180,7 +180,7 @@ def gpt2():
 # ------------------------------------------------------------------------------------------------------------
 # Convergence
 
-TOKENS_PER_STEP, STEPS_OF_A_TENTH, BLOCK, ABOVE = 65536, 305, 30, 0.03
+TOKENS_PER_STEP, BLOCK, ABOVE = 65536, 30, 0.03
 
 
 def same_seed(name):
@@ -256,10 +256,23 @@ def convergence():
                           *(f"steps {end - steps // 10} to {end}" for end in ends)], cells)
 
 
-def paired(pairs, last):
+def mean_and_error(differences):
+    """The mean over the seeds, and its standard error."""
+    if len(differences) < 2:
+        return f"{statistics.mean(differences):+.4f}"
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.4f} ({error:.4f})"
+
+
+def end_of_training(row, part):
+    """The mean training loss of the last part of a run: a tenth of it if part is 10."""
+    return statistics.mean(row["train"][-(len(row["train"]) // part):])
+
+
+def paired(pairs, part):
     """A table of differences from BF16, each between two runs that differ only in the recipe. `pairs` has
-    (recipe, seed, row, row of bf16); training losses are means over the last `last` steps."""
-    kinds = {"training loss": lambda row: statistics.mean(row["train"][-last:]), "validation loss": losses,
+    (recipe, seed, row, row of bf16); training losses are those of the last part."""
+    kinds = {"training loss": lambda row: end_of_training(row, part), "validation loss": losses,
              "validation, evaluated in BF16": lambda row: row.get("evaluated_in_bf16")}
     found = {}
     for recipe, seed, row, base in pairs:
@@ -270,9 +283,8 @@ def paired(pairs, last):
     seeds = sorted({seed for of in found.values() for seed in of})
     rows = []
     for (kind, recipe), of in sorted(found.items(), key=lambda item: list(kinds).index(item[0][0])):
-        error = cell(" ({:.4f})", statistics.stdev(of.values()) / len(of) ** 0.5 if len(of) > 1 else None)
         rows.append([f"{kind}: {recipe}", *(cell("{:+.4f}", of.get(seed)) for seed in seeds),
-                     f"{statistics.mean(of.values()):+.4f}{error}"])
+                     mean_and_error(list(of.values()))])
     return table(["minus `bf16` of the same seed", *(f"seed {seed}" for seed in seeds),
                   "mean (standard error)"], rows)
 
@@ -285,17 +297,17 @@ def seeds():
             for n in numbers:
                 row, base = (rows.get(r + (f" seed {n}" if n > 1 else "")) for r in (recipe, "bf16"))
                 pairs += [(recipe, n, row, base)] if row and base else []
-    text, tenth = result["text"], STEPS_OF_A_TENTH
+    text = result["text"]
     lines = origin("seeds", result) + paragraph(
         f"The text of these seeds is {text['text']}: {text['files']:,} files, {text['bytes'] / 1e6:,.0f} MB, "
         f"{text['train_tokens'] / 1e6:.1f} million training tokens.")
-    cells = [[name, f"{statistics.mean(row['train'][-tenth:]):.4f}", f"{losses(row):.4f}",
+    cells = [[name, f"{end_of_training(row, 10):.4f}", f"{losses(row):.4f}",
               cell("{:.4f}", row.get("evaluated_in_bf16")),
               cell("{:+.4f}", row.get("evaluated_in_bf16") and losses(row) - row["evaluated_in_bf16"])]
              for name, row in sorted(result["rows"].items(), key=lambda item: in_order(item[0]))]
     lines += table(["run", "training loss, last tenth", "validation loss", "the same, evaluated in BF16",
                     "cost of evaluating in FP8"], cells)
-    return lines + (paired(pairs, tenth) if len(pairs) > 2 else [])
+    return lines + (paired(pairs, 10) if len(pairs) > 2 else [])
 
 
 def passes():
@@ -304,12 +316,12 @@ def passes():
     pairs = [(recipe, seed, row, runs["bf16", seed]) for (recipe, seed), row in runs.items()
              if recipe != "bf16"]
     rows = [[recipe, *(f"{value(runs[recipe, seed]):.4f}" for value in
-                       (lambda row: statistics.mean(row["train"][-100:]), losses)
+                       (lambda row: end_of_training(row, 20), losses)
                        for seed in sorted({seed for _, seed in runs}))]
             for recipe in dict.fromkeys(recipe for recipe, _ in runs)]
     return origin("passes", result) + table(
         ["", *(f"{kind}, seed {seed}" for kind in ("training", "validation") for seed in (1, 2, 3))],
-        rows) + paired(pairs, 100)
+        rows) + paired(pairs, 20)
 
 
 def ablations():
@@ -320,10 +332,8 @@ def ablations():
     seeds = sorted({seed for of in losses_of.values() for seed in of})
 
     def apart(name, base):
-        """Mean difference over the seeds, and its standard error."""
         differences = [loss - losses_of[base][seed] for seed, loss in losses_of[name].items()]
-        error = statistics.stdev(differences) / len(differences) ** 0.5
-        return "" if name == base else f"{statistics.mean(differences):+.4f} ({error:.4f})"
+        return "" if name == base else mean_and_error(differences)
 
     rows = [[
         name, f"`{flags[name]}`", *(f"{of[seed]:.4f}" for seed in seeds),
