@@ -16,7 +16,7 @@ using Doubles = std::vector<double>;
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
 inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal",
-                                            "tensorwise", "rowwise", "deepseek", "mxfp8"};
+                                            "tensorwise", "rowwise", "deepseek", "mxfp8", "coat-e4m3"};
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
 inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,
