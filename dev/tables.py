@@ -194,7 +194,7 @@ def in_order(name):
     return RECIPES.index(recipe) if recipe in RECIPES else 99, re.sub(r"\d+", lambda n: n[0].zfill(4), name)
 
 
-def gap(rows, name, end):
+def minus_bf16(rows, name, end):
     """Training loss minus that of BF16 with the same seed: mean over the tenth of the run that ends at step
     `end`, and its standard error. Blocks of 30 steps count as independent; single steps are not."""
     base = rows.get(same_seed(name))
@@ -239,7 +239,7 @@ def convergence():
             name, f"`{row['flags']}`", f"{losses(row):.4f}", f"{losses(row) - mean:+.4f}",
             f"{losses(row) - losses(base):+.4f}" if base is not row else "",
             f"{evaluated or losses(row):.4f}",
-            gap(rows, name, steps),
+            minus_bf16(rows, name, steps),
             cell("{:+.3f}", PAPER_GAP.get(name)),
             cell("{:.0f}", seconds_to(row, mean + ABOVE)), f"{row['tokens_per_second']:,.0f}",
             f"{row['mib']:,}", row["commit"]])
@@ -250,7 +250,7 @@ def convergence():
     ends = [steps * fifths // 5 for fifths in range(1, 6)]
     cells = []
     for name, row in sorted(rows.items(), key=lambda item: (item[0] not in whole, in_order(item[0]))):
-        gaps = [gap(rows, name, end) for end in ends]
+        gaps = [minus_bf16(rows, name, end) for end in ends]
         cells += [[name, f"`{row['flags']}`", *gaps]] if any(gaps) else []
     return lines + table(["training loss minus `bf16`, same seed (standard error)", "flags",
                           *(f"steps {end - steps // 10} to {end}" for end in ends)], cells)
@@ -308,6 +308,22 @@ def seeds():
     lines += table(["run", "training loss, last tenth", "validation loss", "the same, evaluated in BF16",
                     "cost of evaluating in FP8"], cells)
     return lines + (paired(pairs, 10) if len(pairs) > 2 else [])
+
+
+def gap():
+    """Variants of COAT for a smaller gap, beside the runs of `seeds`."""
+    result = load("gap")
+    rows = {**load("seeds")["rows"], **result["rows"]}
+    variants = ["coat seed 2", *(name for name in result["rows"] if name.endswith("seed 2"))]
+    tenth, ends = len(rows["bf16 seed 2"]["train"]) // 10, [610, 915, 1220]
+    lines = origin("gap", result) + table(
+        ["training loss minus `bf16`, same seed (standard error)", "flags",
+         *(f"steps {end - tenth} to {end}" for end in ends), "tokens/s"],
+        [[name, f"`{rows[name]['flags']}`", *(minus_bf16(rows, name, end) for end in ends),
+          f"{rows[name]['tokens_per_second']:,.0f}"] for name in variants])
+    pairs = [(recipe, seed, rows[f"{recipe} seed {seed}"], rows[f"bf16 seed {seed}"])
+             for recipe in ("te", "coat", "coat-e4m3") for seed in (2, 3)]
+    return lines + paired(pairs, 10)
 
 
 def passes():
@@ -573,7 +589,7 @@ def architectures():
 
 TABLES = {
     f.__name__.replace("_", " "): f
-    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, passes, ablations, finetune, ranges,
+    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, gap, passes, ablations, finetune, ranges,
               moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
