@@ -259,7 +259,7 @@ namespace {
 // The constants of a step, computed in double on the host.
 struct Factors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
-    float root_factor, eps;  // both times 1 - beta1^t, so that m needs no factor of its own
+    float root_factor, eps;  // see adamw_element
 };
 Factors factors(const AdamW& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
@@ -272,8 +272,9 @@ Factors factors(const AdamW& a) {
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
-// On entry m and v are decoded but not yet scaled: keep_m and keep_v are beta times the scale of their
-// format.
+// m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
+//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + c1 eps),   root_factor = c1 / sqrt(c2).
+// On entry m and v still lack the scale of their group: m's value is scale * m, and keep_m = b1 * scale.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
@@ -294,9 +295,9 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
             __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
 }
 
-// How eight weights are stored: three structs with the same functions. store() rounds the weights and updates
-// `top`, the largest magnitude so far in a form of its own; largest() converts that to the bits of an FP32
-// value. Stochastic rounding draws its bits from the step's key and the number of the first element.
+// How eight weights are stored: MasterWeights, StochasticWeights and FloatWeights have the same functions,
+// and DenseWeights is what the last two share. store() rounds the weights and updates `top`, the largest
+// magnitude so far in a form of its own; largest() converts that to the bits of an FP32 value.
 template <class T>
 struct DenseWeights {  // without a remainder
     using Value = T;
@@ -340,7 +341,9 @@ struct MasterWeights {  // BF16 and remainder: the exact FP32 master
     static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
-// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16
+// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16. Rounding to nearest would lose every
+// update below half a step of BF16; stochastic rounding keeps it on average. The random bits follow from the
+// step's key and the number of the element.
 struct StochasticWeights : DenseWeights<bf16> {
     static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
                                  uint64_t element, bool live, uint32_t& top) {
@@ -606,7 +609,7 @@ __device__ float2 unpack_half(uint32_t two) {
     return __half22float2(*reinterpret_cast<const __half2*>(&two));
 }
 
-// FP32 moments belong to every optimizer: norm weights and biases keep theirs in FP32.
+// Whether a moment has scales. Norm weights and biases have FP32 moments, without, in every optimizer.
 __device__ bool scaled(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
 __device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int64_t group) {
     if (!scaled(m)) return {1, 1};

@@ -33,7 +33,7 @@ struct MomentView {
     Format format;
 };
 // What this rank updates of one parameter: a row of a table on the device. With one rank all orders are the
-// flat order, and the last three are 0, 0 and 0.
+// flat order, so to_weight and to_flat are 0.
 struct Segment {
     int64_t offset, size;  // among the rank's masters and gradients; elements
     MomentView m, v;
@@ -48,7 +48,7 @@ struct Segment {
 // each bucket adds to it.
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
-    float scale;           // of this bucket's gradients: clip / (norm_correction * norm), or 1
+    float scale;           // of this bucket's gradients, by clipping: limit / estimated norm, or 1
     uint32_t
         skip;  // not 0: something was not finite; neither this bucket nor a later one of the step is updated
 };

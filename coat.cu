@@ -1,5 +1,6 @@
 // coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision
 // flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
+// The types View, Values, Dense, Groups and TensorScale are those of gpu/tensor.cuh.
 //
 // Read it in this order:
 //   1. quantize in groups: the simplest quantizer, one kernel of a dozen lines
@@ -44,8 +45,8 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// In a training step, only --attention groups runs this kernel: residual_add and quantize_gate_up write
-// groups in passing, with the same Groups::store.
+// In a training step --attention groups runs this kernel, and quantize_gate_up where linear layers are not in
+// FP8. Otherwise residual_add and quantize_gate_up write groups in passing, with the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
@@ -284,8 +285,8 @@ struct ActivationBackwardProducer {
 };
 
 // What a producer's values can be, so that kernels exist only where they are used. Only gradients are
-// quantized to E5M2 and summed over tokens. They are needed transposed in any case, for wgrad, so where only
-// gradients are made, no kernel writes row-major codes alone.
+// quantized to E5M2 and summed over tokens. Gradients are always needed transposed too, because wgrad reads
+// g^T. So a producer that makes only gradients has no kernel without the transpose.
 enum class Role { Input, Gradient, Any };
 template <class Producer>
 constexpr Role ROLE = Role::Input;  // of a linear layer
@@ -352,9 +353,10 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
 // ===========================================================================================================
 // 3. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// First the maxima of groups, then the maximum of those. A group is the tile of a block here. The second
-// stage is an atomicMax, which gives the same result in any order. Where one of our kernels produces a
-// tensor, it takes the amax in passing. This kernel is for tensors that a GEMM or attention has produced.
+// Stage one: each thread block takes the maximum of its tile, which is the paper's group. Stage two: an
+// atomicMax over the blocks, which gives the same result in any order. Most kernels that produce a tensor
+// take its amax in passing. This kernel is for the others: attention's output, the gradient of gate and up,
+// which no kernel stores, and weights that were loaded.
 
 namespace {
 
@@ -686,7 +688,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) flush(tiles, rows, x.width, transposed);
 }
 
-// What a code of x holds.
+// x, quantized and decoded again.
 __device__ float quantized(bool e5m2, float x, float scale) {
     return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
 }
@@ -776,7 +778,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
                 const float back = quantized(e5m2, v[p][j], scale);
-                // A little below half a step beyond FMAX.
+                // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
                 counts.add(v[p][j], back);
                 counts.saturated += fabsf(v[p][j]) > limit;

@@ -446,8 +446,8 @@ COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float
 }
 
 // Stochastic rounding of a weight to BF16 (without a master): bf16 = (FP32 bits + 16 random bits) >> 16, so
-// that the expected value is the FP32 value. rounding_bits(key, q) are those of elements 4q .. 4q+3 of the
-// flat order, from the lowest 16 bits on.
+// that the expected value is the FP32 value, and updates below half a step count on average.
+// rounding_bits(key, q) are those of elements 4q .. 4q+3 of the flat order, from the lowest 16 bits on.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) {
     uint64_t z = (key + q) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
@@ -513,8 +513,8 @@ inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
 }
 inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
 inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
-// What a rank keeps in memory, and updates: of master weights and moments, and of weights. Vectors are never
-// sharded: they are small, and most kernels need one.
+// What a rank keeps in memory: of master weights and moments, which it updates, and of weights. Weights that
+// are vectors are kept whole by every rank: they are small, and most kernels need one.
 inline Slice kept_state(const Setup& s, const Param& p) {
     return s.shard == Shard::None ? Slice{0, p.size()} : owned(s, p);
 }
@@ -642,8 +642,8 @@ struct SavedTensor {
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
-    // Scales by block belong to the transpose that wgrad reads, so its bytes are those of the transpose.
-    // Codes with one scale are saved transposed, too; they have the same bytes either way.
+    // The scales, one for each block, are those of the transpose, which wgrad reads. (Codes with one scale
+    // are saved transposed, too, but take the same bytes either way.)
     bool transposed = false;
 
     int64_t bytes(int64_t tokens) const {
@@ -708,9 +708,9 @@ struct AdamW {    // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
-    // Only without keep_gradients, when the global norm is not known before the updates. A bucket is clipped
-    // by the norm of its gradients and those of later buckets, times norm_correction[bucket], the
-    // StepResult's of the step before. Empty: 1. Infinity clips the gradients to zero.
+    // Only without keep_gradients, where a bucket is updated before the norm of all gradients is known. That
+    // norm is estimated as the norm of this and all later buckets, times norm_correction[bucket], which is
+    // the StepResult's of the step before. Empty: 1. Infinity clips the gradients to zero.
     std::vector<double> norm_correction = {};
 };
 

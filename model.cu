@@ -231,7 +231,8 @@ public:
         device_.wait("Initializing the weights failed");
     }
 
-    // Delayed scaling: amaxes at the start of a step, and the next step's scales at its end.
+    // The amaxes of all operands: cleared before each micro-batch if scaling is just in time, and before each
+    // step if it is delayed.
     void clear_amaxes() {
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
                                 number_of_operand_scales(), cuda_),
@@ -839,9 +840,10 @@ private:
     }
 
     // --- One micro-batch of the pinned tokens
-    // Forward and backward are a recording unless a launch may differ from the last one: while GEMMs are
-    // tuned or quantization is measured, when buckets are sent or updated on the way, and as long as an
-    // operand may lack its delayed scale. Meanwhile the host sorts the tokens for the embedding's gradient.
+    // Forward and backward are replayed from a CUDA graph, unless a launch may differ from the last one:
+    // while GEMMs are tuned or quantization is measured, when buckets are sent or updated on the way, and
+    // while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of the
+    // embedding.
     void run(int64_t micro_batch) {
         micro_batch_ = micro_batch;
         set_shape(setup_.B, setup_.T);
@@ -965,8 +967,8 @@ private:
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
-    // the next lines need: the statistics with which the norm's output, an operand of wgrad, is recomputed;
-    // and the amax of the gradient that it writes.
+    // the next lines need: the amax of the gradient that it writes; and the statistics with which the norm's
+    // output, an operand of wgrad, is recomputed. All norms share one buffer of statistics, so wgrad follows.
     void block_backward(int64_t l) {
         const Layer& b = layers_[l];
         const bool gated = config_.arch.gated, rotated = config_.arch.rope;
@@ -982,8 +984,8 @@ private:
         dgrad(b.down, g8, dact);
         end_bucket(b.down.bucket);
 
-        // activation: its gradient (N, 2F) exists as codes only, which overwrite the saved gate and up if
-        // those are one byte a value, too
+        // activation: its gradient (N, 2F) is stored only as an operand. In place, it overwrites the saved
+        // gate and up, which nobody reads later: a thread loads its elements before it stores their codes
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
         g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact), needs_amax(b.gate_up.g),
@@ -1061,8 +1063,9 @@ private:
     }
 
     // --- Operands: a tensor in the format that a GEMM reads
-    // A dense tensor that is stored in the wanted format is used in place. FP8 codes go to `codes` and,
-    // transposed, to `transposed`; either may be null.
+    // operand(), input(), weight() and output_gradient() launch the kernels that make it. A dense tensor that
+    // is stored in the wanted format is used in place. FP8 codes go to `codes` and, transposed, to
+    // `transposed`; either may be null.
     Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
                     Kind kind) {
         if (x.op == LazyOp::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
@@ -1139,8 +1142,9 @@ private:
     }
 
     // --- Amaxes: who takes them
-    // Per-tensor scaling just in time needs the amax before the codes: the kernel that produces the tensor
-    // takes it. Delayed scaling needs that only while a history is empty. Null: nobody has to take this amax.
+    // Where the producer of a tensor must put its amax; null if nobody needs it. Per-tensor scaling just in
+    // time needs the amax before the codes. Delayed scaling needs it only while a history is empty. The
+    // operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
     TensorScale* needs_amax(TensorScale* scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
@@ -1148,7 +1152,8 @@ private:
     void take_amax(const Lazy& x, TensorScale* scale) const {
         if (scale) amax(x, scale, cuda_);
     }
-    // The optimizer leaves the amax of a weight, but not where scaling is delayed.
+    // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another TensorScale, so it
+    // takes the amax here.
     void take_weight_amax(const Linear& w) const {
         if (state_.delayed()) take_amax(stored(state_.weight(w.param)), needs_amax(w.w));
     }
@@ -1230,7 +1235,7 @@ private:
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
-        begin_bucket(buckets() - 1);
+        begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, needs_amax(layers_.back().down.g));
         end_bucket(buckets() - 1);
     }

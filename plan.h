@@ -179,8 +179,8 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
 
 // The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
-// The FP8 gradient of gate and up replaces the saved gate and up, if its codes are as large and have one
-// scale.
+// The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
+// over FP8 groups, or both in the compute dtype) and scaling is per tensor.
 bool gate_up_gradient_in_place(const Setup& s);
 // Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
 // quantized in groups.

@@ -26,7 +26,7 @@ using View = QuantizedView;  // a tensor on the GPU; a view whose codes are null
 // GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
 // scale from it.
 struct alignas(16) TensorScale {
-    float scale;    // what codes are multiplied by; written by quantize()
+    float scale;    // what codes are multiplied by; written by whoever makes or receives the codes
     float amax;  // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float delayed;  // delayed scaling: the scale from the history of amaxes; 0 while that history is empty
     float unused;
