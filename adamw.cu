@@ -155,10 +155,10 @@ __global__ void __launch_bounds__(STATE_THREADS)
     state->squares += squares;
     state->norm = sqrt(state->squares);
     const double norm = state->norm * clip.norm_correction;
-    state->scale = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
+    state->clip_factor = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
-    bool finite = sqrt(squares) * state->scale < 0x1p62;
+    bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
         finite = finite && isfinite(sums[r * (1 + shard_chunks)]);
     state->skip |= !finite;
@@ -259,27 +259,27 @@ namespace {
 // The constants of a step, computed in double on the host.
 struct Factors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
-    float root_factor, eps;  // see adamw_element
+    float root_factor, scaled_eps;  // see adamw_element
 };
 Factors factors(const AdamW& a) {
     const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
     const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
     const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
-                eps = static_cast<float>(bias1 * a.eps);
-    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, eps};
+                scaled_eps = static_cast<float>(bias1 * a.eps);
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, scaled_eps};
 }
 
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
-//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + c1 eps),   root_factor = c1 / sqrt(c2).
+//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
 // On entry m and v still lack the scale of their group: m's value is scale * m, and keep_m = b1 * scale.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
     v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
-    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.eps));
+    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
@@ -693,7 +693,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     const int64_t groups = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
     const Weights weights{static_cast<T*>(a.w.values) + segment.offset + segment.to_weight,
                           a.w.remainder ? a.w.remainder + segment.offset : nullptr, a.w.format};
-    const float clip = a.state ? a.state->scale : 1.0f, decay = segment.decays ? a.f.decay : 0.0f;
+    const float clip = a.state ? a.state->clip_factor : 1.0f, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
     Counts counts_m, counts_v;
     const int64_t warp = (int64_t(blockIdx.x) * ADAM_THREADS + threadIdx.x) / 32,
@@ -828,7 +828,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.codes) + first_of_lane();
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.codes) + first_of_lane();
     const RunOfScales scales(segment, groups);
-    const float clip = a.state->scale, decay = segment.decays ? a.f.decay : 0.0f;
+    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
     RawGradients next_g;
     uint2 next_m, next_v;

@@ -48,7 +48,7 @@ struct Segment {
 // each bucket adds to it.
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
-    float scale;           // of this bucket's gradients, by clipping: limit / estimated norm, or 1
+    float clip_factor;     // of this bucket's gradients, by clipping: limit / estimated norm, or 1
     uint32_t
         skip;  // not 0: something was not finite; neither this bucket nor a later one of the step is updated
 };

@@ -100,7 +100,7 @@ dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), block
 
 // Elements from a thread's first row to its row i: 32 bits hold them, which makes an address a single
 // instruction.
-__device__ uint32_t rows_of(int i, int64_t width) {
+__device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
@@ -164,7 +164,7 @@ struct StoredProducer {
     __device__ Raw load(const Cursor& at, int i) const {
         Raw raw;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(rows_of(i, HALVES * width));
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(row_offset(i, HALVES * width));
         return raw;
     }
     __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[PLANES]) const {
@@ -200,7 +200,7 @@ struct NormProducer {  // y = (x - mean) / std * weight + bias
         return at;
     }
     __device__ Raw load(const Cursor& at, int i) const {
-        return {at.in.load(rows_of(i, width)), at.stats[i]};
+        return {at.in.load(row_offset(i, width)), at.stats[i]};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
         Values x;
@@ -261,7 +261,7 @@ struct ActivationBackwardProducer {
         return {gate_up.cursor(row, col), dact.from(row * width + col)};
     }
     __device__ Raw load(const Cursor& at, int i) const {
-        return {gate_up.load(at.gate_up, i), at.dact.load(rows_of(i, width))};
+        return {gate_up.load(at.gate_up, i), at.dact.load(row_offset(i, width))};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
         Values x[PLANES], d;
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
                 if (threadIdx.x % 32 == 0) atomicMax(&most, row_top);
             }
             four[p][i % 4] = encode(E5M2, v[p], inverse);
-            if (live && codes) put(to[p] + rows_of(i, PLANES * x.width), four[p][i % 4]);
+            if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), four[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
@@ -504,11 +504,13 @@ template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool E5M2 = ROLE<Producer> != Role::Input, ALWAYS = ROLE<Producer> == Role::Gradient;
-    require(E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    constexpr decltype(&quantize_kernel<Producer, E5M2, true>) KERNELS[2][2] = {
-        {quantize_kernel<Producer, false, ALWAYS>, quantize_kernel<Producer, false, true>},
-        {quantize_kernel<Producer, E5M2, ALWAYS>, quantize_kernel<Producer, E5M2, true>}};
+    constexpr bool MAY_BE_E5M2 = ROLE<Producer> != Role::Input,
+                   ALWAYS_TRANSPOSED = ROLE<Producer> == Role::Gradient;
+    require(MAY_BE_E5M2 || !e5m2, "only gradients are quantized to E5M2");
+    constexpr decltype(&quantize_kernel<Producer, MAY_BE_E5M2, true>) KERNELS[2][2] = {
+        {quantize_kernel<Producer, false, ALWAYS_TRANSPOSED>, quantize_kernel<Producer, false, true>},
+        {quantize_kernel<Producer, MAY_BE_E5M2, ALWAYS_TRANSPOSED>,
+         quantize_kernel<Producer, MAY_BE_E5M2, true>}};
     const auto kernel = KERNELS[e5m2][out.transposed != nullptr];
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
         x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
@@ -689,7 +691,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 // x, quantized and decoded again.
-__device__ float quantized(bool e5m2, float x, float scale) {
+__device__ float quantize_and_decode(bool e5m2, float x, float scale) {
     return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
 }
 
@@ -705,7 +707,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             const int64_t row = at.row + i, col = p * x.width + at.col;
             Values y;
 #pragma unroll
-            for (int j = 0; j < CHUNK; j++) y[j] = quantized(e5m2, v[p][j], *grid.at(row, col + j));
+            for (int j = 0; j < CHUNK; j++) y[j] = quantize_and_decode(e5m2, v[p][j], *grid.at(row, col + j));
             out.store(row * PLANES * x.width + col, y, true);
         }
     });
@@ -777,7 +779,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
-                const float back = quantized(e5m2, v[p][j], scale);
+                const float back = quantize_and_decode(e5m2, v[p][j], scale);
                 // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
                 counts.add(v[p][j], back);
@@ -885,7 +887,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
-        for (int p = 0; p < PLANES; p++) to[p].store(rows_of(i, PLANES * x.width), v[p], live);
+        for (int p = 0; p < PLANES; p++) to[p].store(row_offset(i, PLANES * x.width), v[p], live);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
     });

@@ -765,7 +765,7 @@ private:
     Pinned<Outcome> outcome_;
     Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
     Pinned<double> loss_scale_;
-    Recording first_micro_batch_, later_micro_batch_;
+    CudaGraph first_micro_batch_, later_micro_batch_;
     bool tuning_ = false;
 
     int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
@@ -842,8 +842,8 @@ private:
     // --- One micro-batch of the pinned tokens
     // Forward and backward are replayed from a CUDA graph, unless a launch may differ from the last one:
     // while GEMMs are tuned or quantization is measured, when buckets are sent or updated on the way, and
-    // while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of the
-    // embedding.
+    // while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of
+    // the embedding.
     void run(int64_t micro_batch) {
         micro_batch_ = micro_batch;
         set_shape(setup_.B, setup_.T);
@@ -866,7 +866,7 @@ private:
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_out(norm1), norm1, needs_amax(layers_[0].qkv.x), cuda_);
+                          residual_out(norm1), norm1, amax_target(layers_[0].qkv.x), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -951,11 +951,11 @@ private:
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
         save_attention(out, saved_out);
-        take_amax(stored(saved_out), needs_amax(b.attention_out.x));
+        take_amax(stored(saved_out), amax_target(b.attention_out.x));
         // attention output projection: (N, q_cols) -> (N, C)
         linear_forward(b.attention_out, stored(saved_out), branch);
         // residual add; it saves the input of norm 2
-        residual_forward(norm1, branch, norm2, needs_amax(b.gate_up.x));
+        residual_forward(norm1, branch, norm2, amax_target(b.gate_up.x));
 
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
@@ -963,7 +963,7 @@ private:
         // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(norm2, branch, next, last ? nullptr : needs_amax(layers_[l + 1].qkv.x));
+        residual_forward(norm2, branch, next, last ? nullptr : amax_target(layers_[l + 1].qkv.x));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -978,7 +978,7 @@ private:
 
         // down projection: wgrad, then dgrad: dact (N, F), the gradient of the activation's output
         begin_bucket(b.down.bucket);
-        Operand g8 = output_gradient(b.down, stored(g), nullptr);
+        Operand g8 = gradient_operand(b.down, stored(g), nullptr);
         wgrad(b.down, g8, activation(gated, gate_up));
         const View dact = compute_view(Work::ActivationGradient, config_.F);
         dgrad(b.down, g8, dact);
@@ -988,18 +988,18 @@ private:
         // gate and up, which nobody reads later: a thread loads its elements before it stores their codes
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
-        g8 = output_gradient(b.gate_up, activation_backward(gated, gate_up, dact), needs_amax(b.gate_up.g),
+        g8 = gradient_operand(b.gate_up, activation_backward(gated, gate_up, dact), amax_target(b.gate_up.g),
                              in_place ? gate_up.codes : nullptr);
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, g, needs_amax(b.attention_out.g));
+        residual_backward(norm2, b.norm2, dx, g, amax_target(b.attention_out.g));
         // gate and up projection, wgrad: after norm 2, whose statistics recompute the norm's output
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.gate_up.bucket);
 
         // attention output projection: wgrad, then dgrad
         begin_bucket(b.attention_out.bucket);
-        g8 = output_gradient(b.attention_out, stored(g), nullptr);
+        g8 = gradient_operand(b.attention_out, stored(g), nullptr);
         wgrad(b.attention_out, g8, stored(saved_out));
         const View dout = compute_view(Work::Branch, config_.q_cols());
         dgrad(b.attention_out, g8, dout);
@@ -1016,12 +1016,12 @@ private:
         attention_backward(attention(), qkv.codes, out.codes, log_sum_exp(b), dout.codes, dqkv.codes,
                            device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
-        TensorScale* const dqkv_amax = needs_amax(b.qkv.g);
+        TensorScale* const dqkv_amax = amax_target(b.qkv.g);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
-        g8 = output_gradient(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
+        g8 = gradient_operand(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, g, l > 0 ? needs_amax(layers_[l - 1].down.g) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(layers_[l - 1].down.g) : nullptr);
         // q, k, v projection, wgrad: after norm 1
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -1029,27 +1029,28 @@ private:
 
     // --- The three GEMMs of a linear layer
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        const Operand w8 = weight(w, Gemm::Fprop), x8 = input(w, x, Gemm::Fprop);
+        const Operand w8 = weight_operand(w, Gemm::Fprop), x8 = input_operand(w, x, Gemm::Fprop);
         gemms_.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias(w), cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
-        gemms_.run(Gemm::Dgrad, g8, weight(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
+        gemms_.run(Gemm::Dgrad, g8, weight_operand(w, Gemm::Dgrad), dx, false, nullptr, cuda_);
     }
     void wgrad(const Linear& w, const Operand& g8, const Lazy& x) {
-        gemms_.run(Gemm::Wgrad, g8, input(w, x, Gemm::Wgrad), state_.gradient(w.param), !assigns(), nullptr,
-                   cuda_);
+        gemms_.run(Gemm::Wgrad, g8, input_operand(w, x, Gemm::Wgrad), state_.gradient(w.param), !assigns(),
+                   nullptr, cuda_);
     }
 
     // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
     // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
-        TensorScale* const act = needs_amax(b.down.x);
+        TensorScale* const act = amax_target(b.down.x);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
             return take_amax(activation(gated, gate_up), act);
         }
-        const Operand x8 = input(b.gate_up, x, Gemm::Fprop), w8 = weight(b.gate_up, Gemm::Fprop);
+        const Operand x8 = input_operand(b.gate_up, x, Gemm::Fprop),
+                      w8 = weight_operand(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
         const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         for (int64_t first = 0; first < N_; first += step) {
@@ -1063,11 +1064,10 @@ private:
     }
 
     // --- Operands: a tensor in the format that a GEMM reads
-    // operand(), input(), weight() and output_gradient() launch the kernels that make it. A dense tensor that
-    // is stored in the wanted format is used in place. FP8 codes go to `codes` and, transposed, to
-    // `transposed`; either may be null.
-    Operand operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
-                    Kind kind) {
+    // These functions launch the kernels that make it. A dense tensor that is stored in the wanted format is
+    // used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be null.
+    Operand make_operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
+                         Kind kind) {
         if (x.op == LazyOp::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
         const Operand out = describe(q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows, x.cols, q, codes,
                                      transposed, scale);
@@ -1089,7 +1089,7 @@ private:
 
     // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
-    Operand input(const Linear& w, const Lazy& x, Gemm use) {
+    Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
         void* const saved = saves_outputs_ ? w.saved_x : nullptr;
         if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
@@ -1098,10 +1098,10 @@ private:
         void* transposed = nullptr;
         if (saved) (q.fp8() ? transposed : codes) = saved;
         else if (q.fp8() && use == Gemm::Wgrad) std::swap(codes, transposed);
-        return operand(x, q, codes, transposed, w.x, Kind::LinearInput);
+        return make_operand(x, q, codes, transposed, w.x, Kind::LinearInput);
     }
     // The weight: fprop reduces over its columns, dgrad over its rows.
-    Operand weight(const Linear& w, Gemm use) {
+    Operand weight_operand(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
         const int64_t before = w.bucket > 1 ? w.bucket - 1 : Exchange::NONE;
         exchange_.use(w.bucket, use == Gemm::Dgrad ? before : w.bucket + 1, stats_of(Kind::Weight));
@@ -1115,7 +1115,7 @@ private:
             return describe(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w);
         }
         take_weight_amax(w);
-        return operand(stored(whole), formats_.w, codes, transposed, w.w, Kind::Weight);
+        return make_operand(stored(whole), formats_.w, codes, transposed, w.w, Kind::Weight);
     }
     Operand cached_operand(const Linear& w) const {
         const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
@@ -1126,7 +1126,7 @@ private:
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
     // of any other. place: of the codes, if they do not go to Work::GradientOperand.
-    Operand output_gradient(const Linear& w, const Lazy& g, TensorScale* amax, void* place = nullptr) {
+    Operand gradient_operand(const Linear& w, const Lazy& g, TensorScale* amax, void* place = nullptr) {
         const bool fp8 = formats_.g.fp8();
         void* const codes = place ? place : device_.work(Work::GradientOperand);
         void* const transposed = fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr;
@@ -1136,7 +1136,7 @@ private:
         };
         if (fp8 && w.biased) bias_gradient(g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 = operand(g, formats_.g, codes, transposed, w.g, Kind::Gradient);
+        const Operand g8 = make_operand(g, formats_.g, codes, transposed, w.g, Kind::Gradient);
         if (!fp8 && w.biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
@@ -1145,7 +1145,7 @@ private:
     // Where the producer of a tensor must put its amax; null if nobody needs it. Per-tensor scaling just in
     // time needs the amax before the codes. Delayed scaling needs it only while a history is empty. The
     // operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
-    TensorScale* needs_amax(TensorScale* scale) const {
+    TensorScale* amax_target(TensorScale* scale) const {
         const bool just_in_time = !state_.delayed() || state_.some_without_scale;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
     }
@@ -1155,7 +1155,7 @@ private:
     // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another TensorScale, so it
     // takes the amax here.
     void take_weight_amax(const Linear& w) const {
-        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), needs_amax(w.w));
+        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), amax_target(w.w));
     }
 
     // --- Residual stream and attention
@@ -1201,8 +1201,8 @@ private:
         Norm part = final_norm();
         part.in = rows(part.in, first, n);
         part.stats += first;
-        const Operand y = operand(norm(part), Quant{recipe_.compute}, device_.work(Work::FinalNorm), nullptr,
-                                  nullptr, Kind::LinearInput);
+        const Operand y = make_operand(norm(part), Quant{recipe_.compute}, device_.work(Work::FinalNorm),
+                                       nullptr, nullptr, Kind::LinearInput);
         gemms_.run(Gemm::Fprop, y, {state_.weight(head_)}, logits, false, nullptr, cuda_);
         return logits;
     }
@@ -1236,7 +1236,7 @@ private:
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
-        residual_backward(final_norm(), final_norm_, dy, View{}, needs_amax(layers_.back().down.g));
+        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(layers_.back().down.g));
         end_bucket(buckets() - 1);
     }
 

@@ -44,7 +44,7 @@ public:
 
 // Work that is launched again and again with the same arguments. It is recorded as a CUDA graph the first
 // time; after that, hundreds of kernels start as one.
-class Recording : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
+class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work>
     void run(cudaStream_t s, Work work) {

@@ -102,17 +102,17 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
                 const gpu::GradientState s = state_of(g, f, 1.0, {1.0f});
                 // 8 squares at a time are summed in FP32, the rest in double.
                 CHECK(s.norm == doctest::Approx(std::sqrt(sum)).epsilon(8 * U));
-                CHECK(s.scale == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
+                CHECK(s.clip_factor == (s.norm > 1 ? static_cast<float>(1 / s.norm) : 1.0f));
                 CHECK(s.skip == 0);
                 const gpu::GradientState unclipped = state_of(g, f, 1.0, {0.0f});
-                CHECK(unclipped.scale == 1.0f);
+                CHECK(unclipped.clip_factor == 1.0f);
                 CHECK(unclipped.skip == (s.norm >= 0x1p62));
                 for (double norm_correction : {1.0, 2.5, 1e3}) {
                     const double norm = s.norm * norm_correction;
                     const float expected = norm > 1 ? static_cast<float>(1 / norm) : 1.0f;
-                    CHECK(state_of(g, f, 1.0, {1.0f, norm_correction}).scale == expected);
+                    CHECK(state_of(g, f, 1.0, {1.0f, norm_correction}).clip_factor == expected);
                 }
-                CHECK(state_of(g, f, 1.0, {1.0f, INFINITY}).scale == 0);
+                CHECK(state_of(g, f, 1.0, {1.0f, INFINITY}).clip_factor == 0);
                 CHECK(state_of(g, f, 1.0, {1.0f}).norm == s.norm);
             }
     for (float bad : {INFINITY, NAN}) {
