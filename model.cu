@@ -1,7 +1,7 @@
 // model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe.
 //
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
-// Gpu::block_forward() and block_backward() first: they follow the table that --plan prints. There are
+// GpuModel::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
 //   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
 //     a step the host never waits for the GPU.
@@ -15,7 +15,7 @@
 //   Peers     the other GPUs
 //   State     weights, gradients, scales and moments, by parameter; the update
 //   Exchange  which gradients and weights travel between GPUs, and when
-//   Gpu       the Model that train.cpp drives: a step, its micro-batches, and their blocks
+//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -618,7 +618,7 @@ struct Linear {
     size_t param;            // number of the weight (out, in)
     bool biased;
     int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
-    TensorScale *x, *w, *g;  // of the input, the weight, and the gradient of the output
+    TensorScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     void* saved_x;           // with --recompute off: the input as an operand; else null
 };
@@ -628,9 +628,9 @@ struct Layer {
     Linear qkv, attention_out, gate_up, down;
 };
 
-class Gpu : public Model {
+class GpuModel : public Model {
 public:
-    Gpu(const Setup& s, const GpuFacts& facts)
+    GpuModel(const Setup& s, const GpuFacts& facts)
         : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.fast_accumulation),
           peers_(device_), state_(device_, peers_), exchange_(device_, state_, peers_),
           caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
@@ -866,7 +866,7 @@ private:
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_out(norm1), norm1, amax_target(layers_[0].qkv.x), cuda_);
+                          residual_out(norm1), norm1, amax_target(layers_[0].qkv.x_scale), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -951,11 +951,11 @@ private:
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
         save_attention(out, saved_out);
-        take_amax(stored(saved_out), amax_target(b.attention_out.x));
+        take_amax(stored(saved_out), amax_target(b.attention_out.x_scale));
         // attention output projection: (N, q_cols) -> (N, C)
         linear_forward(b.attention_out, stored(saved_out), branch);
         // residual add; it saves the input of norm 2
-        residual_forward(norm1, branch, norm2, amax_target(b.gate_up.x));
+        residual_forward(norm1, branch, norm2, amax_target(b.gate_up.x_scale));
 
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
@@ -963,7 +963,7 @@ private:
         // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(norm2, branch, next, last ? nullptr : amax_target(layers_[l + 1].qkv.x));
+        residual_forward(norm2, branch, next, last ? nullptr : amax_target(layers_[l + 1].qkv.x_scale));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -988,11 +988,11 @@ private:
         // gate and up, which nobody reads later: a thread loads its elements before it stores their codes
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
-        g8 = gradient_operand(b.gate_up, activation_backward(gated, gate_up, dact), amax_target(b.gate_up.g),
-                             in_place ? gate_up.codes : nullptr);
+        g8 = gradient_operand(b.gate_up, activation_backward(gated, gate_up, dact),
+                              amax_target(b.gate_up.g_scale), in_place ? gate_up.codes : nullptr);
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, g, amax_target(b.attention_out.g));
+        residual_backward(norm2, b.norm2, dx, g, amax_target(b.attention_out.g_scale));
         // gate and up projection, wgrad: after norm 2, whose statistics recompute the norm's output
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.gate_up.bucket);
@@ -1016,12 +1016,12 @@ private:
         attention_backward(attention(), qkv.codes, out.codes, log_sum_exp(b), dout.codes, dqkv.codes,
                            device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
-        TensorScale* const dqkv_amax = amax_target(b.qkv.g);
+        TensorScale* const dqkv_amax = amax_target(b.qkv.g_scale);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
         g8 = gradient_operand(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(layers_[l - 1].down.g) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(layers_[l - 1].down.g_scale) : nullptr);
         // q, k, v projection, wgrad: after norm 1
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -1044,7 +1044,7 @@ private:
     // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
-        TensorScale* const act = amax_target(b.down.x);
+        TensorScale* const act = amax_target(b.down.x_scale);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
             return take_amax(activation(gated, gate_up), act);
@@ -1092,13 +1092,13 @@ private:
     Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
         void* const saved = saves_outputs_ ? w.saved_x : nullptr;
-        if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x);
+        if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x_scale);
         const bool of_down = x.op == LazyOp::Activation;
         void* codes = device_.work(of_down ? Work::ActivationOperand : Work::InputOperand);
         void* transposed = nullptr;
         if (saved) (q.fp8() ? transposed : codes) = saved;
         else if (q.fp8() && use == Gemm::Wgrad) std::swap(codes, transposed);
-        return make_operand(x, q, codes, transposed, w.x, Kind::LinearInput);
+        return make_operand(x, q, codes, transposed, w.x_scale, Kind::LinearInput);
     }
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight_operand(const Linear& w, Gemm use) {
@@ -1112,15 +1112,15 @@ private:
         if (use == Gemm::Dgrad) std::swap(codes, transposed);
         if (whole.quant.fp8()) {
             transpose_codes(whole, transposed, cuda_);
-            return describe(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w);
+            return describe(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w_scale);
         }
         take_weight_amax(w);
-        return make_operand(stored(whole), formats_.w, codes, transposed, w.w, Kind::Weight);
+        return make_operand(stored(whole), formats_.w, codes, transposed, w.w_scale, Kind::Weight);
     }
     Operand cached_operand(const Linear& w) const {
         const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
         return describe(rows, cols, formats_.w, w.cached_weight,
-                        w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w);
+                        w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w_scale);
     }
     // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
@@ -1136,7 +1136,7 @@ private:
         };
         if (fp8 && w.biased) bias_gradient(g, Format::F32, amax);
         else take_amax(g, amax);
-        const Operand g8 = make_operand(g, formats_.g, codes, transposed, w.g, Kind::Gradient);
+        const Operand g8 = make_operand(g, formats_.g, codes, transposed, w.g_scale, Kind::Gradient);
         if (!fp8 && w.biased) bias_gradient(stored(g8.view), recipe_.compute, nullptr);
         return g8;
     }
@@ -1155,7 +1155,7 @@ private:
     // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another TensorScale, so it
     // takes the amax here.
     void take_weight_amax(const Linear& w) const {
-        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), amax_target(w.w));
+        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), amax_target(w.w_scale));
     }
 
     // --- Residual stream and attention
@@ -1236,7 +1236,7 @@ private:
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
-        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(layers_.back().down.g));
+        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(layers_.back().down.g_scale));
         end_bucket(buckets() - 1);
     }
 
@@ -1401,5 +1401,5 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     const Setup here = on_this_gpu(setup);
-    return std::make_unique<Gpu>(here, facts_for(here));
+    return std::make_unique<GpuModel>(here, facts_for(here));
 }
