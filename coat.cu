@@ -287,23 +287,23 @@ struct ActivationBackwardProducer {
 // What a producer's values can be, so that kernels exist only where they are used. Only gradients are
 // quantized to E5M2 and summed over tokens. Gradients are always needed transposed too, because wgrad reads
 // g^T. So a producer that makes only gradients has no kernel without the transpose.
-enum class Role { Input, Gradient, Any };
+enum class ProducerRole { Input, Gradient, Any };
 template <class Producer>
-constexpr Role ROLE = Role::Input;  // of a linear layer
+constexpr ProducerRole PRODUCER_ROLE = ProducerRole::Input;  // of a linear layer
 template <class T>
-constexpr Role ROLE<StoredProducer<Dense<T>>> = Role::Any;
+constexpr ProducerRole PRODUCER_ROLE<StoredProducer<Dense<T>>> = ProducerRole::Any;
 template <class Storage, bool GATED>
-constexpr Role ROLE<ActivationBackwardProducer<Storage, GATED>> = Role::Gradient;
+constexpr ProducerRole PRODUCER_ROLE<ActivationBackwardProducer<Storage, GATED>> = ProducerRole::Gradient;
 
 // Calls f with the producer of a lazily computed tensor.
 template <class F>
 void with_producer(const Lazy& x, F f) {
     require(x.cols % 16 == 0, "the columns are not a multiple of 16");
-    with_storage(x.a, [&](auto in) {
+    with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const Dense<T> dact = dense<T>(x.b.codes);
-        const int64_t width = x.op == LazyOp::ActivationBackward ? x.b.cols : x.cols;
+        const Dense<T> dact = dense<T>(x.dact.codes);
+        const int64_t width = x.op == LazyOp::ActivationBackward ? x.dact.cols : x.cols;
         const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
         if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});
         else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
@@ -504,8 +504,8 @@ template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
     const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool MAY_BE_E5M2 = ROLE<Producer> != Role::Input,
-                   ALWAYS_TRANSPOSED = ROLE<Producer> == Role::Gradient;
+    constexpr bool MAY_BE_E5M2 = PRODUCER_ROLE<Producer> != ProducerRole::Input,
+                   ALWAYS_TRANSPOSED = PRODUCER_ROLE<Producer> == ProducerRole::Gradient;
     require(MAY_BE_E5M2 || !e5m2, "only gradients are quantized to E5M2");
     constexpr decltype(&quantize_kernel<Producer, MAY_BE_E5M2, true>) KERNELS[2][2] = {
         {quantize_kernel<Producer, false, ALWAYS_TRANSPOSED>, quantize_kernel<Producer, false, true>},
@@ -831,10 +831,10 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             CHECK_LAUNCH("write");
         });
     if (in_groups(q)) {
-        require(x.op == LazyOp::Stored && x.a.quant.format == Format::BF16,
+        require(x.op == LazyOp::Stored && x.input.quant.format == Format::BF16,
                 "only a stored BF16 tensor is quantized in groups");
         measure_groups(x, stats, s);
-        return quantize_groups(x.a, out.view, false, s);
+        return quantize_groups(x.input, out.view, false, s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
@@ -946,7 +946,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
-        if constexpr (ROLE<decltype(producer)> != Role::Input) {
+        if constexpr (PRODUCER_ROLE<decltype(producer)> != ProducerRole::Input) {
             const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
             column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
                                                              workspace, out);

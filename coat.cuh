@@ -18,7 +18,8 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct Lazy {
     LazyOp op;
     int64_t rows, cols;  // of the result
-    View a{}, b{};       // Norm: a = its input. Activation: a = gate_up. ActivationBackward: also b = dact
+    View input{};        // of the norm; gate_up of the activation
+    View dact{};         // ActivationBackward: the gradient of the activation's output
     bool gated = false;
     gpu::Norm norm{};
 };

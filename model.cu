@@ -39,7 +39,7 @@ using namespace gpu;
 struct Outcome {
     double loss;
     GradientState gradients;
-    uint32_t without_scale;  // operands whose history of amaxes is still empty
+    uint32_t without_history;  // operands whose history of amaxes is still empty
 };
 struct Results {
     Outcome outcome;
@@ -157,7 +157,7 @@ public:
     // Where weights are shared out: the matrices that are whole at the moment (Exchange::use()).
     std::vector<View> gathered;
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
-    bool some_without_scale = false;
+    bool some_without_history = false;
 
     State(const Device& device, Peers& peers)
         : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
@@ -217,7 +217,7 @@ public:
         clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
         clear_scales(0, number_of_scales());
-        expect_missing_scales();
+        expect_missing_histories();
         int64_t most_groups = 0;
         for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
         const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
@@ -238,14 +238,14 @@ public:
                                 number_of_operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
-    void expect_missing_scales() { some_without_scale = delayed() && linear_formats(setup).x.fp8(); }
+    void expect_missing_histories() { some_without_history = delayed() && linear_formats(setup).x.fp8(); }
     void end_delayed_step() {
         if (!delayed()) return;
         Outcome& outcome = device_.results()->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
                                   setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
-                                  &outcome.gradients.skip, &outcome.without_scale, cuda_);
+                                  &outcome.gradients.skip, &outcome.without_history, cuda_);
     }
 
     // Updates a bucket whose gradients are complete, or all parameters: the norm of their gradients, then
@@ -330,7 +330,7 @@ public:
             const auto [data, bytes] = find(name, i, suffix);
             copy(data, in, bytes, cuda_);
         }
-        expect_missing_scales();
+        expect_missing_histories();
         refresh_scale(i);
         device_.wait("Writing a tensor failed");
     }
@@ -584,7 +584,7 @@ private:
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
         const int64_t size = device_.place(Work::GatheredWeights).bytes / 2;
         uint8_t* to = device_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
-        const bool as_codes = gathers_codes(setup_) && !state_.some_without_scale;
+        const bool as_codes = gathers_codes(setup_) && !state_.some_without_history;
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
@@ -675,7 +675,7 @@ public:
         state_.end_delayed_step();
         const Outcome& outcome = finish();
         const bool skipped = outcome.gradients.skip != 0;
-        if (!skipped && outcome.without_scale == 0) state_.some_without_scale = false;
+        if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
         std::vector<double> correction;
         if (!setup_.keep_gradients)
             correction = norm_corrections_of({norms_.get(), norms_.get() + buckets()});
@@ -850,7 +850,7 @@ private:
         upload(micro_batch * N_, N_);
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         auto work = [&] { forward_and_backward(); };
-        if (tuning_ || stats_ || buckets_travel || state_.some_without_scale) work();
+        if (tuning_ || stats_ || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         embedding_backward();
     }
@@ -1068,7 +1068,7 @@ private:
     // used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be null.
     Operand make_operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
                          Kind kind) {
-        if (x.op == LazyOp::Stored && !q.fp8() && !x.a.quant.fp8()) return {x.a};
+        if (x.op == LazyOp::Stored && !q.fp8() && !x.input.quant.fp8()) return {x.input};
         const Operand out = describe(q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows, x.cols, q, codes,
                                      transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
@@ -1146,7 +1146,7 @@ private:
     // time needs the amax before the codes. Delayed scaling needs it only while a history is empty. The
     // operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
     TensorScale* amax_target(TensorScale* scale) const {
-        const bool just_in_time = !state_.delayed() || state_.some_without_scale;
+        const bool just_in_time = !state_.delayed() || state_.some_without_history;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
     }
     void take_amax(const Lazy& x, TensorScale* scale) const {
