@@ -1,8 +1,9 @@
-// train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
+// train.cpp - the program: flags in, a trained model out.
 //
-// In order: generated text, the log, the training loop, what the flags make of a run, and main. This file
-// knows models through coat.h's Model, files through data/, the command line through flags.h. It contains no
-// CUDA and no file format.
+// In the order of a run: flags, the checkpoint that it continues, data, the plan, samples, the log, and the
+// training loop (Training::loop). run() at the end goes through these stages. This file knows models through
+// coat.h's Model, files through data/, the command line through flags.h. It contains no CUDA and no file
+// format.
 #include "flags.h"
 
 #include <fcntl.h>
@@ -47,39 +48,352 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 // -----------------------------------------------------------------------------------------------------------
-// Generated text
+// Flags
 
-double uniform(uint64_t* state) {  // in [0, 1), by splitmix64
-    uint64_t z = *state += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+struct Device {
+    const char* name;
+    std::unique_ptr<Model> (*make)(const Setup&);
+    bool gpu() const { return !std::strcmp(name, "gpu"); }
+};
+const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
+
+// Resolves auto; *note says why that is the CPU. A plan needs no device.
+const Device& choose_device(const std::string& wanted, int gpu, bool plan_only, std::string* note) {
+    const Device& device = find_row(DEVICES, wanted, "--device");
+    if (device.make == make_reference || (device.gpu() && plan_only)) return device;
+    const std::string missing = why_no_gpu(gpu);
+    if (missing.empty()) return find_row(DEVICES, "gpu", "--device");
+    if (device.gpu()) throw Error("--device gpu cannot be used: ", missing, ".");
+    *note = " (" + missing + ")";
+    return find_row(DEVICES, "cpu", "--device");
 }
 
-// A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
-int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* random) {
-    const auto best = std::max_element(logits.begin(), logits.end());
-    if (temperature == 0) return int32_t(best - logits.begin());
-    const double top = *best;
-    double total = 0;
-    std::vector<double> sums;
-    for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
-    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
-    return int32_t(chosen - sums.begin());
+bool is_folder(const std::string& path) {
+    std::error_code ignored;
+    return fs::is_directory(path, ignored);
 }
 
-// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
-                              uint64_t random) {
-    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
-    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
-    std::vector<float> logits(model.setup().config.V);
-    while (tokens.size() < end) {
-        model.next_logits(tokens.data(), tokens.size(), logits.data());
-        tokens.push_back(draw(logits, temperature, &random));
+bool is_named_model(const std::string& name) {
+    return std::any_of(models().begin(), models().end(), [&](const auto& c) { return c.name == name; });
+}
+
+ModelConfig named_or_folder(const std::string& name) {
+    if (is_named_model(name)) return find_row(models(), name, "--model");
+    if (is_folder(name)) return read_model_config(name);
+    throw Error("--model ", name, " is neither a folder nor a named model; ./train --help lists the names.");
+}
+
+// The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
+// written into it.
+void choose_rows(Flags& flags, Setup& setup) {
+    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
+    if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
+    setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
+    for (auto [flag, format] :
+         {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
+        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
+        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
     }
-    return tokens;
+    bool* const fast = setup.recipe.fast_accumulation;
+    if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
+        for (const Accumulation& row : accumulations())
+            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
+    } else {
+        const Accumulation& row = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
+        std::copy(row.fast, row.fast + 3, fast);
+    }
+    for (const MemoryMode& mode : memory_modes()) {
+        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
+        mode.choose(setup, &choice == &mode.choices.front());
+    }
+    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
+    find_row(schedules(), flags.text("schedule"), "--schedule");
 }
+
+// Ranks that were started by hand, or on several hosts, may have other flags or data.
+void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
+    const std::vector<std::string> all = group.all_gather(mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
+                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The folder of checkpoints, and the checkpoint that a run continues
+
+// The folder that a checkpoint or a file is in.
+std::string parent_folder(const std::string& path) {
+    const fs::path whole = fs::absolute(path).lexically_normal();
+    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
+    return folder.parent_path().string();
+}
+
+bool is_in(const std::string& checkpoint, const std::string& out) {
+    return !checkpoint.empty() && parent_folder(checkpoint) == parent_folder(out + "/x");
+}
+
+// Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
+// it is missing, and removes it at the end if it is still empty. (Some file systems have no locks; then
+// nothing is locked.)
+class FolderLock {
+public:
+    explicit FolderLock(const std::string& out) : out_(out) {
+        std::error_code failed;
+        made_ = !is_folder(out);
+        create_folders(out, failed);
+        folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+            throw Error("--out ", out, " cannot be written (",
+                        failed ? failed.message() : std::strerror(errno),
+                        "); choose another folder, or \"\" to save nothing.");
+        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+        struct stat locked, named;  // they differ if another run has just removed the folder
+        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
+            locked.st_ino == named.st_ino)
+            return;
+        ::close(folder_);
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
+    }
+    ~FolderLock() {
+        if (made_) ::rmdir(out_.c_str());
+        ::close(folder_);
+    }
+    FolderLock(const FolderLock&) = delete;
+    FolderLock& operator=(const FolderLock&) = delete;
+
+private:
+    std::string out_;
+    bool made_ = false;
+    int folder_ = -1;
+};
+
+// A new run must not use the folder of another run's checkpoints.
+void require_no_other_run(const std::string& out, const std::string& resumed) {
+    if (is_in(resumed, out)) return;
+    std::string found;
+    try {
+        found = find_checkpoint(out, print_error);
+    } catch (const Error&) {
+        return;  // there is none
+    }
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
+                ", or choose another folder with --out.");
+}
+
+struct Origin {  // a checkpoint to continue, or nothing
+    std::unique_ptr<FolderLock> lock;  // of --out, on rank 0; null if nothing is saved
+    std::string checkpoint;
+    bool in_out = false;  // it is one of the run's own in --out
+    LoopState state;
+    int64_t train_tokens = 0;
+    std::string train_hash;  // sampled_hash()
+};
+
+// Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
+void check_settings(const std::string& checkpoint, const nlohmann::json& settings) {
+    Flags theirs;
+    Setup ignored{};
+    try {
+        theirs.take(settings);
+        theirs.take_defaults(false);
+        theirs.typed();  // parses every number
+        choose_rows(theirs, ignored);
+    } catch (const Error& error) {
+        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
+    }
+}
+
+// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
+void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
+    const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
+    const std::string micro_batches = concat(all, " micro-batches a step");
+    if (all % ranks) {
+        std::string fitting;
+        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
+            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
+        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
+                    (all == 1 ? " rank." : " ranks."));
+    }
+    if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
+        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
+                    " ranks differs from the checkpoint's ", micro_batches,
+                    "; leave it out to continue that run, or leave --resume out to begin another.");
+    settings["accumulate"] = std::to_string(all / ranks);
+}
+
+// Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
+Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
+    Origin origin;
+    const bool resumes = flags.given("resume"), first = group.rank() == 0;
+    if (resumes && flags.text("resume").empty())
+        throw Error("--resume is empty; name a checkpoint, or a folder of them.");
+    if (first) {
+        if (!flags.given("out"))
+            flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume")))
+                                     : find_flag("out").standard);
+        const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
+                           !(flags.given("steps") && flags.count("steps") == 0);
+        if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
+        // Found again, now under the lock: another run may have removed it.
+        if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
+        origin.in_out = is_in(origin.checkpoint, flags.text("out"));
+    }
+    flags.set("out", group.all_gather(first ? flags.text("out") : std::string()).front());
+    origin.checkpoint = group.all_gather(origin.checkpoint).front();
+    origin.in_out = group.all_gather(int(origin.in_out)).front();
+    if (origin.checkpoint.empty()) return origin;
+    origin.state = read_loop_state(origin.checkpoint);
+    try {
+        std::string why;
+        const std::string& text = origin.state.settings;
+        nlohmann::json settings = parse_json(text.data(), text.size(), &why);
+        origin.train_tokens = settings.at("train_tokens").get_ref<const uint64_t&>();
+        origin.train_hash = settings.at("train_hash").get<std::string>();
+        check_settings(origin.checkpoint, settings);
+        share_micro_batches(flags, settings, ranks);
+        flags.take(settings);
+    } catch (const nlohmann::json::exception&) {
+        throw Error("--resume ", origin.checkpoint,
+                    " has no settings in its trainer.json; start from its weights with --model.");
+    }
+    return origin;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Data
+
+// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
+// that does not count enters it inverted.
+std::string sampled_hash(const TokenStream& tokens) {
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
+        const int32_t token = tokens[i];
+        int32_t target = token;
+        tokens.mask(i, 1, &target);
+        hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
+    }
+    return std::to_string(hash);
+}
+
+// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes.
+void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
+    if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
+    if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
+    const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
+                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
+                                  : concat("the vocabulary of ", config.name, " has ", config.V);
+    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
+                " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
+}
+
+void require_same_data(Ranks& group, const Corpus& corpus) {
+    std::string mine;
+    for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
+        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
+    const std::vector<std::string> all = group.all_gather(mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
+}
+
+// The checkpoint must fit the data (null: a plan without data) and the model.
+void require_same_run(const Origin& origin, const Corpus* corpus, const ModelConfig& config) {
+    if (origin.checkpoint.empty()) return;
+    if (corpus && origin.train_tokens != corpus->train.size())
+        throw Error("--data has ", corpus->train.size(), " training tokens, but the checkpoint's run had ",
+                    origin.train_tokens, "; give the same data again.");
+    if (corpus && origin.train_hash != sampled_hash(corpus->train))
+        throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
+    const size_t buckets = bucket_ranges(parameters(config)).size();
+    const size_t found = origin.state.norm_correction.size();
+    if (found && found != buckets)
+        throw Error("--resume ", origin.checkpoint, " has ", found,
+                    " values of norm_correction in its trainer.json, but the model has ", buckets,
+                    " buckets; resume from another checkpoint.");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The plan: what a run is, and what it needs
+
+// Every flag that has a value in this run, given or not.
+void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
+                    const Corpus* corpus) {
+    const ModelConfig& c = setup.config;
+    std::printf("Settings\n");
+    auto line = [](const char* name, const std::string& text) {
+        std::printf("  %-14s %s\n", name, text.c_str());
+    };
+    line("device", device.name + note);
+    if (setup.ranks > 1) line("ranks", concat(setup.ranks, ", --shard ", flags.text("shard")));
+    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
+                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
+                              ", vocabulary ", c.V));
+    if (corpus) line("text", printable(corpus->description));
+    const std::vector<std::string> above = {"device", "ranks", "shard"};
+    for (const Flag& flag : flag_table()) {
+        const std::string value = flag.setting() ? flags.text(flag.name) : "";
+        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
+            line(flag.name, escaped(value));
+    }
+}
+
+// The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
+// FP32, all gradients in FP32, and the largest of both a second time.
+int64_t cpu_memory(const Setup& setup) {
+    int64_t largest = 0;
+    for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
+    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
+    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
+    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
+    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
+}
+
+// Linux grants more memory than the machine has, and later ends the program: so this is checked first.
+void require_memory(const Setup& setup, int64_t processes) {
+    const int64_t needed = cpu_memory(setup) * processes;
+    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (needed > present)
+        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
+                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
+                    "(./train --plan shows what needs how much).");
+}
+
+// A full disk must be found before training. A run that saves more than once has at most three checkpoints at
+// a time: the best, the last, and the next one while it is written.
+void require_space(const Flags& flags, const Setup& setup, int64_t step, bool resumed_there) {
+    const std::string& out = flags.text("out");
+    const int64_t every = flags.count("save-every"), left = flags.count("steps") - step;
+    const int64_t saves = every ? ceil_div(left + step % every, every) : 1,
+                  at_once = std::min<int64_t>(saves, resumed_there ? 2 : 3);
+    const int64_t weight_bytes = setup.master ? 4 : 2;  // BF16, and the rest of the master
+    Setup whole = setup;  // the files have what all ranks keep
+    whole.rank = 0, whole.ranks = 1;
+    const int64_t bytes =
+        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
+    std::error_code failed;
+    const fs::space_info space = fs::space(out, failed);
+    if (!failed && space.available < uint64_t(at_once * bytes))
+        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
+                    " more checkpoints of ", bytes >> 20,
+                    " MiB each; free some space, choose another folder, or give a larger --save-every.");
+}
+
+void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
+    std::printf("\n");
+    if (!origin.checkpoint.empty())
+        std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(origin.checkpoint).c_str(),
+                    origin.state.step, origin.state.tokens);
+    if (corpus.vocabulary.empty())
+        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
+                    "(data/tokenize.py writes it).\n");
+    else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
+        std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
+                    "data/tokenize.py makes token files.\n", setup.config.V);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Samples
 
 struct Prompt {
     Vocabulary vocabulary;        // empty: samples are printed as token numbers
@@ -121,6 +435,60 @@ Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
     std::printf("--prompt cannot be tokenized, so the sample begins with token 0 and has token numbers: %s\n",
                 no_python ? "python3 is missing; install Python." : escaped(printed, 500).c_str());
     return {{}, {0}};
+}
+
+// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
+// of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
+Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus& corpus, const Setup& setup,
+                     const std::string& folder) {
+    Prompt prompt{corpus.vocabulary, {}};
+    const bool evaluates = flags.count("steps") == 0,
+               own_tokenizer = evaluates && !folder.empty() && fs::exists(folder + "/tokenizer.json");
+    if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
+    if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
+    if (own_tokenizer) prompt.tokens = group.all_gather(prompt.tokens).front();
+    else if (!corpus.vocabulary.empty()) prompt.tokens = corpus.vocabulary.encode(flags.text("prompt"));
+    else return prompt;  // print_start() has said so
+    if (prompt.tokens.empty())
+        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
+    if (int64_t(prompt.tokens.size()) >= setup.T)
+        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", setup.T,
+                    " must have room for more; shorten it.");
+    if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
+        throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
+    return prompt;
+}
+
+double uniform(uint64_t* state) {  // in [0, 1), by splitmix64
+    uint64_t z = *state += 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+// A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
+int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* random) {
+    const auto best = std::max_element(logits.begin(), logits.end());
+    if (temperature == 0) return int32_t(best - logits.begin());
+    const double top = *best;
+    double total = 0;
+    std::vector<double> sums;
+    for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
+    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
+    return int32_t(chosen - sums.begin());
+}
+
+// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
+std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
+                              uint64_t random) {
+    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
+    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
+    std::vector<float> logits(model.setup().config.V);
+    while (tokens.size() < end) {
+        model.next_logits(tokens.data(), tokens.size(), logits.data());
+        tokens.push_back(draw(logits, temperature, &random));
+    }
+    return tokens;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -211,19 +579,6 @@ std::string duration(double s) {
     if (whole < 3600) std::snprintf(text, sizeof text, "%ldm%02lds", whole / 60, whole % 60);
     else std::snprintf(text, sizeof text, "%ldh%02ldm", whole / 3600, whole / 60 % 60);
     return text;
-}
-
-// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
-// that does not count enters it inverted.
-std::string sampled_hash(const TokenStream& tokens) {
-    uint64_t hash = 0xCBF29CE484222325u;
-    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
-        const int32_t token = tokens[i];
-        int32_t target = token;
-        tokens.mask(i, 1, &target);
-        hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
-    }
-    return std::to_string(hash);
 }
 
 // Of a run, in its checkpoints: two runs in one folder are told apart by it.
@@ -533,352 +888,7 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// From flags to a run
-
-struct Device {
-    const char* name;
-    std::unique_ptr<Model> (*make)(const Setup&);
-    bool gpu() const { return !std::strcmp(name, "gpu"); }
-};
-const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
-
-// Resolves auto; *note says why that is the CPU. A plan needs no device.
-const Device& choose_device(const std::string& wanted, int gpu, bool plan_only, std::string* note) {
-    const Device& device = find_row(DEVICES, wanted, "--device");
-    if (device.make == make_reference || (device.gpu() && plan_only)) return device;
-    const std::string missing = why_no_gpu(gpu);
-    if (missing.empty()) return find_row(DEVICES, "gpu", "--device");
-    if (device.gpu()) throw Error("--device gpu cannot be used: ", missing, ".");
-    *note = " (" + missing + ")";
-    return find_row(DEVICES, "cpu", "--device");
-}
-
-bool is_folder(const std::string& path) {
-    std::error_code ignored;
-    return fs::is_directory(path, ignored);
-}
-
-bool is_named_model(const std::string& name) {
-    return std::any_of(models().begin(), models().end(), [&](const auto& c) { return c.name == name; });
-}
-
-ModelConfig named_or_folder(const std::string& name) {
-    if (is_named_model(name)) return find_row(models(), name, "--model");
-    if (is_folder(name)) return read_model_config(name);
-    throw Error("--model ", name, " is neither a folder nor a named model; ./train --help lists the names.");
-}
-
-// The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
-// written into it.
-void choose_rows(Flags& flags, Setup& setup) {
-    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
-    if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
-    setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
-    for (auto [flag, format] :
-         {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
-        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
-    }
-    bool* const fast = setup.recipe.fast_accumulation;
-    if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
-        for (const Accumulation& row : accumulations())
-            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
-    } else {
-        const Accumulation& row = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
-        std::copy(row.fast, row.fast + 3, fast);
-    }
-    for (const MemoryMode& mode : memory_modes()) {
-        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
-        mode.choose(setup, &choice == &mode.choices.front());
-    }
-    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
-    find_row(schedules(), flags.text("schedule"), "--schedule");
-}
-
-// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes.
-void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
-    if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
-    if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
-    const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
-                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
-                                  : concat("the vocabulary of ", config.name, " has ", config.V);
-    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
-                " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
-}
-
-// Every flag that has a value in this run, given or not.
-void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
-                    const Corpus* corpus) {
-    const ModelConfig& c = setup.config;
-    std::printf("Settings\n");
-    auto line = [](const char* name, const std::string& text) {
-        std::printf("  %-14s %s\n", name, text.c_str());
-    };
-    line("device", device.name + note);
-    if (setup.ranks > 1) line("ranks", concat(setup.ranks, ", --shard ", flags.text("shard")));
-    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
-                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
-                              ", vocabulary ", c.V));
-    if (corpus) line("text", printable(corpus->description));
-    const std::vector<std::string> above = {"device", "ranks", "shard"};
-    for (const Flag& flag : flag_table()) {
-        const std::string value = flag.setting() ? flags.text(flag.name) : "";
-        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
-            line(flag.name, escaped(value));
-    }
-}
-
-// The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
-// FP32, all gradients in FP32, and the largest of both a second time.
-int64_t cpu_memory(const Setup& setup) {
-    int64_t largest = 0;
-    for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
-    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
-    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
-}
-
-// Linux grants more memory than the machine has, and later ends the program: so this is checked first.
-void require_memory(const Setup& setup, int64_t processes) {
-    const int64_t needed = cpu_memory(setup) * processes;
-    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (needed > present)
-        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
-                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
-                    "(./train --plan shows what needs how much).");
-}
-
-// The folder that a checkpoint or a file is in.
-std::string parent_folder(const std::string& path) {
-    const fs::path whole = fs::absolute(path).lexically_normal();
-    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
-    return folder.parent_path().string();
-}
-
-bool is_in(const std::string& checkpoint, const std::string& out) {
-    return !checkpoint.empty() && parent_folder(checkpoint) == parent_folder(out + "/x");
-}
-
-// Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
-// it is missing, and removes it at the end if it is still empty. (Some file systems have no locks; then
-// nothing is locked.)
-class FolderLock {
-public:
-    explicit FolderLock(const std::string& out) : out_(out) {
-        std::error_code failed;
-        made_ = !is_folder(out);
-        create_folders(out, failed);
-        folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-            throw Error("--out ", out, " cannot be written (",
-                        failed ? failed.message() : std::strerror(errno),
-                        "); choose another folder, or \"\" to save nothing.");
-        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
-        struct stat locked, named;  // they differ if another run has just removed the folder
-        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
-            locked.st_ino == named.st_ino)
-            return;
-        ::close(folder_);
-        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
-    }
-    ~FolderLock() {
-        if (made_) ::rmdir(out_.c_str());
-        ::close(folder_);
-    }
-    FolderLock(const FolderLock&) = delete;
-    FolderLock& operator=(const FolderLock&) = delete;
-
-private:
-    std::string out_;
-    bool made_ = false;
-    int folder_ = -1;
-};
-
-// A full disk must be found before training. A run that saves more than once has at most three checkpoints at
-// a time: the best, the last, and the next one while it is written.
-void require_space(const Flags& flags, const Setup& setup, int64_t step, bool resumed_there) {
-    const std::string& out = flags.text("out");
-    const int64_t every = flags.count("save-every"), left = flags.count("steps") - step;
-    const int64_t saves = every ? ceil_div(left + step % every, every) : 1,
-                  at_once = std::min<int64_t>(saves, resumed_there ? 2 : 3);
-    const int64_t weight_bytes = setup.master ? 4 : 2;  // BF16, and the rest of the master
-    Setup whole = setup;  // the files have what all ranks keep
-    whole.rank = 0, whole.ranks = 1;
-    const int64_t bytes =
-        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
-    std::error_code failed;
-    const fs::space_info space = fs::space(out, failed);
-    if (!failed && space.available < uint64_t(at_once * bytes))
-        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
-                    " more checkpoints of ", bytes >> 20,
-                    " MiB each; free some space, choose another folder, or give a larger --save-every.");
-}
-
-// A new run must not use the folder of another run's checkpoints.
-void require_no_other_run(const std::string& out, const std::string& resumed) {
-    if (is_in(resumed, out)) return;
-    std::string found;
-    try {
-        found = find_checkpoint(out, print_error);
-    } catch (const Error&) {
-        return;  // there is none
-    }
-    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
-                ", or choose another folder with --out.");
-}
-
-struct Origin {  // a checkpoint to continue, or nothing
-    std::unique_ptr<FolderLock> lock;  // of --out, on rank 0; null if nothing is saved
-    std::string checkpoint;
-    bool in_out = false;  // it is one of the run's own in --out
-    LoopState state;
-    int64_t train_tokens = 0;
-    std::string train_hash;  // sampled_hash()
-};
-
-// Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
-void check_settings(const std::string& checkpoint, const nlohmann::json& settings) {
-    Flags theirs;
-    Setup ignored{};
-    try {
-        theirs.take(settings);
-        theirs.take_defaults(false);
-        theirs.typed();  // parses every number
-        choose_rows(theirs, ignored);
-    } catch (const Error& error) {
-        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
-    }
-}
-
-// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
-void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
-    const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
-    const std::string micro_batches = concat(all, " micro-batches a step");
-    if (all % ranks) {
-        std::string fitting;
-        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
-            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
-        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
-                    (all == 1 ? " rank." : " ranks."));
-    }
-    if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
-        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
-                    " ranks differs from the checkpoint's ", micro_batches,
-                    "; leave it out to continue that run, or leave --resume out to begin another.");
-    settings["accumulate"] = std::to_string(all / ranks);
-}
-
-// Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
-Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
-    Origin origin;
-    const bool resumes = flags.given("resume"), first = group.rank() == 0;
-    if (resumes && flags.text("resume").empty())
-        throw Error("--resume is empty; name a checkpoint, or a folder of them.");
-    if (first) {
-        if (!flags.given("out"))
-            flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume")))
-                                     : find_flag("out").standard);
-        const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
-                           !(flags.given("steps") && flags.count("steps") == 0);
-        if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
-        // Found again, now under the lock: another run may have removed it.
-        if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
-        origin.in_out = is_in(origin.checkpoint, flags.text("out"));
-    }
-    flags.set("out", group.all_gather(first ? flags.text("out") : std::string()).front());
-    origin.checkpoint = group.all_gather(origin.checkpoint).front();
-    origin.in_out = group.all_gather(int(origin.in_out)).front();
-    if (origin.checkpoint.empty()) return origin;
-    origin.state = read_loop_state(origin.checkpoint);
-    try {
-        std::string why;
-        const std::string& text = origin.state.settings;
-        nlohmann::json settings = parse_json(text.data(), text.size(), &why);
-        origin.train_tokens = settings.at("train_tokens").get_ref<const uint64_t&>();
-        origin.train_hash = settings.at("train_hash").get<std::string>();
-        check_settings(origin.checkpoint, settings);
-        share_micro_batches(flags, settings, ranks);
-        flags.take(settings);
-    } catch (const nlohmann::json::exception&) {
-        throw Error("--resume ", origin.checkpoint,
-                    " has no settings in its trainer.json; start from its weights with --model.");
-    }
-    return origin;
-}
-
-// Ranks that were started by hand, or on several hosts, may have other flags or data.
-void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
-    const std::vector<std::string> all = group.all_gather(mine);
-    for (size_t rank = 1; rank < all.size(); rank++)
-        if (all[rank] != all[0])
-            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
-                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
-}
-
-void require_same_data(Ranks& group, const Corpus& corpus) {
-    std::string mine;
-    for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
-        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
-    const std::vector<std::string> all = group.all_gather(mine);
-    for (size_t rank = 1; rank < all.size(); rank++)
-        if (all[rank] != all[0])
-            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
-}
-
-// The checkpoint must fit the data (null: a plan without data) and the model.
-void require_same_run(const Origin& origin, const Corpus* corpus, const ModelConfig& config) {
-    if (origin.checkpoint.empty()) return;
-    if (corpus && origin.train_tokens != corpus->train.size())
-        throw Error("--data has ", corpus->train.size(), " training tokens, but the checkpoint's run had ",
-                    origin.train_tokens, "; give the same data again.");
-    if (corpus && origin.train_hash != sampled_hash(corpus->train))
-        throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
-    const size_t buckets = bucket_ranges(parameters(config)).size();
-    const size_t found = origin.state.norm_correction.size();
-    if (found && found != buckets)
-        throw Error("--resume ", origin.checkpoint, " has ", found,
-                    " values of norm_correction in its trainer.json, but the model has ", buckets,
-                    " buckets; resume from another checkpoint.");
-}
-
-void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
-    std::printf("\n");
-    if (!origin.checkpoint.empty())
-        std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(origin.checkpoint).c_str(),
-                    origin.state.step, origin.state.tokens);
-    if (corpus.vocabulary.empty())
-        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
-                    "(data/tokenize.py writes it).\n");
-    else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
-        std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
-                    "data/tokenize.py makes token files.\n", setup.config.V);
-}
-
-// -----------------------------------------------------------------------------------------------------------
 // From the command line to the exit code
-
-// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
-// of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
-Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus& corpus, const Setup& setup,
-                     const std::string& folder) {
-    Prompt prompt{corpus.vocabulary, {}};
-    const bool evaluates = flags.count("steps") == 0,
-               own_tokenizer = evaluates && !folder.empty() && fs::exists(folder + "/tokenizer.json");
-    if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
-    if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
-    if (own_tokenizer) prompt.tokens = group.all_gather(prompt.tokens).front();
-    else if (!corpus.vocabulary.empty()) prompt.tokens = corpus.vocabulary.encode(flags.text("prompt"));
-    else return prompt;  // print_start() has said so
-    if (prompt.tokens.empty())
-        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
-    if (int64_t(prompt.tokens.size()) >= setup.T)
-        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", setup.T,
-                    " must have room for more; shorten it.");
-    if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
-        throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
-    return prompt;
-}
 
 // Files and flags are checked before the model is made, which can take minutes.
 int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& corpus, const Setup& setup,
