@@ -134,39 +134,27 @@ bool is_in(const std::string& checkpoint, const std::string& out) {
 }
 
 // Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
-// it is missing, and removes it at the end if it is still empty. (Some file systems have no locks; then
-// nothing is locked.)
-class FolderLock {
-public:
-    explicit FolderLock(const std::string& out) : out_(out) {
-        std::error_code failed;
-        made_ = !is_folder(out);
-        create_folders(out, failed);
-        folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-            throw Error("--out ", out, " cannot be written (",
-                        failed ? failed.message() : std::strerror(errno),
-                        "); choose another folder, or \"\" to save nothing.");
-        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
-        struct stat locked, named;  // they differ if another run has just removed the folder
-        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
-            locked.st_ino == named.st_ino)
-            return;
-        ::close(folder_);
+// it is missing. With the lock's end it is removed if it is new and still empty. (Some file systems have no
+// locks; then nothing is locked.)
+std::shared_ptr<int> lock_folder(const std::string& out) {
+    std::error_code failed;
+    const bool made = !is_folder(out);
+    create_folders(out, failed);
+    const int folder = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+        throw Error("--out ", out, " cannot be written (", failed ? failed.message() : std::strerror(errno),
+                    "); choose another folder, or \"\" to save nothing.");
+    const bool ours = ::flock(folder, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    struct stat locked, named;  // they differ if another run has just removed the folder
+    if (!ours || ::fstat(folder, &locked) != 0 || ::stat(out.c_str(), &named) != 0 ||
+        locked.st_ino != named.st_ino)
         throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
-    }
-    ~FolderLock() {
-        if (made_) ::rmdir(out_.c_str());
-        ::close(folder_);
-    }
-    FolderLock(const FolderLock&) = delete;
-    FolderLock& operator=(const FolderLock&) = delete;
-
-private:
-    std::string out_;
-    bool made_ = false;
-    int folder_ = -1;
-};
+    return {new int(folder), [made, out](int* file) {
+                if (made) ::rmdir(out.c_str());
+                ::close(*file);
+                delete file;
+            }};
+}
 
 // A new run must not use the folder of another run's checkpoints.
 void require_no_other_run(const std::string& out, const std::string& resumed) {
@@ -182,7 +170,7 @@ void require_no_other_run(const std::string& out, const std::string& resumed) {
 }
 
 struct Origin {  // a checkpoint to continue, or nothing
-    std::unique_ptr<FolderLock> lock;  // of --out, on rank 0; null if nothing is saved
+    std::shared_ptr<int> lock;  // of --out, on rank 0; null if nothing is saved
     std::string checkpoint;
     bool in_out = false;  // it is one of the run's own in --out
     LoopState state;
@@ -234,7 +222,7 @@ Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
                                      : find_flag("out").standard);
         const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
                            !(flags.given("steps") && flags.count("steps") == 0);
-        if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
+        if (saves) origin.lock = lock_folder(flags.text("out"));
         // Found again, now under the lock: another run may have removed it.
         if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
         origin.in_out = is_in(origin.checkpoint, flags.text("out"));
@@ -497,45 +485,25 @@ std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double 
 // Bytes that are not UTF-8, say of a path, do not end the run: they are replaced.
 std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
-class Log {
-public:
-    // Replaces the log of an earlier run, or appends to it. Any other file is an error.
-    void open(const std::string& path, bool append) {
-        path_ = path;
-        std::error_code ignored;
-        const std::string begin = "{\"kind\":\"settings\"";
-        std::string found(begin.size(), '\0');
-        if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
-            std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 &&
-            found != begin)
-            throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
-        // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
-        const int mode = append ? O_APPEND : O_TRUNC;
-        const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
-        if (file < 0 && errno == ENXIO)
-            throw Error("--log ", path,
-                        " is a pipe without a reader; start its reader first, or choose a file.");
-        if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
-        file_.reset(file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w"));
-        if (!file_)
-            throw Error("--log ", path, " cannot be written (", std::strerror(errno),
-                        "); choose another file.");
-    }
-    // A full disk does not end the run.
-    void write(const Json& line) {
-        if (!file_) return;
-        if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)
-            return;
-        std::fprintf(stderr,
-                     "train: --log %s cannot be written any more (%s); the run continues without it.\n",
-                     escaped(path_).c_str(), std::strerror(errno));
-        file_.reset();
-    }
-
-private:
-    std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
-    std::string path_;
-};
+// Replaces the log of an earlier run, or appends to it. Any other file is an error.
+FILE* open_log(const std::string& path, bool append) {
+    std::error_code ignored;
+    const std::string begin = "{\"kind\":\"settings\"";
+    std::string found(begin.size(), '\0');
+    if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
+        std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 && found != begin)
+        throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
+    // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
+    const int mode = append ? O_APPEND : O_TRUNC;
+    const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
+    if (file < 0 && errno == ENXIO)
+        throw Error("--log ", path, " is a pipe without a reader; start its reader first, or choose a file.");
+    if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
+    FILE* const log = file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w");
+    if (!log)
+        throw Error("--log ", path, " cannot be written (", std::strerror(errno), "); choose another file.");
+    return log;
+}
 
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
@@ -622,12 +590,13 @@ public:
     // Returns the exit code. With --steps 0 it evaluates, and updates nothing. After an error, the last
     // complete step is saved.
     int run() {
-        if (!flags_.text("log").empty() && setup_.rank == 0) log_.open(flags_.text("log"), resumed_at_ > 0);
+        const std::string& file = flags_.text("log");
+        if (!file.empty() && setup_.rank == 0) log_.reset(open_log(file, resumed_at_ > 0));
         Json line = {{"kind", "settings"}, {"step", state_.step}};
         line["parameters"] = parameter_count(setup_.config);
         line.update(flags_.typed());
         line["ranks"] = setup_.ranks;
-        log_.write(line);
+        log(line);
         if (steps_ == 0) return sample(), validate(), print_quantization(), 0;
         const int64_t without = train_.windows_without_target();
         if (without == train_.windows())
@@ -725,6 +694,17 @@ private:
         unsaved_ = skipped_in_a_row_ < MOST_SKIPPED;
     }
 
+    // A full disk does not end the run.
+    void log(const Json& line) {
+        if (!log_) return;
+        if (std::fprintf(log_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(log_.get()) == 0)
+            return;
+        std::fprintf(stderr,
+                     "train: --log %s cannot be written any more (%s); the run continues without it.\n",
+                     escaped(flags_.text("log")).c_str(), std::strerror(errno));
+        log_.reset();
+    }
+
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
@@ -737,7 +717,7 @@ private:
             std::printf(" | skipped: %s (%ld so far)", result.targets ? "not finite" : "no token counts",
                         skipped);
         std::printf("\n");
-        log_.write({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss},
+        log({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss},
                     {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3},
                     {"tokens_per_second", rate}, {"skipped", result.skipped}});
     }
@@ -790,7 +770,7 @@ private:
             std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
         }
         std::printf("\n");
-        log_.write(line);
+        log(line);
     }
 
     // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
@@ -802,7 +782,7 @@ private:
         const double each = (seconds() - before) / (tokens.size() - prompt_.tokens.size());
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
                     each * 1e3, printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
-        log_.write({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
+        log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
     void save() {
@@ -833,7 +813,7 @@ private:
         std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. "
                     "Validation loss %.4f -> %.4f nats per token.\n",
                     steps, duration(took).c_str(), rate, skipped, state_.first_validation, state_.validation);
-        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation},
+        log({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation},
                     {"validation", state_.validation}, {"skipped", skipped}, {"seconds", took},
                     {"tokens_per_second", rate}});
     }
@@ -881,7 +861,7 @@ private:
     Loader train_{corpus_.train, setup_.B, setup_.T, setup_.seed, true};
     Loader validation_{corpus_.validation, setup_.B, setup_.T, VALIDATION_SEED, true};
     Batch batch_;
-    Log log_;
+    std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, std::fclose};
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
