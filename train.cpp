@@ -293,6 +293,7 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
                 " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
 }
 
+// Each rank takes its micro-batches from a stream that all of them read.
 void require_same_data(Ranks& group, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
@@ -388,6 +389,7 @@ void require_space(const Run& run) {
                     " MiB each; free some space, choose another folder, or give a larger --save-every.");
 }
 
+// What is good to know before the first step: where it continues, and what samples will look like.
 void print_start(const Run& run) {
     std::printf("\n");
     if (!run.checkpoint.empty())
@@ -639,6 +641,7 @@ private:
         if (state_.step == 0) validate(), state_.first_validation = state_.validation;
         started_ = seconds();
         while (state_.step < steps_) {
+            // One optimizer step on all micro-batches.
             const double before = seconds();
             batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
             train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
@@ -652,6 +655,7 @@ private:
                             " steps in a row; begin again with a lower --lr, or from the weights of the last "
                             "checkpoint with --model and another --out.");
 
+            // What comes after some of the steps. The last step is validated and saved after the loop.
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
             // A signal to one rank stops all of them after the same step.
@@ -669,6 +673,7 @@ private:
         return 0;
     }
 
+    // Whether this step is one of those after which the flag asks for something.
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
     // Skipped steps do not count for the bias correction, but they do for the schedule.
@@ -718,6 +723,7 @@ private:
         log_.reset();
     }
 
+    // took: seconds of this step. The time left also counts validations, samples and saves.
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
@@ -798,6 +804,7 @@ private:
         log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
+    // Every rank calls it, because each sends what it keeps to rank 0, which writes.
     void save() {
         unsaved_ = false;
         if (flags_.text("out").empty()) return;
