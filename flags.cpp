@@ -138,7 +138,7 @@ void Flags::parse(int argc, char** argv) {
         if (flag.value == Value::None && inside) throw Error("--", name, " takes no value; write it alone.");
         if (flag.setting() && !inside && last)
             throw Error("--", name, " needs a value after it: ", flag.limits(), ".");
-        if (given(name)) throw Error("--", name, " is given twice; give it once.");
+        if (!given_.insert(name).second) throw Error("--", name, " is given twice; give it once.");
         std::string& value = values_[name];
         const bool optional = flag.value == Value::Optional;
         if (inside) value = argument.substr(equals + 1);

@@ -2,6 +2,7 @@
 // (flags.cpp).
 #pragma once
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -39,7 +40,7 @@ public:
     void take_defaults(bool gpu);
     void set(const std::string& name, const std::string& value) { values_[name] = value; }
 
-    bool given(const std::string& name) const { return values_.count(name) > 0; }
+    bool given(const std::string& name) const { return given_.count(name) > 0; }  // on the command line
     const std::string& text(const std::string& name) const { return values_.at(name); }
     int64_t count(const std::string& name) const { return int64_t(real(name)); }
     double real(const std::string& name) const { return find_flag(name).parse(text(name)); }
@@ -49,6 +50,7 @@ public:
 
 private:
     std::map<std::string, std::string> values_;
+    std::set<std::string> given_;
 };
 
 void print_help();

@@ -1,8 +1,9 @@
-// train.cpp - the program: flags in, a trained model out. Training::loop() is the training loop.
+// train.cpp - the program: flags in, a trained model out.
 //
-// In order: generated text, the log, the training loop, what the flags make of a run, and main. This file
-// knows models through coat.h's Model, files through data/, the command line through flags.h. It contains no
-// CUDA and no file format.
+// In the order of a run: what is known of it (Run), its flags, the checkpoint that it continues, its data,
+// the plan, samples, the log, and the training loop (Training::loop). run() at the end goes through these
+// stages. This file knows models through coat.h's Model, files through data/, the command line through
+// flags.h. It contains no CUDA and no file format.
 #include "flags.h"
 
 #include <fcntl.h>
@@ -47,44 +48,364 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 // -----------------------------------------------------------------------------------------------------------
-// Generated text
-
-double uniform(uint64_t* state) {  // in [0, 1), by splitmix64
-    uint64_t z = *state += 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
-}
-
-// A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
-int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* random) {
-    const auto best = std::max_element(logits.begin(), logits.end());
-    if (temperature == 0) return int32_t(best - logits.begin());
-    const double top = *best;
-    double total = 0;
-    std::vector<double> sums;
-    for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
-    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
-    return int32_t(chosen - sums.begin());
-}
-
-// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
-                              uint64_t random) {
-    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
-    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
-    std::vector<float> logits(model.setup().config.V);
-    while (tokens.size() < end) {
-        model.next_logits(tokens.data(), tokens.size(), logits.data());
-        tokens.push_back(draw(logits, temperature, &random));
-    }
-    return tokens;
-}
+// A run before it has a model
 
 struct Prompt {
     Vocabulary vocabulary;        // empty: samples are printed as token numbers
     std::vector<int32_t> tokens;  // none: no samples
 };
+
+// What the flags, the checkpoint and the data say. run() completes it stage by stage.
+struct Run {
+    Flags flags;
+    Setup setup{};
+    Ranks* group = nullptr;          // all ranks, also if there is only this one
+    std::string device, why_cpu;     // "cpu" or "gpu"; why auto is not the GPU
+    std::shared_ptr<int> lock;       // of --out, on rank 0; null if nothing is saved
+    std::string checkpoint;          // that the run continues, or empty
+    std::string last_good;           // the newest checkpoint of this run in --out, or empty
+    LoopState state;
+    int64_t train_tokens = 0;        // of the checkpoint's run
+    std::string train_hash;          // their sampled_hash()
+    std::string weights;             // the folder to load them from; empty: the first weights are random
+    std::unique_ptr<Corpus> corpus;  // null: a plan without data
+    Prompt prompt;
+    Companions companions;           // of `weights`, on rank 0 if it saves
+
+    bool gpu() const { return device == "gpu"; }
+    bool plan_only() const { return flags.given("plan"); }
+    bool evaluates() const { return flags.count("steps") == 0; }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// Flags
+
+bool is_folder(const std::string& path) {
+    std::error_code ignored;
+    return fs::is_directory(path, ignored);
+}
+
+// Resolves auto: the GPU if there is one. A plan needs no device. local: the GPU of this rank.
+void choose_device(Run& run, int local) {
+    static const std::vector<Choice> known = {{"auto", ""}, {"cpu", ""}, {"gpu", ""}};
+    const std::string wanted = run.flags.given("device") ? run.flags.text("device") : "auto";
+    run.device = find_row(known, wanted, "--device").name;
+    if (wanted == "cpu" || (wanted == "gpu" && run.plan_only())) return;
+    run.why_cpu = why_no_gpu(local);
+    run.device = run.why_cpu.empty() ? "gpu" : "cpu";
+    if (wanted == "gpu" && !run.gpu()) throw Error("--device gpu cannot be used: ", run.why_cpu, ".");
+}
+
+// The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
+// written into it.
+void choose_rows(Flags& flags, Setup& setup) {
+    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
+    if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
+    setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
+    for (auto [flag, format] :
+         {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
+        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
+        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
+    }
+    bool* const fast = setup.recipe.fast_accumulation;
+    if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
+        for (const Accumulation& row : accumulations())
+            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
+    } else {
+        const Accumulation& row = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
+        std::copy(row.fast, row.fast + 3, fast);
+    }
+    for (const MemoryMode& mode : memory_modes()) {
+        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
+        mode.choose(setup, &choice == &mode.choices.front());
+    }
+    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
+    find_row(schedules(), flags.text("schedule"), "--schedule");
+}
+
+// --model is a named model, or a folder with weights. A run that continues has those of its checkpoint.
+void choose_model(Run& run) {
+    const std::string& name = run.flags.text("model");
+    const bool named =
+        std::any_of(models().begin(), models().end(), [&](auto& c) { return c.name == name; });
+    if (!run.checkpoint.empty()) run.weights = run.checkpoint;
+    else if (!named && is_folder(name)) run.weights = name;
+    else if (!named)
+        throw Error("--model ", name,
+                    " is neither a folder nor a named model; ./train --help lists the names.");
+    run.setup.config =
+        run.weights.empty() ? find_row(models(), name, "--model") : read_model_config(run.weights);
+}
+
+// Ranks that were started by hand, or on several hosts, may have other flags or data.
+void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
+    const std::vector<std::string> all = group.all_gather(mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
+                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The folder of checkpoints, and the checkpoint that a run continues
+
+// The folder that a checkpoint or a file is in.
+std::string parent_folder(const std::string& path) {
+    const fs::path whole = fs::absolute(path).lexically_normal();
+    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
+    return folder.parent_path().string();
+}
+
+// Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
+// it is missing. With the lock's end it is removed if it is new and still empty. (Some file systems have no
+// locks; then nothing is locked.)
+std::shared_ptr<int> lock_folder(const std::string& out) {
+    std::error_code failed;
+    const bool made = !is_folder(out);
+    create_folders(out, failed);
+    const int folder = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+        throw Error("--out ", out, " cannot be written (", failed ? failed.message() : std::strerror(errno),
+                    "); choose another folder, or \"\" to save nothing.");
+    const bool ours = ::flock(folder, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    struct stat locked, named;  // they differ if another run has just removed the folder
+    if (!ours || ::fstat(folder, &locked) != 0 || ::stat(out.c_str(), &named) != 0 ||
+        locked.st_ino != named.st_ino)
+        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
+    return {new int(folder), [made, out](int* file) {
+                if (made) ::rmdir(out.c_str());
+                ::close(*file);
+                delete file;
+            }};
+}
+
+// A new run must not use the folder of another run's checkpoints.
+void require_no_other_run(const Run& run) {
+    const std::string& out = run.flags.text("out");
+    if (!run.lock || !run.last_good.empty()) return;
+    std::string found;
+    try {
+        found = find_checkpoint(out, print_error);
+    } catch (const Error&) {
+        return;  // there is none
+    }
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
+                ", or choose another folder with --out.");
+}
+
+// Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
+void check_settings(const std::string& checkpoint, const nlohmann::json& settings) {
+    Flags theirs;
+    Setup ignored{};
+    try {
+        theirs.take(settings);
+        theirs.take_defaults(false);
+        theirs.typed();  // parses every number
+        choose_rows(theirs, ignored);
+    } catch (const Error& error) {
+        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
+    }
+}
+
+// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
+void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
+    const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
+    const std::string micro_batches = concat(all, " micro-batches a step");
+    if (all % ranks) {
+        std::string fitting;
+        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
+            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
+        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
+                    (all == 1 ? " rank." : " ranks."));
+    }
+    if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
+        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
+                    " ranks differs from the checkpoint's ", micro_batches,
+                    "; leave it out to continue that run, or leave --resume out to begin another.");
+    settings["accumulate"] = std::to_string(all / ranks);
+}
+
+// The state and the settings of the checkpoint's run. A flag that is given here comes before its setting.
+void take_settings(Run& run) {
+    run.state = read_loop_state(run.checkpoint);
+    try {
+        std::string why;
+        const std::string& text = run.state.settings;
+        nlohmann::json settings = parse_json(text.data(), text.size(), &why);
+        run.train_tokens = settings.at("train_tokens").get_ref<const uint64_t&>();
+        run.train_hash = settings.at("train_hash").get<std::string>();
+        check_settings(run.checkpoint, settings);
+        share_micro_batches(run.flags, settings, run.setup.ranks);
+        run.flags.take(settings);
+    } catch (const nlohmann::json::exception&) {
+        throw Error("--resume ", run.checkpoint,
+                    " has no settings in its trainer.json; start from its weights with --model.");
+    }
+}
+
+// Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
+void choose_checkpoint(Run& run) {
+    Flags& flags = run.flags;
+    const bool resumes = flags.given("resume");
+    if (resumes && flags.text("resume").empty())
+        throw Error("--resume is empty; name a checkpoint, or a folder of them.");
+    std::string out;
+    if (run.group->rank() == 0) {
+        if (flags.given("out")) out = flags.text("out");
+        else out = resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").standard;
+        const bool trains = !run.plan_only() && !(flags.given("steps") && run.evaluates());
+        if (trains && !out.empty()) run.lock = lock_folder(out);
+        // Found again, now under the lock: another run may have removed it.
+        if (resumes) run.checkpoint = find_checkpoint(flags.text("resume"), print_error);
+        if (resumes && parent_folder(run.checkpoint) == parent_folder(out + "/x"))
+            run.last_good = run.checkpoint;
+    }
+    for (std::string* chosen : {&out, &run.checkpoint, &run.last_good})
+        *chosen = run.group->all_gather(*chosen).front();
+    flags.set("out", out);
+    if (!run.checkpoint.empty()) take_settings(run);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Data
+
+// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
+// that does not count enters it inverted.
+std::string sampled_hash(const TokenStream& tokens) {
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
+        const int32_t token = tokens[i];
+        int32_t target = token;
+        tokens.mask(i, 1, &target);
+        hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
+    }
+    return std::to_string(hash);
+}
+
+// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes.
+void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
+    if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
+    if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
+    const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
+                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
+                                  : concat("the vocabulary of ", config.name, " has ", config.V);
+    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
+                " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
+}
+
+// Each rank takes its micro-batches from a stream that all of them read.
+void require_same_data(Ranks& group, const Corpus& corpus) {
+    std::string mine;
+    for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
+        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
+    const std::vector<std::string> all = group.all_gather(mine);
+    for (size_t rank = 1; rank < all.size(); rank++)
+        if (all[rank] != all[0])
+            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
+}
+
+// The checkpoint must fit the data (a plan may have none) and the model.
+void require_same_run(const Run& run) {
+    if (run.checkpoint.empty()) return;
+    const TokenStream* const tokens = run.corpus ? &run.corpus->train : nullptr;
+    if (tokens && run.train_tokens != tokens->size())
+        throw Error("--data has ", tokens->size(), " training tokens, but the checkpoint's run had ",
+                    run.train_tokens, "; give the same data again.");
+    if (tokens && run.train_hash != sampled_hash(*tokens))
+        throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
+    const size_t buckets = bucket_ranges(parameters(run.setup.config)).size();
+    const size_t found = run.state.norm_correction.size();
+    if (found && found != buckets)
+        throw Error("--resume ", run.checkpoint, " has ", found,
+                    " values of norm_correction in its trainer.json, but the model has ", buckets,
+                    " buckets; resume from another checkpoint.");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The plan: what a run is, and what it needs
+
+// Every flag that has a value in this run, given or not.
+void print_settings(const Run& run) {
+    const Flags& flags = run.flags;
+    const ModelConfig& c = run.setup.config;
+    std::printf("Settings\n");
+    auto line = [](const char* name, const std::string& text) {
+        std::printf("  %-14s %s\n", name, text.c_str());
+    };
+    line("device", run.device + (run.why_cpu.empty() ? "" : " (" + run.why_cpu + ")"));
+    if (run.setup.ranks > 1) line("ranks", concat(run.setup.ranks, ", --shard ", flags.text("shard")));
+    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
+                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
+                              ", vocabulary ", c.V));
+    if (run.corpus) line("text", printable(run.corpus->description));
+    const std::vector<std::string> above = {"device", "ranks", "shard"};
+    for (const Flag& flag : flag_table()) {
+        const std::string value = flag.setting() ? flags.text(flag.name) : "";
+        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
+            line(flag.name, escaped(value));
+    }
+}
+
+// The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
+// FP32, all gradients in FP32, and the largest of both a second time.
+int64_t cpu_memory(const Setup& setup) {
+    int64_t largest = 0;
+    for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
+    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
+    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
+    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
+    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
+}
+
+// Linux grants more memory than the machine has, and later ends the program: so this is checked first.
+void require_memory(const Setup& setup, int64_t processes) {
+    const int64_t needed = cpu_memory(setup) * processes;
+    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (needed > present)
+        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
+                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
+                    "(./train --plan shows what needs how much).");
+}
+
+// A full disk must be found before training. A run that saves more than once has at most three checkpoints at
+// a time: the best, the last, and the next one while it is written.
+void require_space(const Run& run) {
+    const Setup& setup = run.setup;
+    const std::string& out = run.flags.text("out");
+    const int64_t step = run.state.step, left = run.flags.count("steps") - step;
+    const int64_t every = run.flags.count("save-every");
+    const int64_t saves = every ? ceil_div(left + step % every, every) : 1,
+                  at_once = std::min<int64_t>(saves, run.last_good.empty() ? 3 : 2);
+    const int64_t weight_bytes = setup.master ? 4 : 2;  // BF16, and the rest of the master
+    Setup whole = setup;  // the files have what all ranks keep
+    whole.rank = 0, whole.ranks = 1;
+    const int64_t bytes =
+        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
+    std::error_code failed;
+    const fs::space_info space = fs::space(out, failed);
+    if (!failed && space.available < uint64_t(at_once * bytes))
+        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
+                    " more checkpoints of ", bytes >> 20,
+                    " MiB each; free some space, choose another folder, or give a larger --save-every.");
+}
+
+// What is good to know before the first step: where it continues, and what samples will look like.
+void print_start(const Run& run) {
+    std::printf("\n");
+    if (!run.checkpoint.empty())
+        std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(run.checkpoint).c_str(),
+                    run.state.step, run.state.tokens);
+    const int64_t V = run.setup.config.V;
+    if (run.corpus->vocabulary.empty())
+        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
+                    "(data/tokenize.py writes it).\n");
+    else if (run.corpus->vocabulary.size() == 256 && V > 256)
+        std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
+                    "data/tokenize.py makes token files.\n", V);
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Samples
 
 std::string in_quotes(const std::string& text) {  // for the shell
     std::string quoted = "'";
@@ -123,51 +444,87 @@ Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
     return {{}, {0}};
 }
 
+// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
+// of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
+Prompt choose_prompt(const Run& run) {
+    const Flags& flags = run.flags;
+    Prompt prompt{run.corpus->vocabulary, {}};
+    if (run.evaluates() ? !flags.given("prompt") : flags.count("sample-every") == 0) return prompt;
+    if (run.evaluates() && !run.weights.empty() && fs::exists(run.weights + "/tokenizer.json")) {
+        if (run.setup.rank == 0) prompt = tokenize_prompt(run.weights, flags.text("prompt"));
+        prompt.tokens = run.group->all_gather(prompt.tokens).front();
+    } else if (!prompt.vocabulary.empty()) {
+        prompt.tokens = prompt.vocabulary.encode(flags.text("prompt"));
+    } else {
+        return prompt;  // print_start() has said so
+    }
+    if (prompt.tokens.empty())
+        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
+    if (int64_t(prompt.tokens.size()) >= run.setup.T)
+        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", run.setup.T,
+                    " must have room for more; shorten it.");
+    if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= run.setup.config.V)
+        throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
+    return prompt;
+}
+
+double uniform(uint64_t* state) {  // in [0, 1), by splitmix64
+    uint64_t z = *state += 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return double((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+// A token with the probability softmax(logits / temperature). Temperature 0: the most probable one.
+int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* random) {
+    const auto best = std::max_element(logits.begin(), logits.end());
+    if (temperature == 0) return int32_t(best - logits.begin());
+    const double top = *best;
+    double total = 0;
+    std::vector<double> sums;
+    for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
+    const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
+    return int32_t(chosen - sums.begin());
+}
+
+// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
+std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
+                              uint64_t random) {
+    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
+    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
+    std::vector<float> logits(model.setup().config.V);
+    while (tokens.size() < end) {
+        model.next_logits(tokens.data(), tokens.size(), logits.data());
+        tokens.push_back(draw(logits, temperature, &random));
+    }
+    return tokens;
+}
+
 // -----------------------------------------------------------------------------------------------------------
 // The log: one JSON object per line, written at once
 
 // Bytes that are not UTF-8, say of a path, do not end the run: they are replaced.
 std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
-class Log {
-public:
-    // Replaces the log of an earlier run, or appends to it. Any other file is an error.
-    void open(const std::string& path, bool append) {
-        path_ = path;
-        std::error_code ignored;
-        const std::string begin = "{\"kind\":\"settings\"";
-        std::string found(begin.size(), '\0');
-        if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
-            std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 &&
-            found != begin)
-            throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
-        // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
-        const int mode = append ? O_APPEND : O_TRUNC;
-        const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
-        if (file < 0 && errno == ENXIO)
-            throw Error("--log ", path,
-                        " is a pipe without a reader; start its reader first, or choose a file.");
-        if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
-        file_.reset(file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w"));
-        if (!file_)
-            throw Error("--log ", path, " cannot be written (", std::strerror(errno),
-                        "); choose another file.");
-    }
-    // A full disk does not end the run.
-    void write(const Json& line) {
-        if (!file_) return;
-        if (std::fprintf(file_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(file_.get()) == 0)
-            return;
-        std::fprintf(stderr,
-                     "train: --log %s cannot be written any more (%s); the run continues without it.\n",
-                     escaped(path_).c_str(), std::strerror(errno));
-        file_.reset();
-    }
-
-private:
-    std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, std::fclose};
-    std::string path_;
-};
+// Replaces the log of an earlier run, or appends to it. Any other file is an error.
+FILE* open_log(const std::string& path, bool append) {
+    std::error_code ignored;
+    const std::string begin = "{\"kind\":\"settings\"";
+    std::string found(begin.size(), '\0');
+    if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
+        std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 && found != begin)
+        throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
+    // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
+    const int mode = append ? O_APPEND : O_TRUNC;
+    const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
+    if (file < 0 && errno == ENXIO)
+        throw Error("--log ", path, " is a pipe without a reader; start its reader first, or choose a file.");
+    if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
+    FILE* const log = file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w");
+    if (!log)
+        throw Error("--log ", path, " cannot be written (", std::strerror(errno), "); choose another file.");
+    return log;
+}
 
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it; rank 0 alone prints, logs and saves.
@@ -213,19 +570,6 @@ std::string duration(double s) {
     return text;
 }
 
-// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
-// that does not count enters it inverted.
-std::string sampled_hash(const TokenStream& tokens) {
-    uint64_t hash = 0xCBF29CE484222325u;
-    for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
-        const int32_t token = tokens[i];
-        int32_t target = token;
-        tokens.mask(i, 1, &target);
-        hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
-    }
-    return std::to_string(hash);
-}
-
 // Of a run, in its checkpoints: two runs in one folder are told apart by it.
 std::string random_name() {
     std::random_device random;
@@ -250,30 +594,25 @@ struct Batch {  // (micro-batches, B, T) each
 
 class Training {
 public:
-    // last_good: the newest checkpoint of this run in --out, or empty
-    Training(const Flags& flags, Ranks& group, const Corpus& corpus, Model& model, const LoopState& state,
-             const std::string& last_good, const Companions& companions, const Prompt& prompt)
-        : flags_(flags), group_(group), corpus_(corpus), prompt_(prompt), model_(model), state_(state),
-          last_good_(last_good), companions_(companions) {
-        train_.seek(state_.position);
-        Json settings = flags.remembered();
-        settings["accumulate"] = std::to_string(micro_batches_);  // a checkpoint knows nothing of ranks
-        settings["train_tokens"] = corpus.train.size();
-        settings["train_hash"] = sampled_hash(corpus.train);
-        state_.settings = json_text(settings);
-        if (state_.run.empty()) state_.run = random_name();
-    }
+    Training(Run& run, Model& model) : run_(run), model_(model) { train_.seek(state_.position); }
 
     // Returns the exit code. With --steps 0 it evaluates, and updates nothing. After an error, the last
-    // complete step is saved.
+    // complete step is saved, with these settings.
     int run() {
-        if (!flags_.text("log").empty() && setup_.rank == 0) log_.open(flags_.text("log"), resumed_at_ > 0);
+        Json settings = flags_.remembered();
+        settings["accumulate"] = std::to_string(micro_batches_);  // a checkpoint knows nothing of ranks
+        settings["train_tokens"] = run_.corpus->train.size();
+        settings["train_hash"] = sampled_hash(run_.corpus->train);
+        state_.settings = json_text(settings);
+        if (state_.run.empty()) state_.run = random_name();
+        const std::string& file = flags_.text("log");
+        if (!file.empty() && setup_.rank == 0) log_.reset(open_log(file, resumed_at_ > 0));
         Json line = {{"kind", "settings"}, {"step", state_.step}};
         line["parameters"] = parameter_count(setup_.config);
         line.update(flags_.typed());
         line["ranks"] = setup_.ranks;
-        log_.write(line);
-        if (steps_ == 0) return sample(), validate(), print_quantization(), 0;
+        log(line);
+        if (run_.evaluates()) return sample(), validate(), print_quantization(), 0;
         const int64_t without = train_.windows_without_target();
         if (without == train_.windows())
             throw Error("No token of --data counts in the loss; write it again with data/tokenize.py.");
@@ -302,6 +641,7 @@ private:
         if (state_.step == 0) validate(), state_.first_validation = state_.validation;
         started_ = seconds();
         while (state_.step < steps_) {
+            // One optimizer step on all micro-batches.
             const double before = seconds();
             batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
             train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
@@ -315,10 +655,11 @@ private:
                             " steps in a row; begin again with a lower --lr, or from the weights of the last "
                             "checkpoint with --model and another --out.");
 
+            // What comes after some of the steps. The last step is validated and saved after the loop.
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
             // A signal to one rank stops all of them after the same step.
-            const std::vector<int> signals = group_.all_gather(int(interrupted));
+            const std::vector<int> signals = run_.group->all_gather(int(interrupted));
             const int signal = *std::max_element(signals.begin(), signals.end());
             if (signal && !last) return stop_early(signal);
             if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
@@ -332,6 +673,7 @@ private:
         return 0;
     }
 
+    // Whether this step is one of those after which the flag asks for something.
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
     // Skipped steps do not count for the bias correction, but they do for the schedule.
@@ -370,6 +712,18 @@ private:
         unsaved_ = skipped_in_a_row_ < MOST_SKIPPED;
     }
 
+    // A full disk does not end the run.
+    void log(const Json& line) {
+        if (!log_) return;
+        if (std::fprintf(log_.get(), "%s\n", json_text(line).c_str()) >= 0 && std::fflush(log_.get()) == 0)
+            return;
+        std::fprintf(stderr,
+                     "train: --log %s cannot be written any more (%s); the run continues without it.\n",
+                     escaped(flags_.text("log")).c_str(), std::strerror(errno));
+        log_.reset();
+    }
+
+    // took: seconds of this step. The time left also counts validations, samples and saves.
     void print_step(const StepResult& result, float lr, double took) {
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
@@ -382,7 +736,7 @@ private:
             std::printf(" | skipped: %s (%ld so far)", result.targets ? "not finite" : "no token counts",
                         skipped);
         std::printf("\n");
-        log_.write({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss},
+        log({{"kind", "step"}, {"step", state_.step}, {"loss", result.loss},
                     {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3},
                     {"tokens_per_second", rate}, {"skipped", result.skipped}});
     }
@@ -405,9 +759,9 @@ private:
             validation_.skip(std::min(first + setup_.rank, batches - 1));
             batch.fill(validation_, 1, n, 0, 1);
             const int32_t* targets = batch.targets.data();
-            const std::vector<Part> parts = group_.all_gather(
+            const std::vector<Part> parts = run_.group->all_gather(
                 Part{model_.evaluate(batch.tokens.data(), targets), double(counted_targets(targets, n)) / n,
-                     corpus_.vocabulary.text_bytes(targets, n)});
+                     run_.corpus->vocabulary.text_bytes(targets, n)});
             for (int64_t i = 0; i < std::min<int64_t>(setup_.ranks, batches - first); i++) {
                 sum += parts[i].loss * parts[i].weight;
                 weight += parts[i].weight, bytes += parts[i].bytes;
@@ -426,39 +780,40 @@ private:
         state_.validation = sum / weight;
         std::printf("validation | step %ld | loss %.4f", state_.step, state_.validation);
         Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
-        if (steps_ == 0) {
+        if (run_.evaluates()) {
             line["perplexity"] = std::exp(state_.validation);
             std::printf(" | perplexity %.4g", std::exp(state_.validation));
         }
-        if (steps_ == 0 && bytes > 0) {
+        if (run_.evaluates() && bytes > 0) {
             line["bits_per_byte"] = sum * n / std::log(2.0) / bytes;
             std::printf(" | %.4f bits per byte", line["bits_per_byte"].get<double>());
         }
         std::printf("\n");
-        log_.write(line);
+        log(line);
     }
 
     // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
     void sample() {
-        if (prompt_.tokens.empty()) return;
+        if (run_.prompt.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
         const double before = seconds();
-        const auto tokens = generate(model_, prompt_.tokens, flags_.real("temperature"), seed);
-        const double each = (seconds() - before) / (tokens.size() - prompt_.tokens.size());
+        const auto tokens = generate(model_, run_.prompt.tokens, flags_.real("temperature"), seed);
+        const double each = (seconds() - before) / (tokens.size() - run_.prompt.tokens.size());
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
-                    each * 1e3, printable(prompt_.vocabulary.decode(tokens), Lines::Many).c_str());
-        log_.write({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
+                    each * 1e3, printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
+        log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
+    // Every rank calls it, because each sends what it keeps to rank 0, which writes.
     void save() {
         unsaved_ = false;
         if (flags_.text("out").empty()) return;
         // Weights of a skipped step must not replace a good checkpoint.
-        const bool suspect = skipped_in_a_row_ && !last_good_.empty();
-        if (!suspect) last_good_ = save_checkpoint(flags_.text("out"), model_, state_, companions_);
+        const bool suspect = skipped_in_a_row_ && !run_.last_good.empty();
+        if (!suspect) run_.last_good = save_checkpoint(flags_.text("out"), model_, state_, run_.companions);
         std::printf(suspect ? "not saved: step %ld was skipped; the last good checkpoint stays | %s\n"
                             : "saved | step %ld | %s\n",
-                    state_.step, printable(last_good_).c_str());
+                    state_.step, printable(run_.last_good).c_str());
     }
 
     // Returns the exit code that shells expect after a signal.
@@ -466,7 +821,7 @@ private:
         save();
         const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
         std::printf("Interrupted after step %ld%s\n", state_.step,
-                    last_good_.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
+                    run_.last_good.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
         return 128 + signal;
     }
 
@@ -478,7 +833,7 @@ private:
         std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. "
                     "Validation loss %.4f -> %.4f nats per token.\n",
                     steps, duration(took).c_str(), rate, skipped, state_.first_validation, state_.validation);
-        log_.write({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation},
+        log({{"kind", "end"}, {"step", state_.step}, {"first_validation", state_.first_validation},
                     {"validation", state_.validation}, {"skipped", skipped}, {"seconds", took},
                     {"tokens_per_second", rate}});
     }
@@ -509,403 +864,51 @@ private:
         }
     }
 
-    const Flags& flags_;
-    Ranks& group_;
-    const Corpus& corpus_;
-    const Prompt& prompt_;
+    Run& run_;
     Model& model_;
-    LoopState state_;
-    std::string last_good_;
-    const Companions& companions_;
-
+    const Flags& flags_ = run_.flags;
+    LoopState& state_ = run_.state;
     const Schedule& schedule_ = find_row(schedules(), flags_.text("schedule"), "--schedule");
     const Setup& setup_ = model_.setup();
     const int64_t resumed_at_ = state_.step, steps_ = flags_.count("steps");
     const int64_t micro_batches_ = setup_.accumulate * setup_.ranks;  // of a step, on all ranks
     const int64_t batch_tokens_ = setup_.B * setup_.T, step_tokens_ = micro_batches_ * batch_tokens_;
-    Loader train_{corpus_.train, setup_.B, setup_.T, setup_.seed, true};
-    Loader validation_{corpus_.validation, setup_.B, setup_.T, VALIDATION_SEED, true};
+    Loader train_{run_.corpus->train, setup_.B, setup_.T, setup_.seed, true};
+    Loader validation_{run_.corpus->validation, setup_.B, setup_.T, VALIDATION_SEED, true};
     Batch batch_;
-    Log log_;
+    std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, std::fclose};
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// From flags to a run
-
-struct Device {
-    const char* name;
-    std::unique_ptr<Model> (*make)(const Setup&);
-    bool gpu() const { return !std::strcmp(name, "gpu"); }
-};
-const std::vector<Device> DEVICES = {{"auto", nullptr}, {"cpu", make_reference}, {"gpu", make_gpu}};
-
-// Resolves auto; *note says why that is the CPU. A plan needs no device.
-const Device& choose_device(const std::string& wanted, int gpu, bool plan_only, std::string* note) {
-    const Device& device = find_row(DEVICES, wanted, "--device");
-    if (device.make == make_reference || (device.gpu() && plan_only)) return device;
-    const std::string missing = why_no_gpu(gpu);
-    if (missing.empty()) return find_row(DEVICES, "gpu", "--device");
-    if (device.gpu()) throw Error("--device gpu cannot be used: ", missing, ".");
-    *note = " (" + missing + ")";
-    return find_row(DEVICES, "cpu", "--device");
-}
-
-bool is_folder(const std::string& path) {
-    std::error_code ignored;
-    return fs::is_directory(path, ignored);
-}
-
-bool is_named_model(const std::string& name) {
-    return std::any_of(models().begin(), models().end(), [&](const auto& c) { return c.name == name; });
-}
-
-ModelConfig named_or_folder(const std::string& name) {
-    if (is_named_model(name)) return find_row(models(), name, "--model");
-    if (is_folder(name)) return read_model_config(name);
-    throw Error("--model ", name, " is neither a folder nor a named model; ./train --help lists the names.");
-}
-
-// The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
-// written into it.
-void choose_rows(Flags& flags, Setup& setup) {
-    setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
-    if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
-    setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
-    for (auto [flag, format] :
-         {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
-        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
-    }
-    bool* const fast = setup.recipe.fast_accumulation;
-    if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
-        for (const Accumulation& row : accumulations())
-            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
-    } else {
-        const Accumulation& row = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
-        std::copy(row.fast, row.fast + 3, fast);
-    }
-    for (const MemoryMode& mode : memory_modes()) {
-        const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
-        mode.choose(setup, &choice == &mode.choices.front());
-    }
-    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
-    find_row(schedules(), flags.text("schedule"), "--schedule");
-}
-
-// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes.
-void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
-    if (config.V == 0) config.V = corpus ? std::max(corpus->tokens_in_use, corpus->vocabulary.size()) : 256;
-    if (!corpus || (corpus->tokens_in_use <= MAX_VOCABULARY && corpus->tokens_in_use <= config.V)) return;
-    const std::string limit = corpus->tokens_in_use > MAX_VOCABULARY
-                                  ? concat("a vocabulary may have at most ", MAX_VOCABULARY)
-                                  : concat("the vocabulary of ", config.name, " has ", config.V);
-    throw Error("--data contains token ", corpus->tokens_in_use - 1, ", but ", limit,
-                " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
-}
-
-// Every flag that has a value in this run, given or not.
-void print_settings(const Flags& flags, const Setup& setup, const Device& device, const std::string& note,
-                    const Corpus* corpus) {
-    const ModelConfig& c = setup.config;
-    std::printf("Settings\n");
-    auto line = [](const char* name, const std::string& text) {
-        std::printf("  %-14s %s\n", name, text.c_str());
-    };
-    line("device", device.name + note);
-    if (setup.ranks > 1) line("ranks", concat(setup.ranks, ", --shard ", flags.text("shard")));
-    line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
-                              ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
-                              ", vocabulary ", c.V));
-    if (corpus) line("text", printable(corpus->description));
-    const std::vector<std::string> above = {"device", "ranks", "shard"};
-    for (const Flag& flag : flag_table()) {
-        const std::string value = flag.setting() ? flags.text(flag.name) : "";
-        if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
-            line(flag.name, escaped(value));
-    }
-}
-
-// The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
-// FP32, all gradients in FP32, and the largest of both a second time.
-int64_t cpu_memory(const Setup& setup) {
-    int64_t largest = 0;
-    for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
-    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
-    const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
-}
-
-// Linux grants more memory than the machine has, and later ends the program: so this is checked first.
-void require_memory(const Setup& setup, int64_t processes) {
-    const int64_t needed = cpu_memory(setup) * processes;
-    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (needed > present)
-        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
-                    present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
-                    "(./train --plan shows what needs how much).");
-}
-
-// The folder that a checkpoint or a file is in.
-std::string parent_folder(const std::string& path) {
-    const fs::path whole = fs::absolute(path).lexically_normal();
-    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
-    return folder.parent_path().string();
-}
-
-bool is_in(const std::string& checkpoint, const std::string& out) {
-    return !checkpoint.empty() && parent_folder(checkpoint) == parent_folder(out + "/x");
-}
-
-// Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
-// it is missing, and removes it at the end if it is still empty. (Some file systems have no locks; then
-// nothing is locked.)
-class FolderLock {
-public:
-    explicit FolderLock(const std::string& out) : out_(out) {
-        std::error_code failed;
-        made_ = !is_folder(out);
-        create_folders(out, failed);
-        folder_ = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (folder_ < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
-            throw Error("--out ", out, " cannot be written (",
-                        failed ? failed.message() : std::strerror(errno),
-                        "); choose another folder, or \"\" to save nothing.");
-        const bool ours = ::flock(folder_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
-        struct stat locked, named;  // they differ if another run has just removed the folder
-        if (ours && ::fstat(folder_, &locked) == 0 && ::stat(out.c_str(), &named) == 0 &&
-            locked.st_ino == named.st_ino)
-            return;
-        ::close(folder_);
-        throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
-    }
-    ~FolderLock() {
-        if (made_) ::rmdir(out_.c_str());
-        ::close(folder_);
-    }
-    FolderLock(const FolderLock&) = delete;
-    FolderLock& operator=(const FolderLock&) = delete;
-
-private:
-    std::string out_;
-    bool made_ = false;
-    int folder_ = -1;
-};
-
-// A full disk must be found before training. A run that saves more than once has at most three checkpoints at
-// a time: the best, the last, and the next one while it is written.
-void require_space(const Flags& flags, const Setup& setup, int64_t step, bool resumed_there) {
-    const std::string& out = flags.text("out");
-    const int64_t every = flags.count("save-every"), left = flags.count("steps") - step;
-    const int64_t saves = every ? ceil_div(left + step % every, every) : 1,
-                  at_once = std::min<int64_t>(saves, resumed_there ? 2 : 3);
-    const int64_t weight_bytes = setup.master ? 4 : 2;  // BF16, and the rest of the master
-    Setup whole = setup;  // the files have what all ranks keep
-    whole.rank = 0, whole.ranks = 1;
-    const int64_t bytes =
-        weight_bytes * parameter_count(setup.config) + total_bytes(memory_plan(whole), Category::Optimizer);
-    std::error_code failed;
-    const fs::space_info space = fs::space(out, failed);
-    if (!failed && space.available < uint64_t(at_once * bytes))
-        throw Error("--out ", out, " has ", space.available >> 20, " MiB free, but needs room for ", at_once,
-                    " more checkpoints of ", bytes >> 20,
-                    " MiB each; free some space, choose another folder, or give a larger --save-every.");
-}
-
-// A new run must not use the folder of another run's checkpoints.
-void require_no_other_run(const std::string& out, const std::string& resumed) {
-    if (is_in(resumed, out)) return;
-    std::string found;
-    try {
-        found = find_checkpoint(out, print_error);
-    } catch (const Error&) {
-        return;  // there is none
-    }
-    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
-                ", or choose another folder with --out.");
-}
-
-struct Origin {  // a checkpoint to continue, or nothing
-    std::unique_ptr<FolderLock> lock;  // of --out, on rank 0; null if nothing is saved
-    std::string checkpoint;
-    bool in_out = false;  // it is one of the run's own in --out
-    LoopState state;
-    int64_t train_tokens = 0;
-    std::string train_hash;  // sampled_hash()
-};
-
-// Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
-void check_settings(const std::string& checkpoint, const nlohmann::json& settings) {
-    Flags theirs;
-    Setup ignored{};
-    try {
-        theirs.take(settings);
-        theirs.take_defaults(false);
-        theirs.typed();  // parses every number
-        choose_rows(theirs, ignored);
-    } catch (const Error& error) {
-        throw Error("The settings in trainer.json of --resume ", checkpoint, " are damaged: ", error.what());
-    }
-}
-
-// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
-void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
-    const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
-    const std::string micro_batches = concat(all, " micro-batches a step");
-    if (all % ranks) {
-        std::string fitting;
-        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
-            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
-        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
-                    (all == 1 ? " rank." : " ranks."));
-    }
-    if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
-        throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
-                    " ranks differs from the checkpoint's ", micro_batches,
-                    "; leave it out to continue that run, or leave --resume out to begin another.");
-    settings["accumulate"] = std::to_string(all / ranks);
-}
-
-// Rank 0 alone looks at --out and chooses the checkpoint; it tells the others.
-Origin find_origin(Flags& flags, Ranks& group, int64_t ranks) {
-    Origin origin;
-    const bool resumes = flags.given("resume"), first = group.rank() == 0;
-    if (resumes && flags.text("resume").empty())
-        throw Error("--resume is empty; name a checkpoint, or a folder of them.");
-    if (first) {
-        if (!flags.given("out"))
-            flags.set("out", resumes ? parent_folder(find_checkpoint(flags.text("resume")))
-                                     : find_flag("out").standard);
-        const bool saves = !flags.given("plan") && !flags.text("out").empty() &&
-                           !(flags.given("steps") && flags.count("steps") == 0);
-        if (saves) origin.lock = std::make_unique<FolderLock>(flags.text("out"));
-        // Found again, now under the lock: another run may have removed it.
-        if (resumes) origin.checkpoint = find_checkpoint(flags.text("resume"), print_error);
-        origin.in_out = is_in(origin.checkpoint, flags.text("out"));
-    }
-    flags.set("out", group.all_gather(first ? flags.text("out") : std::string()).front());
-    origin.checkpoint = group.all_gather(origin.checkpoint).front();
-    origin.in_out = group.all_gather(int(origin.in_out)).front();
-    if (origin.checkpoint.empty()) return origin;
-    origin.state = read_loop_state(origin.checkpoint);
-    try {
-        std::string why;
-        const std::string& text = origin.state.settings;
-        nlohmann::json settings = parse_json(text.data(), text.size(), &why);
-        origin.train_tokens = settings.at("train_tokens").get_ref<const uint64_t&>();
-        origin.train_hash = settings.at("train_hash").get<std::string>();
-        check_settings(origin.checkpoint, settings);
-        share_micro_batches(flags, settings, ranks);
-        flags.take(settings);
-    } catch (const nlohmann::json::exception&) {
-        throw Error("--resume ", origin.checkpoint,
-                    " has no settings in its trainer.json; start from its weights with --model.");
-    }
-    return origin;
-}
-
-// Ranks that were started by hand, or on several hosts, may have other flags or data.
-void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
-    const std::vector<std::string> all = group.all_gather(mine);
-    for (size_t rank = 1; rank < all.size(); rank++)
-        if (all[rank] != all[0])
-            throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
-                        "\", but rank 0 with \"", escaped(all[0]), "\"; give every rank the same flags.");
-}
-
-void require_same_data(Ranks& group, const Corpus& corpus) {
-    std::string mine;
-    for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
-        mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
-    const std::vector<std::string> all = group.all_gather(mine);
-    for (size_t rank = 1; rank < all.size(); rank++)
-        if (all[rank] != all[0])
-            throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
-}
-
-// The checkpoint must fit the data (null: a plan without data) and the model.
-void require_same_run(const Origin& origin, const Corpus* corpus, const ModelConfig& config) {
-    if (origin.checkpoint.empty()) return;
-    if (corpus && origin.train_tokens != corpus->train.size())
-        throw Error("--data has ", corpus->train.size(), " training tokens, but the checkpoint's run had ",
-                    origin.train_tokens, "; give the same data again.");
-    if (corpus && origin.train_hash != sampled_hash(corpus->train))
-        throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
-    const size_t buckets = bucket_ranges(parameters(config)).size();
-    const size_t found = origin.state.norm_correction.size();
-    if (found && found != buckets)
-        throw Error("--resume ", origin.checkpoint, " has ", found,
-                    " values of norm_correction in its trainer.json, but the model has ", buckets,
-                    " buckets; resume from another checkpoint.");
-}
-
-void print_start(const Origin& origin, const Corpus& corpus, const Setup& setup) {
-    std::printf("\n");
-    if (!origin.checkpoint.empty())
-        std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(origin.checkpoint).c_str(),
-                    origin.state.step, origin.state.tokens);
-    if (corpus.vocabulary.empty())
-        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
-                    "(data/tokenize.py writes it).\n");
-    else if (corpus.vocabulary.size() == 256 && setup.config.V > 256)
-        std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
-                    "data/tokenize.py makes token files.\n", setup.config.V);
-}
-
-// -----------------------------------------------------------------------------------------------------------
 // From the command line to the exit code
 
-// In a run, samples have the vocabulary of the data. With --steps 0 a --prompt that is given has the tokens
-// of the model folder's tokenizer, if there is one. Rank 0 tokenizes for all.
-Prompt choose_prompt(const Flags& flags, bool given, Ranks& group, const Corpus& corpus, const Setup& setup,
-                     const std::string& folder) {
-    Prompt prompt{corpus.vocabulary, {}};
-    const bool evaluates = flags.count("steps") == 0,
-               own_tokenizer = evaluates && !folder.empty() && fs::exists(folder + "/tokenizer.json");
-    if (evaluates ? !given : flags.count("sample-every") == 0) return prompt;
-    if (own_tokenizer && setup.rank == 0) prompt = tokenize_prompt(folder, flags.text("prompt"));
-    if (own_tokenizer) prompt.tokens = group.all_gather(prompt.tokens).front();
-    else if (!corpus.vocabulary.empty()) prompt.tokens = corpus.vocabulary.encode(flags.text("prompt"));
-    else return prompt;  // print_start() has said so
-    if (prompt.tokens.empty())
-        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
-    if (int64_t(prompt.tokens.size()) >= setup.T)
-        throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", setup.T,
-                    " must have room for more; shorten it.");
-    if (*std::max_element(prompt.tokens.begin(), prompt.tokens.end()) >= setup.config.V)
-        throw Error("--prompt has a token that is not in the model's vocabulary; choose another.");
-    return prompt;
-}
-
 // Files and flags are checked before the model is made, which can take minutes.
-int train(const Device& device, const Flags& flags, Ranks& group, const Corpus& corpus, const Setup& setup,
-          const Origin& origin, bool prompt_given) {
-    const bool resumes = !origin.checkpoint.empty();
-    const std::string& weights = resumes ? origin.checkpoint : flags.text("model");
-    const bool from_folder = resumes || !is_named_model(weights);
-    if (from_folder) check_weights(weights, setup.config);
-    Companions companions;
-    if (from_folder && origin.lock) companions = read_companions(weights);  // only rank 0 saves them
-    if (!device.gpu()) require_memory(setup, flags.count("ranks"));
-    const std::string folder = from_folder ? weights : "";
-    const Prompt prompt = choose_prompt(flags, prompt_given, group, corpus, setup, folder);
-    const std::unique_ptr<Model> model = device.make(setup);
-    if (resumes) load_checkpoint(weights, *model);
-    else if (from_folder) load_weights(weights, *model);
-    Training training(flags, group, corpus, *model, origin.state, origin.in_out ? origin.checkpoint : "",
-                      companions, prompt);
-    if (origin.lock) require_space(flags, setup, origin.state.step, origin.in_out);
-    if (flags.count("steps")) finish_step_at_interrupt();  // an evaluation has no step to finish
+int train(Run& run) {
+    const Setup& setup = run.setup;
+    if (!run.weights.empty()) check_weights(run.weights, setup.config);
+    if (!run.weights.empty() && run.lock) run.companions = read_companions(run.weights);
+    if (!run.gpu()) require_memory(setup, run.flags.count("ranks"));
+    run.prompt = choose_prompt(run);
+    const std::unique_ptr<Model> model = run.gpu() ? make_gpu(setup) : make_reference(setup);
+    if (!run.checkpoint.empty()) load_checkpoint(run.checkpoint, *model);
+    else if (!run.weights.empty()) load_weights(run.weights, *model);
+    Training training(run, *model);
+    if (run.lock) require_space(run);
+    if (!run.evaluates()) finish_step_at_interrupt();  // an evaluation has no step to finish
     return training.run();
 }
 
-// Flags are completed in four steps: from the command line, the checkpoint, the device's defaults, and the
-// recipe. group outlives an error, so that main() can tell the other ranks of it.
+// The stages of a run: flags, checkpoint, data, plan, and in train() the model and the loop. Flags are
+// completed in four steps: from the command line, the checkpoint, the device's defaults, and the recipe.
+// group outlives an error, so that main() can tell the other ranks of it.
 int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
-    Flags flags;
+    // The command line, and the other ranks.
+    Run run;
+    Flags& flags = run.flags;
+    Setup& setup = run.setup;
     std::exception_ptr wrong_flags;  // the other ranks hear of it, too
     try {
         flags.parse(argc, argv);
@@ -914,66 +917,62 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     }
     const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.count("ranks") : 0);
     if (launch.rank && !std::freopen("/dev/null", "w", stdout)) ::close(1);  // rank 0 alone prints
-    const bool plan_only = flags.given("plan"), help = flags.given("help");
-    const bool several = launch.ranks > 1 && !plan_only && !help;
+    const bool help = flags.given("help"), several = launch.ranks > 1 && !run.plan_only() && !help;
     group = std::make_unique<Ranks>(several ? launch : Launch(), argv);
     if (wrong_flags) std::rethrow_exception(wrong_flags);
     if (help) return print_help(), 0;
-    const bool prompt_given = flags.given("prompt");  // here, not in the run that is resumed
-    const Origin origin = find_origin(flags, *group, launch.ranks);
-    const bool chose_seq = flags.given("seq"), chose_data = flags.given("data");
-    std::string note;
-    const std::string wanted = flags.given("device") ? flags.text("device") : "auto";
-    const Device& device = choose_device(wanted, launch.local, plan_only, &note);
-    flags.take_defaults(device.gpu());
+    run.group = group.get();
+    setup.ranks = launch.ranks;
+    setup.rank = launch.rank;
+    setup.group = several ? group.get() : nullptr;
 
-    Setup setup{};
+    // The checkpoint, the device, the rows of the tables.
+    choose_checkpoint(run);
+    choose_device(run, launch.local);
+    flags.take_defaults(run.gpu());
     choose_rows(flags, setup);
     for (const Flag& flag : flag_table())
         if (flag.resume != Resume::Ignore) require_same_flag(*group, flag.name, flags.text(flag.name));
     require_same_flag(*group, "resume", flags.text("resume"));
-    require_same_flag(*group, "device", device.name);
-    setup.config = origin.checkpoint.empty() ? named_or_folder(flags.text("model"))
-                                             : read_model_config(origin.checkpoint);
-    const int64_t steps = flags.count("steps"), done = origin.state.step;
-    if (!plan_only && !origin.checkpoint.empty() && steps && steps <= done)
-        throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ", done,
-                    "; give a larger --steps to continue.");
-    if (origin.lock) require_no_other_run(flags.text("out"), origin.checkpoint);
+    require_same_flag(*group, "device", run.device);
+    choose_model(run);
+    if (!run.plan_only() && !run.evaluates() && flags.count("steps") <= run.state.step)
+        throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ",
+                    run.state.step, "; give a larger --steps to continue.");
+    require_no_other_run(run);
 
-    std::unique_ptr<Corpus> corpus;
-    if (!plan_only || (setup.config.V == 0 && chose_data))
-        corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
-    choose_vocabulary(setup.config, corpus.get());
-    if (!chose_seq) flags.set("seq", std::to_string(std::min(flags.count("seq"), setup.config.longest())));
+    // The data, and the sizes.
+    if (!run.plan_only() || (setup.config.V == 0 && flags.given("data")))
+        run.corpus = std::make_unique<Corpus>(load_corpus(flags.text("data")));
+    choose_vocabulary(setup.config, run.corpus.get());
+    if (!flags.given("seq") && run.checkpoint.empty())
+        flags.set("seq", std::to_string(std::min(flags.count("seq"), setup.config.longest())));
     setup.B = flags.count("batch");
     setup.T = flags.count("seq");
     setup.accumulate = flags.count("accumulate");
     setup.seed = uint64_t(flags.count("seed"));
-    setup.ranks = launch.ranks;
-    setup.rank = launch.rank;
-    setup.group = several ? group.get() : nullptr;
     validate(setup);
-    require_same_run(origin, corpus.get(), setup.config);
-    if (corpus) require_same_data(*group, *corpus);
+    require_same_run(run);
+    if (run.corpus) require_same_data(*group, *run.corpus);
 
-    print_settings(flags, setup, device, note, corpus.get());
+    // The plan.
+    print_settings(run);
     print_precision_plan(setup);
     Setup most = setup;  // the last rank keeps most
     most.rank = setup.ranks - 1;
     print_memory_plan(most);
-    if (plan_only && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
-    if (plan_only) {
+    if (run.plan_only()) {
+        if (flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
         for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
             if (!reason.empty()) std::printf("On a GPU this is an error: %s\n", reason.c_str());
         return 0;
     }
-    print_start(origin, *corpus, setup);
+    print_start(run);
     try {
-        return train(device, flags, *group, *corpus, setup, origin, prompt_given);
+        return train(run);
     } catch (const std::bad_alloc&) {
         const std::string needed = concat(": this run needs ", cpu_memory(setup) >> 20, " MiB and workspace");
-        throw Error("The machine's memory ran out", device.gpu() ? "" : needed,
+        throw Error("The machine's memory ran out", run.gpu() ? "" : needed,
                     "; close other programs, or choose a smaller --model, --batch, --seq or --accumulate.");
     }
 }
