@@ -26,8 +26,9 @@ struct Fields {
     std::string path;  // of the file, for errors
     nlohmann::json object;
 
-    [[noreturn]] void reject(const std::string& field, const std::string& what) const {
-        throw Error(path + ": field " + field + " " + what + ".");
+    template <class... Parts>
+    [[noreturn]] void reject(const std::string& field, const Parts&... what) const {
+        throw Error(path, ": field ", field, " ", what..., ".");
     }
     static std::string excerpt(const nlohmann::json& value);
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
@@ -39,8 +40,7 @@ struct Fields {
     template <class T, class Accept>
     T value(const std::string& field, const char* kind, Accept ok) const {
         const nlohmann::json& found = at(field);
-        if (!ok(found))
-            reject(field, std::string("must be ") + kind + ", not " + excerpt(found) + "; correct it");
+        if (!ok(found)) reject(field, "must be ", kind, ", not ", excerpt(found), "; correct it");
         return found.get<T>();
     }
     // At most 10^15, far below 2^63: sums do not overflow.
