@@ -26,9 +26,8 @@ using RowCount = int64_t (*)(const ModelConfig&, const Param&);
 
 // A vector counts as a column: a bias of q, k and v has their rows, too.
 int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
-int64_t all(const ModelConfig&, const Param& p) { return p.size() / cols_of(p); }
 // Without the rows that pad our vocabulary.
-int64_t live(const ModelConfig& c, const Param&) { return c.V; }
+int64_t all(const ModelConfig& c, const Param& p) { return live_elements(c, p) / cols_of(p); }
 int64_t q(const ModelConfig& c, const Param&) { return c.q_cols(); }
 int64_t kv(const ModelConfig& c, const Param&) { return c.kv_cols(); }
 int64_t half(const ModelConfig& c, const Param&) { return c.F; }  // of gate_up
@@ -47,7 +46,7 @@ struct Family {
 };
 
 const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
-    {"embedding", "model.embed_tokens", live},
+    {"embedding", "model.embed_tokens"},
     {"norm1", "input_layernorm"},
     {"qkv", "self_attn.q_proj", q}, {"qkv", "self_attn.k_proj", kv}, {"qkv", "self_attn.v_proj", kv},
     {"attention_out", "self_attn.o_proj"},
@@ -55,16 +54,16 @@ const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
     {"gate_up", "mlp.gate_proj", half}, {"gate_up", "mlp.up_proj", half},
     {"down", "mlp.down_proj"},
     {"final_norm", "model.norm"},
-    {"head", "lm_head", live},
+    {"head", "lm_head"},
 }, {".rotary_emb.inv_freq"}};
 
 const Family GPT2_FAMILY = {"transformer.h.", "transformer.", true, {
-    {"embedding", "transformer.wte", live},
+    {"embedding", "transformer.wte"},
     {"positions", "transformer.wpe"},
     {"norm1", "ln_1"}, {"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"},
     {"norm2", "ln_2"}, {"gate_up", "mlp.c_fc"}, {"down", "mlp.c_proj"},
     {"final_norm", "transformer.ln_f"},
-    {"head", "lm_head", live},
+    {"head", "lm_head"},
 }, {".attn.bias", ".attn.masked_bias"}};
 
 const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
