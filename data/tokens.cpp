@@ -36,8 +36,7 @@ static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
     }
 }
 
-// Reads the whole source once, for its largest token.
-TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(segments_[0].count) {
+TokenStream::TokenStream(TokenSource source) : sources_{std::move(source)}, count_(sources_[0].count) {
     int64_t largest = -1;
     std::vector<int32_t> tokens(1 << 16);
     for (int64_t at = 0, n; at < count_; at += n) {
@@ -45,28 +44,22 @@ TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(
         read(at, n, tokens.data());
         for (int64_t i = 0; i < n; i++) largest = std::max<int64_t>(largest, uint32_t(tokens[i]));
     }
-    segments_[0].largest = largest;  // a larger one later means that the file was changed
+    sources_[0].largest = largest;  // a larger one later means that the file was changed
 }
 
-TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count)
-    : TokenStream(Segment{std::move(memory), nullptr, 0, width, 0, count, INT64_MAX}) {}
-
-TokenStream::TokenStream(std::shared_ptr<const InputFile> file, int64_t start, int width, int64_t count)
-    : TokenStream(Segment{nullptr, std::move(file), start, width, 0, count, INT64_MAX}) {}
-
-// Calls use(segment, at, n) for each segment that has some of the tokens [first, first + count): those are
-// the tokens [at, at + n) of its source.
+// Calls use(source, at, n) for each source that has some of the tokens [first, first + count): those are the
+// tokens [at, at + n) of its array or file.
 template <class Use>
-void TokenStream::for_each_segment(int64_t first, int64_t count, Use use) const {
-    for (const Segment& s : segments_) {
+void TokenStream::for_each_source(int64_t first, int64_t count, Use use) const {
+    for (const TokenSource& s : sources_) {
         const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
         if (begin < end) use(s, s.first + begin, end - begin);
-        first -= s.count;  // counted from the next segment on
+        first -= s.count;  // counted from the next source on
     }
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
-    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
         const int64_t start = s.start + at * s.width;
         std::vector<uint8_t> buffer(s.file ? n * s.width : 0);
         if (s.file) s.file->read(start, buffer.data(), n * s.width);
@@ -78,14 +71,12 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
     });
 }
 
-void TokenStream::set_mask(std::shared_ptr<const InputFile> mask) { segments_.at(0).mask = std::move(mask); }
-
 bool TokenStream::masked() const {
-    return std::any_of(segments_.begin(), segments_.end(), [](const Segment& s) { return bool(s.mask); });
+    return std::any_of(sources_.begin(), sources_.end(), [](const TokenSource& s) { return bool(s.mask); });
 }
 
 void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
-    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
         std::vector<uint8_t> counts(n, 1);
         if (s.mask) s.mask->read(at, counts.data(), n);
         for (int64_t i = 0; i < n; i++)
@@ -95,7 +86,7 @@ void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
 }
 
 void TokenStream::prefetch(int64_t first, int64_t count) const {
-    for_each_segment(first, count, [](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [](const TokenSource& s, int64_t at, int64_t n) {
         if (s.file) s.file->prefetch(s.start + at * s.width, n * s.width);
     });
 }
@@ -108,22 +99,22 @@ int32_t TokenStream::operator[](int64_t i) const {
 
 TokenStream TokenStream::part(int64_t first, int64_t count) const {
     TokenStream result;
-    for_each_segment(first, count, [&](Segment s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](TokenSource s, int64_t at, int64_t n) {
         s.first = at, s.count = n;
-        result.segments_.push_back(std::move(s));
+        result.sources_.push_back(std::move(s));
         result.count_ += n;
     });
     return result;
 }
 
 void TokenStream::append(const TokenStream& other) {
-    segments_.insert(segments_.end(), other.segments_.begin(), other.segments_.end());
+    sources_.insert(sources_.end(), other.sources_.begin(), other.sources_.end());
     count_ += other.count_;
 }
 
 int64_t TokenStream::largest() const {
     int64_t largest = -1;
-    for (const Segment& s : segments_) largest = std::max(largest, s.largest);
+    for (const TokenSource& s : sources_) largest = std::max(largest, s.largest);
     return largest;
 }
 
@@ -271,7 +262,7 @@ bool is_text(const MappedFile& file) {
 
 TokenStream stream_of(std::string text) {
     const auto memory = std::make_shared<const std::string>(std::move(text));
-    return {std::shared_ptr<const void>(memory, memory->data()), 1, int64_t(memory->size())};
+    return TokenStream({{memory, memory->data()}, nullptr, 0, 1, 0, int64_t(memory->size())});
 }
 
 // The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs
@@ -346,15 +337,16 @@ TokenStream read_token_file(const std::string& path) {
     require(count > 0, "has no tokens");
     require(bytes == count * format->bytes, "is truncated or damaged: ", count, " tokens need ",
             count * format->bytes, " bytes, but it has ", bytes);
-    TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
+    TokenSource source{nullptr, file, TOKEN_HEADER, format->bytes, 0, count};
+    const std::string beside = fs::path(path).replace_extension(".mask").string();
+    if (fs::exists(beside)) {
+        source.mask = std::make_shared<const InputFile>(beside);
+        require(source.mask->bytes() == count, "has ", count, " tokens, but ", beside, " has ",
+                source.mask->bytes(), " bytes, one for each token");
+    }
+    const TokenStream tokens(std::move(source));
     // From here on tokens are int32, and a negative one would mean NO_TARGET.
     require(tokens.largest() <= INT32_MAX, "is damaged: it has token ", tokens.largest());
-    const std::string beside = fs::path(path).replace_extension(".mask").string();
-    if (!fs::exists(beside)) return tokens;
-    const auto mask = std::make_shared<const InputFile>(beside);
-    require(mask->bytes() == count, "has ", count, " tokens, but ", beside, " has ", mask->bytes(),
-            " bytes, one for each token");
-    tokens.set_mask(mask);
     return tokens;
 }
 
