@@ -65,7 +65,7 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
                (k && !(value >= 0.0625f && value <= 64));
     }
     if (bad)
-        throw Error(file.path() + " has invalid values in " + t.name + "; resume from another checkpoint.");
+        throw Error(file.path(), " has invalid values in ", t.name, "; resume from another checkpoint.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -152,15 +152,14 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.step = f.natural("step");
     s.updates = f.natural("updates");
     if (s.updates > s.step)
-        f.reject("updates", "is " + std::to_string(s.updates) + " after " + std::to_string(s.step) +
-                                " steps; give another --resume");
+        f.reject("updates", "is ", s.updates, " after ", s.step, " steps; give another --resume");
     s.position = {f.natural("epoch"), f.natural("window")};
     s.tokens = f.natural("tokens");
     s.first_validation = loss("first_validation");
     for (const json& value : f.at("norm_correction")) {
         s.norm_correction.push_back(value.is_number() ? value.get<double>() : -1);
         if (!(s.norm_correction.back() >= 0 && std::isfinite(s.norm_correction.back())))
-            f.reject("norm_correction", "must be numbers of at least 0, not " + Fields::excerpt(value));
+            f.reject("norm_correction", "must be numbers of at least 0, not ", Fields::excerpt(value));
     }
     s.settings = f.text("settings");
     s.run = f.text("run");
@@ -176,8 +175,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const ordered_json our_formats = formats_of(setup);
     for (const auto& [flag, ours] : our_formats.items())
         if (const std::string theirs = formats.text(flag); theirs != ours)
-            throw Error(checkpoint + " is of a run with --" + flag + " " + escaped(theirs) + ", not " +
-                        ours.get<std::string>() + "; resume with --" + flag + " " + escaped(theirs) + ".");
+            throw Error(checkpoint, " is of a run with --", flag, " ", escaped(theirs), ", not ",
+                        ours.get<std::string>(), "; resume with --", flag, " ", escaped(theirs), ".");
     // All files are checked before the first write: an error leaves the model as it was.
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
@@ -187,8 +186,8 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     }
     for (const std::string& name : {WEIGHTS_FILE, OPTIMIZER_FILE})
         if (setup.rank == 0 && hashes.text(name) != hash_file(path_in(checkpoint, name)))
-            throw Error(path_in(checkpoint, name) +
-                        " is damaged: its hash is not that in trainer.json; resume from another checkpoint.");
+            throw Error(path_in(checkpoint, name), " is damaged: its hash is not that in trainer.json; "
+                        "resume from another checkpoint.");
     wait_for_ranks(setup);
     load_weights(checkpoint, model);
     for (const StateTensor& t : table)
@@ -305,7 +304,7 @@ void remove_older(const std::string& out, const LoopState& state, int keep) {
 // An exception of std::filesystem names the cause; the Error also says what to do.
 Error with_advice(const fs::filesystem_error& e, const std::string& folder) {
     const std::string path = e.path1().empty() ? folder : e.path1().string();
-    return Error("Cannot use " + path + " (" + e.code().message() +
+    return Error("Cannot use ", path, " (", e.code().message(),
                  "); check the disk and permissions, or give another folder with --out.");
 }
 
@@ -342,11 +341,11 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 
 std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
     if (!fs::is_directory(folder))
-        throw Error(folder + " is not a folder; give a checkpoint, or a folder of them.");
+        throw Error(folder, " is not a folder; give a checkpoint, or a folder of them.");
     if (is_complete(folder)) return folder;
     const std::vector<Checkpoint> found = checkpoints(folder, warn);
     if (found.empty())
-        throw Error(folder + " has no complete checkpoint; give a folder that a run wrote with --out.");
+        throw Error(folder, " has no complete checkpoint; give a folder that a run wrote with --out.");
     return found.back().folder;
 } catch (const fs::filesystem_error& e) {
     throw with_advice(e, folder);

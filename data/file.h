@@ -32,22 +32,34 @@ inline bool has_entry(const std::string& path) {
     return std::filesystem::exists(std::filesystem::symlink_status(path, unknown));
 }
 
+// The number of an open file or folder; negative if it cannot be opened. As a member it is closed also where
+// the constructor of its owner fails.
+class Descriptor {
+public:
+    Descriptor(const std::string& path, int flags) : file_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    ~Descriptor() {
+        if (file_ >= 0) ::close(file_);
+    }
+    operator int() const { return file_; }
+    int close() { return ::close(std::exchange(file_, -1)); }
+
+private:
+    int file_;
+};
+
 // A file that is read piece by piece. If it becomes shorter while it is open, the read is an Error; a mapped
 // file would end the program with SIGBUS.
 class InputFile {
 public:
-    explicit InputFile(const std::string& path) : path_(path) {
-        file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // non-blocking: path may be a pipe
+    explicit InputFile(const std::string& path)
+        : path_(path), file_(path, O_RDONLY | O_NONBLOCK) {  // non-blocking: path may be a pipe
         struct stat status;
         if (file_ < 0 || ::fstat(file_, &status)) fail();
+        if (!S_ISREG(status.st_mode)) throw Error(path, " is not a regular file; give a file.");
         bytes_ = status.st_size;
-        if (S_ISREG(status.st_mode)) return;
-        ::close(file_);
-        throw Error(path + " is not a regular file; give a file.");
     }
-    InputFile(const InputFile&) = delete;
-    InputFile& operator=(const InputFile&) = delete;
-    ~InputFile() { ::close(file_); }
     const std::string& path() const { return path_; }
     int64_t bytes() const { return bytes_; }
     void read(int64_t at, void* to, int64_t bytes) const {
@@ -55,7 +67,7 @@ public:
             const ssize_t got = ::pread(file_, next, size_t(bytes), at);
             if (got < 0 && errno == EINTR) continue;
             if (got < 0) fail();
-            if (got == 0) throw Error(path_ + " became shorter while it was in use; restore the file.");
+            if (got == 0) throw Error(path_, " became shorter while it was in use; restore the file.");
             next += got, at += got, bytes -= got;
         }
     }
@@ -65,12 +77,12 @@ public:
 protected:
     int descriptor() const { return file_; }
     [[noreturn]] void fail() const {
-        throw Error("Cannot read " + path_ + " (" + std::strerror(errno) + "); check path and permissions.");
+        throw Error("Cannot read ", path_, " (", std::strerror(errno), "); check path and permissions.");
     }
 
 private:
     std::string path_;
-    int file_ = -1;
+    Descriptor file_;
     int64_t bytes_ = 0;
 };
 
@@ -94,16 +106,11 @@ private:
 // A file that is written. Without finish() the destructor removes it.
 class OutputFile {
 public:
-    explicit OutputFile(const std::string& path) : path_(path) {
-        file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    explicit OutputFile(const std::string& path) : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC) {
         if (file_ < 0) fail();
     }
-    OutputFile(const OutputFile&) = delete;
-    OutputFile& operator=(const OutputFile&) = delete;
     ~OutputFile() {
-        if (file_ < 0) return;
-        ::close(file_);
-        ::unlink(path_.c_str());
+        if (file_ >= 0) ::unlink(path_.c_str());
     }
     void write(const void* data, int64_t bytes) {
         for (const char* next = static_cast<const char*>(data); bytes > 0;) {
@@ -115,16 +122,16 @@ public:
     }
     void finish() {  // waits until the bytes are on disk
         if (::fsync(file_)) fail();
-        if (::close(std::exchange(file_, -1))) fail();
+        if (file_.close()) fail();
     }
 
 private:
     [[noreturn]] void fail() const {
-        throw Error("Cannot write " + path_ + " (" + std::strerror(errno) +
+        throw Error("Cannot write ", path_, " (", std::strerror(errno),
                     "); free some space, or give another folder with --out.");
     }
     std::string path_;
-    int file_ = -1;
+    Descriptor file_;
 };
 
 inline void write_file(const std::string& path, const std::string& bytes) {
@@ -136,13 +143,10 @@ inline void write_file(const std::string& path, const std::string& bytes) {
 // A new or renamed file survives a power failure only once its folder is synced. Some file systems cannot
 // sync a folder and return EINVAL; that is no error.
 inline void sync_folder(const std::string& folder) {
-    const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
-    const int error = errno;
-    if (file >= 0) ::close(file);
-    if (!ok)
-        throw Error("Cannot sync " + folder + " (" + std::strerror(error) +
-                    "); check the disk, or give another folder with --out.");
+    const Descriptor file(folder, O_RDONLY | O_DIRECTORY);
+    if (file >= 0 && (::fsync(file) == 0 || errno == EINVAL)) return;
+    throw Error("Cannot sync ", folder, " (", std::strerror(errno),
+                "); check the disk, or give another folder with --out.");
 }
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.

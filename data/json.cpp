@@ -60,7 +60,7 @@ Fields read_json(const std::string& path) {
     const MappedFile file(path);
     std::string why;
     nlohmann::json value = parse_json(file.data(), file.bytes(), &why);
-    if (!why.empty()) throw Error(path + " " + why + "; download or save it again.");
+    if (!why.empty()) throw Error(path, " ", why, "; download or save it again.");
     return {path, std::move(value)};
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -26,8 +27,9 @@ struct Fields {
     std::string path;  // of the file, for errors
     nlohmann::json object;
 
-    [[noreturn]] void reject(const std::string& field, const std::string& what) const {
-        throw Error(path + ": field " + field + " " + what + ".");
+    template <class... Parts>
+    [[noreturn]] void reject(const std::string& field, const Parts&... what) const {
+        throw Error(path, ": field ", field, " ", what..., ".");
     }
     static std::string excerpt(const nlohmann::json& value);
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
@@ -35,20 +37,21 @@ struct Fields {
         if (!has(field)) reject(field, "is missing; download or save the folder again");
         return object[field];
     }
-    // The field's value as a T, which `ok` accepts; `kind` says what it accepts.
+    // The field's value as a T, which `ok` accepts; `kind` says what it accepts. A missing field is
+    // `otherwise`, or an Error if there is none.
     template <class T, class Accept>
-    T value(const std::string& field, const char* kind, Accept ok) const {
+    T value(const std::string& field, const char* kind, Accept ok, std::optional<T> otherwise = {}) const {
+        if (otherwise && !has(field)) return *otherwise;
         const nlohmann::json& found = at(field);
-        if (!ok(found))
-            reject(field, std::string("must be ") + kind + ", not " + excerpt(found) + "; correct it");
+        if (!ok(found)) reject(field, "must be ", kind, ", not ", excerpt(found), "; correct it");
         return found.get<T>();
     }
     // At most 10^15, far below 2^63: sums do not overflow.
     static bool is_natural(const nlohmann::json& x) {
         return x.is_number_unsigned() && x.get<uint64_t>() <= 1'000'000'000'000'000;
     }
-    int64_t natural(const std::string& field) const {
-        return value<int64_t>(field, "a whole number up to 10^15", is_natural);
+    int64_t natural(const std::string& field, std::optional<int64_t> otherwise = {}) const {
+        return value(field, "a whole number up to 10^15", is_natural, otherwise);
     }
     std::vector<int64_t> naturals(const std::string& field) const {
         auto ok = [](const nlohmann::json& x) {
@@ -56,20 +59,15 @@ struct Fields {
         };
         return value<std::vector<int64_t>>(field, "a list of whole numbers up to 10^15", ok);
     }
-    int64_t natural(const std::string& field, int64_t otherwise) const {
-        return has(field) ? natural(field) : otherwise;
-    }
-    float positive(const std::string& field) const {
-        return value<float>(field, "a positive number", [](const nlohmann::json& x) {
+    float positive(const std::string& field, std::optional<float> otherwise = {}) const {
+        auto ok = [](const nlohmann::json& x) {
             return x.is_number() && x.get<float>() > 0 && std::isfinite(x.get<float>());
-        });
-    }
-    float positive(const std::string& field, float otherwise) const {
-        return has(field) ? positive(field) : otherwise;
+        };
+        return value(field, "a positive number", ok, otherwise);
     }
     bool boolean(const std::string& field, bool otherwise) const {
         auto ok = [](const nlohmann::json& x) { return x.is_boolean(); };
-        return has(field) ? value<bool>(field, "a boolean", ok) : otherwise;
+        return value<bool>(field, "a boolean", ok, otherwise);
     }
     std::string text(const std::string& field) const {
         return value<std::string>(field, "text", [](const nlohmann::json& x) { return x.is_string(); });
@@ -77,7 +75,7 @@ struct Fields {
     // The object in this field; one without fields if it is missing.
     Fields inner(const std::string& field) const {
         auto ok = [](const nlohmann::json& x) { return x.is_object(); };
-        return {path, has(field) ? value<nlohmann::json>(field, "an object", ok) : nlohmann::json::object()};
+        return {path, value<nlohmann::json>(field, "an object", ok, nlohmann::json::object())};
     }
 };
 

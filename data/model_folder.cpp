@@ -26,9 +26,8 @@ using RowCount = int64_t (*)(const ModelConfig&, const Param&);
 
 // A vector counts as a column: a bias of q, k and v has their rows, too.
 int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
-int64_t all(const ModelConfig&, const Param& p) { return p.size() / cols_of(p); }
 // Without the rows that pad our vocabulary.
-int64_t live(const ModelConfig& c, const Param&) { return c.V; }
+int64_t all(const ModelConfig& c, const Param& p) { return live_elements(c, p) / cols_of(p); }
 int64_t q(const ModelConfig& c, const Param&) { return c.q_cols(); }
 int64_t kv(const ModelConfig& c, const Param&) { return c.kv_cols(); }
 int64_t half(const ModelConfig& c, const Param&) { return c.F; }  // of gate_up
@@ -47,7 +46,7 @@ struct Family {
 };
 
 const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
-    {"embedding", "model.embed_tokens", live},
+    {"embedding", "model.embed_tokens"},
     {"norm1", "input_layernorm"},
     {"qkv", "self_attn.q_proj", q}, {"qkv", "self_attn.k_proj", kv}, {"qkv", "self_attn.v_proj", kv},
     {"attention_out", "self_attn.o_proj"},
@@ -55,16 +54,16 @@ const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
     {"gate_up", "mlp.gate_proj", half}, {"gate_up", "mlp.up_proj", half},
     {"down", "mlp.down_proj"},
     {"final_norm", "model.norm"},
-    {"head", "lm_head", live},
+    {"head", "lm_head"},
 }, {".rotary_emb.inv_freq"}};
 
 const Family GPT2_FAMILY = {"transformer.h.", "transformer.", true, {
-    {"embedding", "transformer.wte", live},
+    {"embedding", "transformer.wte"},
     {"positions", "transformer.wpe"},
     {"norm1", "ln_1"}, {"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"},
     {"norm2", "ln_2"}, {"gate_up", "mlp.c_fc"}, {"down", "mlp.c_proj"},
     {"final_norm", "transformer.ln_f"},
-    {"head", "lm_head", live},
+    {"head", "lm_head"},
 }, {".attn.bias", ".attn.masked_bias"}};
 
 const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
@@ -135,8 +134,8 @@ void require_implemented(const Fields& f, const std::vector<Implemented>& table)
         std::string known;
         for (const json& v : values)
             known += (known.empty() ? " (only " : ", ") + (v.is_string() ? v.get<std::string>() : v.dump());
-        f.reject(field, "is " + Fields::excerpt(f.object[field]) + ", which this program does not implement" +
-                            known + (known.empty() ? "" : ")") + "; give another model");
+        f.reject(field, "is ", Fields::excerpt(f.object[field]), ", which this program does not implement",
+                 known, known.empty() ? "" : ")", "; give another model");
     }
 }
 
@@ -344,7 +343,7 @@ struct WeightFiles {
         const Safetensors& file = *files.back();
         for (const Tensor& tensor : file.tensors())
             if (!file_of.emplace(tensor.name, &file).second)
-                throw Error(file.path() + " has tensor " + escaped(tensor.name) +
+                throw Error(file.path(), " has tensor ", escaped(tensor.name),
                             ", which another shard also has; download the folder again.");
     }
 };
@@ -353,25 +352,25 @@ WeightFiles open_weights(const std::string& folder) {
     WeightFiles weights{folder, {}, {}};
     const std::string index = path_in(folder, WEIGHTS_FILE + ".index.json");
     if (fs::exists(path_in(folder, WEIGHTS_FILE))) return weights.add(WEIGHTS_FILE), std::move(weights);
-    if (!fs::exists(index)) throw Error(folder + " has no " + WEIGHTS_FILE + "; give a folder with it.");
-    auto require = [&](bool ok, const std::string& what) {
-        if (!ok) throw Error(index + " " + what + "; download the folder again.");
+    if (!fs::exists(index)) throw Error(folder, " has no ", WEIGHTS_FILE, "; give a folder with it.");
+    auto require = [&](bool ok, const auto&... what) {
+        if (!ok) throw Error(index, " ", what..., "; download the folder again.");
     };
     const json map = read_json(index).inner("weight_map").object;
     require(!map.empty(), "has no weight_map");
     std::set<std::string> shards;
     for (const auto& [tensor, shard] : map.items()) {
-        require(shard.is_string(), "names no file for tensor " + escaped(tensor));
+        require(shard.is_string(), "names no file for tensor ", escaped(tensor));
         shards.insert(shard.get<std::string>());
     }
     for (const std::string& shard : shards) {
         require(!shard.empty() && shard.find('/') == std::string::npos,
-                "names " + escaped(shard) + ", which is not a file in the folder");
+                "names ", escaped(shard), ", which is not a file in the folder");
         weights.add(shard);
     }
     for (const auto& [tensor, shard] : map.items())
-        require(weights.file_of.count(tensor), "says that " + Fields::excerpt(shard) + " has tensor " +
-                                                   escaped(tensor) + ", but no file has it");
+        require(weights.file_of.count(tensor), "says that ", Fields::excerpt(shard), " has tensor ",
+                escaped(tensor), ", but no file has it");
     return weights;
 }
 
@@ -395,14 +394,14 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         if (!files.file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
         const auto found = files.file_of.find(name);
         if (found == files.file_of.end())
-            throw Error(files.folder + " has no tensor " + piece.theirs +
+            throw Error(files.folder, " has no tensor ", piece.theirs,
                         ", but its config.json needs it; download the folder again.");
         const Safetensors& file = *found->second;
         const std::string dtype = file.find(name)->dtype;
         const auto format = std::find_if(std::begin(SOURCE_FORMATS), std::end(SOURCE_FORMATS),
                                          [&](Format f) { return dtype == info(f).safetensors; });
         if (format == std::end(SOURCE_FORMATS))
-            throw Error(file.path() + " has tensor " + name + " as " + dtype +
+            throw Error(file.path(), " has tensor ", name, " as ", dtype,
                         "; give weights in BF16, F16 or F32.");
         sources.push_back({piece, *format, file.require(name, dtype, piece.shape()).data, file.path()});
         known.insert(name);
@@ -411,7 +410,7 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
         for (const std::string& end : family(c).ignored)
             if (ends_with(name, end)) known.insert(name);
         if (!known.count(name))
-            throw Error(file->path() + " has tensor " + escaped(name) +
+            throw Error(file->path(), " has tensor ", escaped(name),
                         ", which this program does not implement; give another model.");
     }
     return sources;
@@ -435,7 +434,7 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
             bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
         if (bad)
-            throw Error(s.path + " has NaN, infinity or values beyond BF16 in tensor " + s.piece.theirs +
+            throw Error(s.path, " has NaN, infinity or values beyond BF16 in tensor ", s.piece.theirs,
                         "; give other weights.");
     }
     const Setup& setup = model.setup();
@@ -447,7 +446,7 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
 
 ModelConfig read_model_config(const std::string& folder) {
     if (!fs::is_directory(folder))
-        throw Error(folder + " is not a folder; give a Hugging Face model folder.");
+        throw Error(folder, " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
     std::vector<json> types;
     for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
@@ -480,9 +479,8 @@ Companions read_companions(const std::string& folder) {
         if (!has_entry(path)) continue;  // opening a link that leads nowhere is an Error
         const InputFile file(path);
         if (file.bytes() > left)
-            throw Error(folder + " has more than " + std::to_string(COMPANIONS_MIB) +
-                        " MiB in its tokenizer files, the last of them " + name +
-                        "; remove what is not the tokenizer's, or give another folder.");
+            throw Error(folder, " has more than ", COMPANIONS_MIB, " MiB in its tokenizer files, the last of "
+                        "them ", name, "; remove what is not the tokenizer's, or give another folder.");
         std::string& bytes = companions.files[name];
         bytes.resize(file.bytes());
         file.read(0, bytes.data(), file.bytes());
@@ -541,8 +539,8 @@ void require_same_config(const std::string& folder, const ModelConfig& config) {
     const ordered_json theirs = config_json(read_model_config(folder)), ours = config_json(config);
     for (const auto& [field, value] : ours.items())
         if (theirs.value(field, ordered_json()) != value)
-            throw Error(folder + " is a checkpoint of another model (" + field + " is " +
-                        theirs.value(field, ordered_json()).dump() + ", not " + value.dump() +
+            throw Error(folder, " is a checkpoint of another model (", field, " is ",
+                        theirs.value(field, ordered_json()).dump(), ", not ", value.dump(),
                         "); resume with the --model that wrote it.");
 }
 

@@ -27,8 +27,9 @@ const std::map<std::string, int> BYTES_OF_DTYPE = {  // of one element
     {"I64", 8}, {"U64", 8}, {"F64", 8}, {"C64", 8},
 };
 
-[[noreturn]] void reject(const std::string& path, const std::string& why) {
-    throw Error(path + " is not a complete safetensors file (" + why +
+template <class... Parts>
+[[noreturn]] void reject(const std::string& path, const Parts&... why) {
+    throw Error(path, " is not a complete safetensors file (", why...,
                 "); download it again, or give another.");
 }
 
@@ -57,34 +58,33 @@ std::pair<Range, TensorInfo> parse_entry(const std::string& path, const std::str
     const std::vector<int64_t> offsets = f.naturals("data_offsets");
     const int64_t bytes = bytes_of(info);
     if (offsets.size() != 2 || bytes < 0 || offsets[1] - offsets[0] != bytes)
-        f.reject("data_offsets", "must be a range of the bytes of dtype '" + escaped(info.dtype) +
-                                     "' and shape " + shape_text(info.shape) + ", not " +
-                                     Fields::excerpt(entry["data_offsets"]) + "; download it again");
+        f.reject("data_offsets", "must be a range of the bytes of dtype '", escaped(info.dtype),
+                 "' and shape ", shape_text(info.shape), ", not ", Fields::excerpt(entry["data_offsets"]),
+                 "; download it again");
     return {{offsets[0], offsets[1]}, info};
 }
 
 }  // namespace
 
 Safetensors::Safetensors(const std::string& path) : file_(path) {
-    if (file_.bytes() < LENGTH_BYTES) reject(path, "it has only " + std::to_string(file_.bytes()) + " bytes");
+    if (file_.bytes() < LENGTH_BYTES) reject(path, "it has only ", file_.bytes(), " bytes");
     uint64_t length;
     std::memcpy(&length, file_.data(), sizeof length);
-    const std::string header_has = "its header says that it has " + std::to_string(length) + " bytes, ";
-    if (length > MAX_HEADER) reject(path, header_has + "more than 100 MB");
+    const std::string header_has = concat("its header says that it has ", length, " bytes, ");
+    if (length > MAX_HEADER) reject(path, header_has, "more than 100 MB");
     const auto start = LENGTH_BYTES + int64_t(length);
-    if (start > file_.bytes()) reject(path, header_has + "but the file has " + std::to_string(file_.bytes()));
+    if (start > file_.bytes()) reject(path, header_has, "but the file has ", file_.bytes());
     const uint8_t* text = file_.data() + LENGTH_BYTES;
     if (length == 0 || text[0] != '{') reject(path, "its header is not a JSON object");
     std::string why;
     Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
-    if (!why.empty()) reject(path, "its header " + why);
+    if (!why.empty()) reject(path, "its header ", why);
 
     const Fields metadata = Fields{path, header}.inner("__metadata__");
     for (const auto& [key, value] : metadata.object.items()) metadata_[key] = metadata.text(key);
     header.erase("__metadata__");
     if (header.size() > MAX_TENSORS)
-        reject(path, "it has " + std::to_string(header.size()) + " tensors, and at most " +
-                         std::to_string(MAX_TENSORS) + " are supported");
+        reject(path, "it has ", header.size(), " tensors, and at most ", MAX_TENSORS, " are supported");
     // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
     // file. So no byte belongs to two tensors or to none.
     std::multimap<Range, TensorInfo> by_range;
@@ -92,15 +92,14 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
     int64_t end = 0;  // of the tensors so far
     for (const auto& [range, info] : by_range) {
         if (range.first != end)
-            reject(path, "tensor '" + escaped(info.name) + "' " +
-                             (range.first < end ? "overlaps the one before" : "begins after a gap"));
+            reject(path, "tensor '", escaped(info.name), "' ",
+                   range.first < end ? "overlaps the one before" : "begins after a gap");
         end = range.second;
         index_[info.name] = tensors_.size();
         tensors_.push_back({info, file_.data() + start + range.first, range.second - range.first});
     }
     if (end != file_.bytes() - start)
-        reject(path, "its tensors have " + std::to_string(end) + " bytes, but " +
-                         std::to_string(file_.bytes() - start) + " follow the header");
+        reject(path, "its tensors have ", end, " bytes, but ", file_.bytes() - start, " follow the header");
 }
 
 const Tensor* Safetensors::find(const std::string& name) const {
@@ -111,10 +110,10 @@ const Tensor* Safetensors::find(const std::string& name) const {
 const Tensor& Safetensors::require(const std::string& name, const std::string& dtype,
                                    const std::vector<int64_t>& shape) const {
     const Tensor* t = find(name);
-    if (!t) throw Error(path() + " has no tensor " + name + "; it belongs to another model.");
+    if (!t) throw Error(path(), " has no tensor ", name, "; it belongs to another model.");
     if (t->dtype != dtype || t->shape != shape)
-        throw Error(path() + " has tensor " + name + " as " + t->dtype + " " + escaped(shape_text(t->shape)) +
-                    ", not as " + dtype + " " + shape_text(shape) + "; it belongs to another model.");
+        throw Error(path(), " has tensor ", name, " as ", t->dtype, " ", escaped(shape_text(t->shape)),
+                    ", not as ", dtype, " ", shape_text(shape), "; it belongs to another model.");
     return *t;
 }
 

@@ -36,8 +36,7 @@ static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
     }
 }
 
-// Reads the whole source once, for its largest token.
-TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(segments_[0].count) {
+TokenStream::TokenStream(TokenSource source) : sources_{std::move(source)}, count_(sources_[0].count) {
     int64_t largest = -1;
     std::vector<int32_t> tokens(1 << 16);
     for (int64_t at = 0, n; at < count_; at += n) {
@@ -45,47 +44,39 @@ TokenStream::TokenStream(Segment source) : segments_{std::move(source)}, count_(
         read(at, n, tokens.data());
         for (int64_t i = 0; i < n; i++) largest = std::max<int64_t>(largest, uint32_t(tokens[i]));
     }
-    segments_[0].largest = largest;  // a larger one later means that the file was changed
+    sources_[0].largest = largest;  // a larger one later means that the file was changed
 }
 
-TokenStream::TokenStream(std::shared_ptr<const void> memory, int width, int64_t count)
-    : TokenStream(Segment{std::move(memory), nullptr, 0, width, 0, count, INT64_MAX}) {}
-
-TokenStream::TokenStream(std::shared_ptr<const InputFile> file, int64_t start, int width, int64_t count)
-    : TokenStream(Segment{nullptr, std::move(file), start, width, 0, count, INT64_MAX}) {}
-
-// Calls use(segment, at, n) for each segment that has some of the tokens [first, first + count): those are
-// the tokens [at, at + n) of its source.
+// Calls use(source, at, n) for each source that has some of the tokens [first, first + count): those are the
+// tokens [at, at + n) of its array or file.
 template <class Use>
-void TokenStream::for_each_segment(int64_t first, int64_t count, Use use) const {
-    for (const Segment& s : segments_) {
+void TokenStream::for_each_source(int64_t first, int64_t count, Use use) const {
+    for (const TokenSource& s : sources_) {
         const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
         if (begin < end) use(s, s.first + begin, end - begin);
-        first -= s.count;  // counted from the next segment on
+        first -= s.count;  // counted from the next source on
     }
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
-    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
         const int64_t start = s.start + at * s.width;
         std::vector<uint8_t> buffer(s.file ? n * s.width : 0);
         if (s.file) s.file->read(start, buffer.data(), n * s.width);
         const uint8_t* bytes = s.file ? buffer.data() : static_cast<const uint8_t*>(s.memory.get()) + start;
         (s.width == 1 ? widen<uint8_t> : s.width == 2 ? widen<uint16_t> : widen<uint32_t>)(bytes, n, tokens);
         if (std::any_of(tokens, tokens + n, [&](int32_t t) { return uint32_t(t) > s.largest; }))
-            throw Error(s.file->path() + " was overwritten while it was in use; restore the file.");
+            throw Error(s.file->path(), " was overwritten while it was in use; restore the file.");
         tokens += n;
     });
 }
 
-void TokenStream::set_mask(std::shared_ptr<const InputFile> mask) { segments_.at(0).mask = std::move(mask); }
-
 bool TokenStream::masked() const {
-    return std::any_of(segments_.begin(), segments_.end(), [](const Segment& s) { return bool(s.mask); });
+    return std::any_of(sources_.begin(), sources_.end(), [](const TokenSource& s) { return bool(s.mask); });
 }
 
 void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
-    for_each_segment(first, count, [&](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
         std::vector<uint8_t> counts(n, 1);
         if (s.mask) s.mask->read(at, counts.data(), n);
         for (int64_t i = 0; i < n; i++)
@@ -95,7 +86,7 @@ void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
 }
 
 void TokenStream::prefetch(int64_t first, int64_t count) const {
-    for_each_segment(first, count, [](const Segment& s, int64_t at, int64_t n) {
+    for_each_source(first, count, [](const TokenSource& s, int64_t at, int64_t n) {
         if (s.file) s.file->prefetch(s.start + at * s.width, n * s.width);
     });
 }
@@ -108,22 +99,22 @@ int32_t TokenStream::operator[](int64_t i) const {
 
 TokenStream TokenStream::part(int64_t first, int64_t count) const {
     TokenStream result;
-    for_each_segment(first, count, [&](Segment s, int64_t at, int64_t n) {
+    for_each_source(first, count, [&](TokenSource s, int64_t at, int64_t n) {
         s.first = at, s.count = n;
-        result.segments_.push_back(std::move(s));
+        result.sources_.push_back(std::move(s));
         result.count_ += n;
     });
     return result;
 }
 
 void TokenStream::append(const TokenStream& other) {
-    segments_.insert(segments_.end(), other.segments_.begin(), other.segments_.end());
+    sources_.insert(sources_.end(), other.sources_.begin(), other.sources_.end());
     count_ += other.count_;
 }
 
 int64_t TokenStream::largest() const {
     int64_t largest = -1;
-    for (const Segment& s : segments_) largest = std::max(largest, s.largest);
+    for (const TokenSource& s : sources_) largest = std::max(largest, s.largest);
     return largest;
 }
 
@@ -153,7 +144,7 @@ Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path)
 Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
     auto require = [&](bool ok) {
         if (!ok)
-            throw Error(path + " is not a vocabulary of version 1; write it again with data/tokenize.py.");
+            throw Error(path, " is not a vocabulary of version 1; write it again with data/tokenize.py.");
     };
     using nlohmann::json;
     require(table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
@@ -180,7 +171,7 @@ std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
     std::string text;
     for (int32_t t : tokens) {
         const bool known = t >= 0 && t < size() && !pieces_[t].empty();
-        text += known ? pieces_[t] : "<" + std::to_string(t) + ">";
+        text += known ? pieces_[t] : concat("<", t, ">");
     }
     return text;
 }
@@ -209,7 +200,7 @@ std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
         if (!length) {
             uint32_t point;  // the message shows the whole character
             const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
-            throw Error("The vocabulary has no token for \"" + escaped(text.substr(at, bytes)) +
+            throw Error("The vocabulary has no token for \"", escaped(text.substr(at, bytes)),
                         "\"; give another --prompt.");
         }
         tokens.push_back(token_of.at(rest.substr(0, length)));
@@ -254,8 +245,8 @@ std::vector<std::string> files_under(const std::string& folder) {
 
 // "text: 3 files, 900 bytes to train on, 100 held out (the last tenth)"
 std::string describe(const Corpus& c, const std::string& files, const char* unit, const char* held_out) {
-    return files + ", " + std::to_string(c.train.size()) + " " + unit + " to train on, " +
-           std::to_string(c.validation.size()) + " held out (" + held_out + ")";
+    return concat(files, ", ", c.train.size(), " ", unit, " to train on, ", c.validation.size(),
+                  " held out (", held_out, ")");
 }
 
 // The last tenth of what would be trained on becomes the validation data.
@@ -271,7 +262,7 @@ bool is_text(const MappedFile& file) {
 
 TokenStream stream_of(std::string text) {
     const auto memory = std::make_shared<const std::string>(std::move(text));
-    return {std::shared_ptr<const void>(memory, memory->data()), 1, int64_t(memory->size())};
+    return TokenStream({{memory, memory->data()}, nullptr, 0, 1, 0, int64_t(memory->size())});
 }
 
 // The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs
@@ -299,7 +290,7 @@ Corpus text_corpus(const std::string& what, const std::vector<std::string>& path
     if (!by_file) hold_out_the_end(c);
     c.vocabulary = Vocabulary::bytes();
     c.tokens_in_use = c.vocabulary.size();
-    c.description = describe(c, what + ": " + std::to_string(texts.size()) + " files", "bytes",
+    c.description = describe(c, concat(what, ": ", texts.size(), " files"), "bytes",
                              by_file ? "every 20th file" : "the last tenth");
     return c;
 }
@@ -313,7 +304,7 @@ Corpus load_headers(const std::string& folders) {
         for (const std::string& path : files_under(folder)) paths.push_back(path);
     }
     if (paths.empty())
-        throw Error("The compiler's headers are not on this machine (searched in \"" + folders +
+        throw Error("The compiler's headers are not on this machine (searched in \"", folders,
                     "\"); give text with --data.");
     return text_corpus("C and C++ headers of this machine (" + present + ")", paths, MAX_HEADER_FILE,
                        MAX_HEADERS);
@@ -329,8 +320,8 @@ constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2, 1}, {20240801, 4, 7}};
 constexpr int64_t TOKEN_HEADER = 256 * 4;
 
 TokenStream read_token_file(const std::string& path) {
-    auto require = [&](bool ok, const std::string& what) {
-        if (!ok) throw Error("--data " + path + " " + what + "; write it again with data/tokenize.py.");
+    auto require = [&](bool ok, const auto&... what) {
+        if (!ok) throw Error("--data ", path, " ", what..., "; write it again with data/tokenize.py.");
     };
     const auto file = std::make_shared<const InputFile>(path);
     require(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than the header of a token file");
@@ -338,24 +329,24 @@ TokenStream read_token_file(const std::string& path) {
     file->read(0, header, sizeof header);
     const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS),
                                      [&](const TokenFormat& f) { return f.magic == header[0]; });
-    require(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is " +
-                                                   std::to_string(header[0]) + ", not 20240520 or 20240801");
+    require(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is ", header[0],
+            ", not 20240520 or 20240801");
     require(header[1] == 1 || header[1] == format->max_version,
-            "is a token file of the unknown version " + std::to_string(header[1]));
+            "is a token file of the unknown version ", header[1]);
     const int64_t count = header[2], bytes = file->bytes() - TOKEN_HEADER;
     require(count > 0, "has no tokens");
-    require(bytes == count * format->bytes, "is truncated or damaged: " + std::to_string(count) +
-                                                " tokens need " + std::to_string(count * format->bytes) +
-                                                " bytes, but it has " + std::to_string(bytes));
-    TokenStream tokens(file, TOKEN_HEADER, format->bytes, count);
-    // From here on tokens are int32, and a negative one would mean NO_TARGET.
-    require(tokens.largest() <= INT32_MAX, "is damaged: it has token " + std::to_string(tokens.largest()));
+    require(bytes == count * format->bytes, "is truncated or damaged: ", count, " tokens need ",
+            count * format->bytes, " bytes, but it has ", bytes);
+    TokenSource source{nullptr, file, TOKEN_HEADER, format->bytes, 0, count};
     const std::string beside = fs::path(path).replace_extension(".mask").string();
-    if (!fs::exists(beside)) return tokens;
-    const auto mask = std::make_shared<const InputFile>(beside);
-    require(mask->bytes() == count, "has " + std::to_string(count) + " tokens, but " + beside + " has " +
-                                        std::to_string(mask->bytes()) + " bytes, one for each token");
-    tokens.set_mask(mask);
+    if (fs::exists(beside)) {
+        source.mask = std::make_shared<const InputFile>(beside);
+        require(source.mask->bytes() == count, "has ", count, " tokens, but ", beside, " has ",
+                source.mask->bytes(), " bytes, one for each token");
+    }
+    const TokenStream tokens(std::move(source));
+    // From here on tokens are int32, and a negative one would mean NO_TARGET.
+    require(tokens.largest() <= INT32_MAX, "is damaged: it has token ", tokens.largest());
     return tokens;
 }
 
@@ -380,11 +371,10 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
     const std::string table = (fs::path(paths[0]).parent_path() / "vocabulary.json").string();
     if (fs::exists(table)) c.vocabulary = Vocabulary::read(table);
     if (!c.vocabulary.empty() && c.vocabulary.size() < c.tokens_in_use)
-        throw Error("--data " + paths[0] + " has token " + std::to_string(c.tokens_in_use - 1) + ", but " +
-                    table + " has only " + std::to_string(c.vocabulary.size()) +
-                    " tokens; write both again with data/tokenize.py.");
-    c.description = describe(c, escaped(data) + ": " + std::to_string(paths.size()) + " token files",
-                             "tokens", named ? "the files named val" : "the last tenth");
+        throw Error("--data ", paths[0], " has token ", c.tokens_in_use - 1, ", but ", table, " has only ",
+                    c.vocabulary.size(), " tokens; write both again with data/tokenize.py.");
+    c.description = describe(c, concat(escaped(data), ": ", paths.size(), " token files"), "tokens",
+                             named ? "the files named val" : "the last tenth");
     return c;
 }
 
@@ -392,7 +382,7 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
 // is named must be text or tokens; in a folder other files are skipped.
 std::vector<std::string> files_of(const std::string& path) {
     auto require = [&](bool ok, const char* what) {
-        if (!ok) throw Error("--data " + path + " " + what + ", or token files (*.bin).");
+        if (!ok) throw Error("--data ", path, " ", what, ", or token files (*.bin).");
     };
     std::error_code unreachable;
     require(fs::exists(path, unreachable), "does not exist; give text files, folders of them");
@@ -418,10 +408,10 @@ Corpus load_corpus(const std::string& data) {
         for (const std::string& file : files_of(path)) paths.push_back(file);
     const auto token_files = std::count_if(paths.begin(), paths.end(), is_token_file);
     if (token_files && token_files < int64_t(paths.size()))
-        throw Error("--data " + data + " mixes token files (*.bin) and text; give one kind.");
+        throw Error("--data ", data, " mixes token files (*.bin) and text; give one kind.");
     const Corpus corpus = token_files ? load_tokens(data, paths) : text_corpus(escaped(data), paths);
     if (!corpus.train.size() && !corpus.validation.size())
-        throw Error("--data " + data +
+        throw Error("--data ", data,
                     " has no text; give text files, folders of them, or token files (*.bin).");
     return corpus;
 }
@@ -461,9 +451,8 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shu
       seed_(seed), shuffle_(shuffle) {
     if (B < 1 || T < 1) throw Error("--batch and --seq must be at least 1.");
     if (stream_.size() <= T || windows_ < B)
-        throw Error("--data has " + std::to_string(stream_.size()) +
-                    " tokens to train on or held out, fewer than one batch of --batch " + std::to_string(B) +
-                    " and --seq " + std::to_string(T) +
+        throw Error("--data has ", stream_.size(), " tokens to train on or held out, fewer than one batch of "
+                    "--batch ", B, " and --seq ", T,
                     " needs; give more text, or a smaller --batch or --seq.");
 }
 
@@ -504,8 +493,7 @@ void Loader::prefetch(int64_t batches) const {
 void Loader::seek(Position p) {
     const int64_t most = (int64_t{1} << 60) / windows_;  // epochs; no sum of windows overflows
     if (p.epoch < 0 || p.epoch > most || p.window < 0 || p.window >= windows_)
-        throw Error("The run stopped at window " + std::to_string(p.window) +
-                    " of its data, but --data has only " + std::to_string(windows_) +
+        throw Error("The run stopped at window ", p.window, " of its data, but --data has only ", windows_,
                     "; give the same --data, --batch and --seq.");
     at_ = p.epoch * windows_ + p.window;
 }

@@ -16,16 +16,24 @@ namespace coat {
 
 class InputFile;  // file.h
 
-// Tokens of one, two or four bytes each, in memory or in files. Copies and parts share the memory or the open
-// file.
+// Consecutive tokens of an array in memory or of a file.
+struct TokenSource {
+    std::shared_ptr<const void> memory;  // null: a file
+    std::shared_ptr<const InputFile> file;
+    int64_t start;                                    // byte of the first token of the array or file
+    int width;                                        // bytes of a token: 1, 2 or 4
+    int64_t first, count;                             // tokens [first, first + count) of the array or file
+    std::shared_ptr<const InputFile> mask = nullptr;  // a byte for each token; null: every token counts
+    int64_t largest = INT64_MAX;                      // token; TokenStream finds it
+};
+
+// The tokens of sources, one after the other. Copies and parts share the memory or the open file.
 class TokenStream {
 public:
     TokenStream() = default;
-    TokenStream(std::shared_ptr<const void> memory, int width, int64_t count);
-    // The tokens of a file from byte `at` on. A read is an Error if the file was changed since: if it became
-    // shorter, or has a token above the largest that it has now.
-    TokenStream(std::shared_ptr<const InputFile> file, int64_t at, int width, int64_t count);
-    void set_mask(std::shared_ptr<const InputFile> mask);  // of a stream of one file: a byte for each token
+    // Reads all tokens once, for the largest. A read is an Error if the file was changed since: if it became
+    // shorter, or has a larger token.
+    explicit TokenStream(TokenSource source);
     int64_t size() const { return count_; }
     int32_t operator[](int64_t i) const;
     void read(int64_t first, int64_t count, int32_t* tokens) const;
@@ -37,19 +45,9 @@ public:
     int64_t largest() const;  // token (of a part: of the whole), as an unsigned value; -1 if there are none
 
 private:
-    struct Segment {  // consecutive tokens of one source: an array in memory or a file
-        std::shared_ptr<const void> memory;
-        std::shared_ptr<const InputFile> file;
-        int64_t start;             // byte of the source's first token
-        int width;                 // bytes of a token
-        int64_t first, count;      // tokens [first, first + count) of the source
-        int64_t largest;           // token of the source
-        std::shared_ptr<const InputFile> mask = nullptr;  // a byte for each token; null: every token counts
-    };
-    explicit TokenStream(Segment source);
     template <class Use>
-    void for_each_segment(int64_t first, int64_t count, Use use) const;
-    std::vector<Segment> segments_;
+    void for_each_source(int64_t first, int64_t count, Use use) const;
+    std::vector<TokenSource> sources_;
     int64_t count_ = 0;
 };
 

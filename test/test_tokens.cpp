@@ -23,8 +23,8 @@ std::string text_of(const TokenStream& stream) {
 template <class Token>
 TokenStream stream_of(const std::vector<Token>& tokens) {
     const auto memory = std::make_shared<const std::vector<Token>>(tokens);
-    return TokenStream(std::shared_ptr<const void>(memory, memory->data()), sizeof(Token),
-                       static_cast<int64_t>(tokens.size()));
+    return TokenStream(
+        {{memory, memory->data()}, nullptr, 0, sizeof(Token), 0, static_cast<int64_t>(tokens.size())});
 }
 
 TokenStream counting(int64_t n) {

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <dirent.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <cerrno>
 #include <climits>
@@ -17,10 +18,11 @@ using namespace coat::test::bad_files;
 
 namespace {
 
-// The fsync and readdir defined here replace those of the C library. fsync records which paths are synced;
-// readdir can be made to fail.
+// The fsync, readdir and fstat defined here replace those of the C library. fsync records which paths are
+// synced; the others can be made to fail.
 std::set<std::string> synced;
 int readable_entries = INT_MAX;  // entries of folders before the first failure
+bool fstat_fails = false;
 
 }  // namespace
 
@@ -34,6 +36,11 @@ extern "C" dirent* readdir(DIR* folder) {
     if (readable_entries-- > 0) return reinterpret_cast<dirent*>(readdir64(folder));
     errno = EIO;
     return nullptr;
+}
+extern "C" int fstat(int file, struct stat* status) {
+    if (!fstat_fails) return static_cast<int>(syscall(SYS_fstat, file, status));
+    errno = EIO;
+    return -1;
 }
 
 TEST_CASE("vocabulary: a long prompt is encoded quickly") {
@@ -126,6 +133,21 @@ TEST_CASE("load_corpus: a folder that cannot be read is rejected by name") {
     readable_entries = INT_MAX;
     CHECK(contains(error, folder.path.string()));
     CHECK(contains(error, "Input/output error"));
+}
+
+TEST_CASE("InputFile: a file whose size cannot be read is an error, and is closed") {
+    Folder folder;
+    const std::string path = folder.write("a", "text");
+    auto open_files = [] {
+        return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator());
+    };
+    const auto before = open_files();
+    fstat_fails = true;
+    const std::string error = error_of([&] { const InputFile file(path); });
+    fstat_fails = false;
+    CHECK(contains(error, path));
+    CHECK(contains(error, "Input/output error"));
+    CHECK(open_files() == before);
 }
 
 TEST_CASE("load_corpus: a link to itself in a folder is ignored") {
