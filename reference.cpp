@@ -46,39 +46,35 @@ static To bits_as(From from) {
     return to;
 }
 
-// Where the fields of a code are, its largest finite value, a NaN, and the bit of the sign.
-struct Fields {
-    int mantissa, bias;                 // M above is the number of mantissa bits
-    uint32_t max_code, nan_code, sign;  // E4M3 has no infinity: its largest exponent has values, too
-};
-static Fields fields(Format f) {
-    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F, 0x80}
-           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F, 0x80}
-                               : Fields{10, 15, 0x7BFF, 0x7E00, 0x8000};
-}
+static int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
+static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 
-// Rounds x to the nearest code, ties to even; values beyond max, the format's largest, saturate. Where |x|
-// has the exponent e, codes are 2^(e - M) apart; subnormal codes have e = 1 - bias. |x| in such steps is the
-// mantissa with its leading 1, which a subnormal has not. That 1 adds one to the exponent's field, so the
-// field starts at e + bias - 1; a mantissa that rounds up to the next power of two adds one more.
-static inline uint32_t encode_as(const Fields& f, float max, float x) {
-    const float magnitude = std::min(max, std::abs(x));
-    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - f.bias);
-    const float steps = magnitude * bits_as<float>(uint32_t(127 + f.mantissa - e) << 23);  // |x| / 2^(e - M)
-    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + f.bias - 1) << f.mantissa);
-    return (std::isnan(x) ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
+// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. From 2^e to 2^(e+1) the
+// codes are 2^(e - M) apart. Below the smallest normal value, e is 1 - bias, as for all subnormals. So we
+// measure |x| in steps of 2^(e - M) and round to an integer: the mantissa, plus 2^M for the leading 1 of a
+// normal value. That 2^M adds 1 to the exponent in the code, which is why we add e + bias - 1 only. If the
+// mantissa rounds up to a power of two, the same carry makes the exponent right.
+static inline uint32_t nearest_code(Format f, float x) {
+    const int mantissa = info(f).mantissa, bias = exponent_bias(f);
+    const float magnitude = std::min(info(f).max, std::abs(x));
+    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
+    const float steps = magnitude * bits_as<float>(uint32_t(127 + mantissa - e) << 23);  // |x| / 2^(e - M)
+    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << mantissa);
+    const uint32_t nan = f == Format::F16 ? 0x7E00 : 0x7F;
+    return (std::isnan(x) ? nan : code) | (bits_as<uint32_t>(x) >> 31) * sign_bit(f);
 }
-uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).max, x)); }
+uint16_t encode(Format f, float x) { return uint16_t(nearest_code(f, x)); }
 
-// FP32 has the same fields at other places and with another bias.
-float decode(Format format, uint16_t code) {
-    const Fields f = fields(format);
-    const uint32_t magnitude = code & (f.sign - 1);
-    const uint32_t bits = magnitude << (23 - f.mantissa);  // where FP32 has exponent and mantissa
-    float value = bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
-    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;  // subnormal
-    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);         // infinity or NaN
-    return code & f.sign ? -value : value;
+// FP32 has the same fields at other places and with another bias. E4M3 has no infinity: its largest exponent
+// has values, too, and only the code above the largest value is NaN.
+float decode(Format f, uint16_t code) {
+    const int mantissa = info(f).mantissa;
+    const uint32_t magnitude = code & (sign_bit(f) - 1);
+    const uint32_t bits = magnitude << (23 - mantissa);  // where FP32 has exponent and mantissa
+    float value = bits_as<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
+    if (magnitude >> mantissa == 0) value = float(magnitude) * info(f).min;     // subnormal
+    if (value > info(f).max) value = bits_as<float>(bits | 0x7F800000u);        // infinity or NaN
+    return code & sign_bit(f) ? -value : value;
 }
 
 // BF16 is the upper half of FP32, so rounding is an addition to the lower half.
@@ -199,8 +195,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
         put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
     }
-    const Fields f = fields(quant.format);
-    const float fmax = info(quant.format).max;
+    const Format format = quant.format;
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c0 = 0; c0 < cols; c0 += width) {
@@ -208,10 +203,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
             for (int64_t i = first; i < last; i++)
-                q.codes[i] = uint8_t(encode_as(f, fmax, x[i] * inverse));
+                q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
         }
     // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
-    const float beyond = fmax * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
+    const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
         stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
