@@ -701,9 +701,12 @@ public:
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
-    explicit Network(const Setup& s) : setup_(s), gradients(params.size()), delayed(params.size()) {
-        for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
-        for (const Param& p : params) weights.emplace_back(p.size());
+    explicit Network(const Setup& s) : setup_(s), delayed(params.size()) {
+        for (const Param& p : params) {
+            index_[p.name] = weights.size();
+            weights.emplace_back(p.size());
+            gradients.emplace_back(p.size());
+        }
         for (const StateTensor& t : scaling_tensors(config, recipe))
             for (DelayedScale& d : delayed[t.param]) d.history.resize(recipe.history);
     }
@@ -791,7 +794,6 @@ private:
     }
     // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
     void add_gradient(size_t i, const Tensor& contribution) {
-        gradients[i].resize(contribution.size());  // zeros if it was empty
         gradients[i] = sum(gradients[i], contribution);
         if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
     }
@@ -1015,22 +1017,20 @@ private:
 class Reference : public Model, Network<float> {
 public:
     explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
-        for (size_t i = 0; i < states_.size(); i++) {  // the network has all first weights
+        for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const Slice state = kept_state(setup, p);
+            const int64_t live = live_elements(setup.config, p), kept = kept_state(setup, p).count;
             State& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
-            s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
+            s.m.init(p.moment(o.m), o.expand, kept, o.granularity);
+            s.v.init(p.moment(o.v), o.expand, kept, o.granularity);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
-            const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
-                const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
-                split_master(x, &s.weight[e], &s.remainder[e]);
-                weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
+                const float first = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
+                split_master(first, &s.weight[e], &s.remainder[e]);
+                if (!setup.master) s.remainder[e] = 0;
+                weights[i][e] = weight_of(s, e);
             }
-            s.weight = part_of(s.weight, kept_weight(setup, p));
-            s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
     }
 
@@ -1043,9 +1043,10 @@ public:
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
         begin();
-        double squares = 0;  // sum over the gradients so far
+        double squares = 0;  // of all gradients that are complete
         bool skipped = false;
-        // Clips the gradients of a bucket, or of all, by the norm of what is complete so far, and updates.
+        // Updates the parameters of a bucket, or all. Their gradients are clipped by the norm of all gradients
+        // that are complete, times the correction.
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
             const double here = squares_of(bucket);
             squares += here;
@@ -1062,9 +1063,8 @@ public:
                 refresh(i);
             }
         };
-        std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
-        if (!setup_.keep_gradients) norms.resize(params.back().bucket + 1);
-        std::vector<double> losses;
+        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of its gradients and later buckets'
+        std::vector<double> losses;                           // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.group) clear_gradients(ALL);
             bucket_done = [&](int64_t bucket) {
@@ -1083,8 +1083,9 @@ public:
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
-        return {loss / double(counted), std::sqrt(squares), skipped,
-                norms.empty() ? norms : norm_corrections_of(norms), counted};
+        if (setup_.keep_gradients) norms.clear();
+        else norms = norm_corrections_of(norms);
+        return {loss / double(counted), std::sqrt(squares), skipped, norms, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1141,9 +1142,11 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    struct State {  // what this rank keeps of one parameter
-        std::vector<uint16_t> weight;    // kept_weight()
-        std::vector<int16_t> remainder;  // kept_state(), as the moments; empty without a master
+    // One parameter: whole weights, of which this rank keeps kept_weight(), and the remainders and moments of
+    // kept_state().
+    struct State {
+        std::vector<uint16_t> weight;
+        std::vector<int16_t> remainder;  // of the master; 0 without a master
         Moment m, v;
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
@@ -1151,10 +1154,9 @@ private:
     std::vector<State> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
-    bool in_fp32() const { return recipe.compute == Format::F32; }
-    template <class T>
-    static std::vector<T> part_of(const std::vector<T>& x, const Slice& s) {
-        return {x.begin() + s.first, x.begin() + s.first + s.count};
+    // What the network computes with: the FP32 master or the BF16 weight.
+    float weight_of(const State& s, int64_t e) const {
+        return recipe.compute == Format::F32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
     }
 
     // targets may be null.
@@ -1168,13 +1170,13 @@ private:
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
         std::vector<size_t> indices;
-        for (size_t i = 0; i < states_.size(); i++)
+        for (size_t i = 0; i < params.size(); i++)
             if (bucket == ALL || params[i].bucket == bucket) indices.push_back(i);
         return indices;
     }
 
-    void clear_gradients(int64_t bucket) {  // and their memory; they are 0 until something is added
-        for (size_t i : parameters_of(bucket)) gradients[i] = Floats();
+    void clear_gradients(int64_t bucket) {
+        for (size_t i : parameters_of(bucket)) gradients[i].assign(params[i].size(), 0.0f);
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1212,21 +1214,18 @@ private:
         return sum;
     }
 
-    // The weight that the network computes with, in the compute dtype: each rank makes it of the masters that
-    // it keeps. If these are a part, the ranks exchange their parts, and the BF16 weights follow.
+    // Makes the network's weights of the masters that this rank keeps. If these are a part, the ranks exchange
+    // their parts.
     void refresh(size_t i) {
         State& s = states_[i];
-        Floats& w = weights[i];
-        const Slice state = kept_state(setup_, params[i]), weight = kept_weight(setup_, params[i]);
-        for (int64_t e = state.first; e < state.first + state.count; e++) {
-            const uint16_t upper = s.weight[e - weight.first];
-            w[e] = in_fp32() ? join_master(upper, s.remainder[e - state.first]) : from_bf16(upper);
-        }
-        if (!setup_.group || setup_.shard == Shard::None) return;
-        auto to = w.begin();
-        for (const Floats& part : all_gather(part_of(w, state))) to = std::copy(part.begin(), part.end(), to);
+        const Slice kept = kept_state(setup_, params[i]);
+        Floats mine(kept.count);
+        for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
+        auto to = weights[i].begin();
+        for (const Floats& part : setup_.shard == Shard::None ? std::vector<Floats>{mine} : all_gather(mine))
+            to = std::copy(part.begin(), part.end(), to);
         int16_t unused;
-        for (int64_t e = 0; e < weight.count; e++) split_master(w[weight.first + e], &s.weight[e], &unused);
+        for (int64_t e = 0; e < params[i].size(); e++) split_master(weights[i][e], &s.weight[e], &unused);
     }
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
@@ -1242,50 +1241,42 @@ private:
 
     // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
     void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
-        const Param& p = params[i];
-        const int64_t first = kept_state(setup_, p).first, n = s.m.n;
-        uint16_t* const w = s.weight.data() + (first - kept_weight(setup_, p).first);
+        const auto [first, n] = kept_state(setup_, params[i]);
         Floats master(n), m(n), v(n);
-#pragma omp parallel for if (n > 1 << 14)
-        for (int64_t e = 0; e < n; e++)
-            master[e] = setup_.master ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
         s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
         s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
-#pragma omp parallel for if (n > 1 << 14)
-        for (int64_t e = 0; e < n; e++)
-            if (setup_.master) split_master(master[e], &w[e], &s.remainder[e]);
-            else w[e] = round_stochastically(master[e], key, p.offset + first + e);
+        for (int64_t e = 0, at = first; e < n; e++, at++)
+            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
     }
 
     // Where this rank's part of a tensor begins, and its bytes: the tensors of coat.h's weight_tensors() and
     // optimizer_tensors(), and gradients.
     std::pair<void*, size_t> find(const std::string& name) {
+        using Place = std::pair<void*, size_t>;
+        auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
+        auto whole = [](auto& v) { return Place(v.data(), v.size() * sizeof(v[0])); };
         const size_t i = param_of(params, name);
+        const Slice weight = kept_weight(setup_, params[i]), state = kept_state(setup_, params[i]);
         State& s = states_[i];
-        auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
-        const std::string suffix = name.substr(params[i].name.size());
-        if (suffix.empty()) return bytes_of(s.weight);
-        if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        const Slice state = kept_state(setup_, params[i]);
-        if (suffix == ".gradient" && setup_.keep_gradients) {
-            gradients[i].resize(params[i].size());  // 0 before the first step
-            return {gradients[i].data() + state.first, 4 * state.count};
-        }
-        for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
-            if (suffix == begin) return bytes_of(moment->codes);
-            if (suffix == begin + ".max") return bytes_of(moment->max);
-            if (suffix == begin + ".k") return bytes_of(moment->k);
-        }
-        for (int o = 0; o < OPERANDS; o++) {
+        std::map<std::string, Place> places = {
+            {"", part(s.weight, weight)},
+            {".m", whole(s.m.codes)}, {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
+            {".v", whole(s.v.codes)}, {".v.max", whole(s.v.max)}, {".v.k", whole(s.v.k)}};
+        if (setup_.master) places[".remainder"] = part(s.remainder, state);
+        if (setup_.keep_gradients) places[".gradient"] = part(gradients[i], state);
+        for (int o = 0; o < OPERANDS && !delayed[i][o].history.empty(); o++) {
             DelayedScale& d = delayed[i][o];
-            if (d.history.empty()) continue;
-            if (suffix == std::string(OPERAND_NAMES[o]) + ".history") return bytes_of(d.history);
-            if (suffix == std::string(OPERAND_NAMES[o]) + ".scale") return {&d.scale, sizeof d.scale};
+            places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
+            places[OPERAND_NAMES[o] + std::string(".scale")] = {&d.scale, sizeof d.scale};
         }
-        throw Error("The model has no tensor " + name + ".");
+        const auto place = places.find(name.substr(params[i].name.size()));
+        if (place == places.end()) throw Error("The model has no tensor " + name + ".");
+        return place->second;
     }
 };
 
