@@ -134,24 +134,23 @@ float scale_of(const Quant& q, float amax) {
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
-// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a
-// NaN.
-static uint32_t amax_bits(const float* x, int64_t n) {
+// The largest |x| of a group; infinity if one is NaN. It is found by the bits of |x|, which have the order of
+// the magnitudes, and NaN above infinity: a maximum of floats could lose a NaN.
+static float group_amax(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, bits_as<uint32_t>(x[i]) & 0x7FFFFFFFu);
-    return largest;
+    return bits_as<float>(std::min(largest, 0x7F800000u));
 }
-static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
 // Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
 // per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU the first
 // stage needs no pass of its own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
-    uint32_t largest = 0;
+    float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
     for (int64_t first = 0; first < n; first += PER_GROUP.cols)
-        largest = std::max(largest, amax_bits(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
-    return amax_value(largest);
+        largest = std::max(largest, group_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
+    return largest;
 }
 
 float Quantized::scale(int64_t r, int64_t c) const {
@@ -190,10 +189,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t r0 = b / across * height, c0 = b % across * width;
-        uint32_t largest = 0;
+        float largest = 0;
         for (int64_t r = r0; !scale && r < std::min(rows, r0 + height); r++)
-            largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
-        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
+            largest = std::max(largest, group_amax(x + r * cols + c0, std::min(width, cols - c0)));
+        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, largest));
     }
     const Format format = quant.format;
 #pragma omp parallel for if (rows * cols > 1 << 14)
@@ -532,28 +531,21 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
     return (1 - smooth) * f / s.factor + smooth * f;
 }
 
-// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i.
+// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i: the heads of q, then those of k, but not v.
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
-    std::vector<Real> cosine(T * half), sine(T * half);
-    for (int64_t i = 0; i < half; i++) {
-        const double frequency = rope_frequency(c, i);
-        for (int64_t t = 0; t < T; t++) {
-            const double angle = double(t) * frequency;
-            cosine[t * half + i] = Real(std::cos(angle));
-            sine[t * half + i] = Real(inverse ? -std::sin(angle) : std::sin(angle));
-        }
-    }
 #pragma omp parallel for
-    for (int64_t n = 0; n < B * T; n++)
-        for (int64_t head = 0; head < c.NH + c.NKV; head++) {  // q's heads, then k's; v is not rotated
-            Real* x = qkv + n * c.qkv_cols() + head * c.HS();
-            const Real *cs = cosine.data() + n % T * half, *sn = sine.data() + n % T * half;
-            for (int64_t i = 0; i < half; i++) {
-                const Real a = x[i], b = x[i + half];
-                x[i] = a * cs[i] - b * sn[i];
-                x[i + half] = b * cs[i] + a * sn[i];
-            }
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t i = 0; i < half; i++) {
+            const double angle = double(t) * rope_frequency(c, i);
+            const Real cosine = Real(std::cos(angle)), sine = Real(std::sin(inverse ? -angle : angle));
+            for (int64_t b = 0; b < B; b++)
+                for (int64_t head = 0; head < c.NH + c.NKV; head++) {
+                    Real* x = qkv + (b * T + t) * c.qkv_cols() + head * c.HS() + i;
+                    const Real first = x[0], second = x[half];
+                    x[0] = first * cosine - second * sine;
+                    x[half] = second * cosine + first * sine;
+                }
         }
 }
 
