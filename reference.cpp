@@ -316,29 +316,30 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Quantizes: each group gets its max and k, then its codes (equation 4). The groups are independent.
+// Quantizes: each group gets its max and k, then its codes (equation 4). A group that is not expanded is
+// divided by its scale; FP32 and BF16 are stored as they are. The groups are independent.
 void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
     const int64_t group = group_size();
-#pragma omp parallel for if (!stats && n > 1 << 14)
+    const bool scaled = is_scaled(format);
+#pragma omp parallel for if (n > 1 << 14)
     for (int64_t first = 0; first < n; first += group) {
         const int64_t g = first / group, last = std::min(n, first + group);
-        float largest = 0, smallest = INFINITY, inverse = 1;
+        float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
         for (int64_t i = first; i < last; i++) {
             largest = std::max(largest, std::abs(x[i]));
             if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
         }
-        if (is_scaled(format)) max[g] = largest;
-        if (!expand && is_scaled(format)) inverse = 1.0f / scale_of({format}, largest);
+        if (scaled) max[g] = largest;
         if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+        const float inverse = scaled ? 1.0f / scale_of({format}, largest) : 1.0f;
         for (int64_t i = first; i < last; i++) {
             const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
             put(format, codes.data(), i, y);
-            if (!is_scaled(format)) continue;
-            if (keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
+            if (scaled && keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
                 put(format, codes.data(), i, info(format).min);
-            if (stats) add_stats(*stats, x[i], value(i));
         }
     }
+    for (int64_t i = 0; stats && scaled && i < n; i++) add_stats(*stats, x[i], value(i));
 }
 
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
@@ -678,8 +679,9 @@ template auto instantiate<double>();
 namespace {
 
 template <class Real> class Network {
-    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;  // nothing is rounded in double
-    using SavedTensor = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
+    // In double nothing is rounded or quantized: then what is saved for backward is the tensor itself.
+    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
+    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
 
 public:
     using Tensor = std::vector<Real>;
@@ -710,11 +712,17 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
+    // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs. The embedding is not
+    // quantized, as in the paper: residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         saved_.clear();
-        Tensor residual = embed(tokens);
+        const int64_t C = config.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
+            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+        }
         for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
         return rounded(residual);
     }
@@ -722,16 +730,32 @@ public:
     // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum
     // times scale.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double scale) {
-        const Tensor x = forward(tokens, B, T);
-        const Tensor y = rounded(norm("final_norm", x));
+        const int64_t V = config.padded_V(), C = config.C;
+        const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));
         Tensor logits = head_forward(y);
-        const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(scale));
+        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(scale));
         finite = finite && std::isfinite(loss);
         if (scale == 0) return loss;
-        Tensor dresidual = head_backward(x, y, rounded(logits));
+
+        // Head -> final norm -> blocks, last to first
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
+        add_gradient(head(), dhead);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
+        done("final_norm.weight");
         for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
-        embed_backward(tokens, dresidual);
+
+        // Embedding: a row has the sum over all places of its token, or of its position
+        Tensor dembedding(V * C), dpositions(config.arch.rope ? 0 : config.max_T * C);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
+        }
+        add_gradient(index("embedding"), dembedding);
+        if (!config.arch.rope) add_gradient(index("positions"), dpositions);
+        done("embedding");
         return loss;
     }
 
@@ -746,7 +770,7 @@ public:
     Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
         Tensor y(x.size());
         const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
-        norm_forward<Real>(config.arch.rms, eps(), int64_t(x.size()) / config.C, config.C, x.data(),
+        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), int64_t(x.size()) / config.C, config.C, x.data(),
                            weight(name + ".weight").data(), bias, y.data());
         return y;
     }
@@ -760,7 +784,7 @@ public:
 private:
     // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute).
     struct SavedLayer {
-        SavedTensor norm1_input, qkv, attention, norm2_input, gate_up;
+        SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
     };
 
@@ -773,7 +797,6 @@ private:
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
     size_t head() const { return index(config.tied ? "embedding" : "head"); }
-    Real eps() const { return Real(config.norm_eps); }
     QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
     void done(const std::string& name) const {  // with the bucket of this parameter
         if (bucket_done) bucket_done(params[index(name)].bucket);
@@ -798,36 +821,35 @@ private:
     }
 
     // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
-    SavedTensor save(const Tensor& x, int64_t cols, const Quant& q, Kind kind) {
+    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, Kind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
             if (q.fp8()) checked_amax(x);
             return quantize(x.data(), N_, cols, q, stats_of(kind));
         }
     }
-    static Tensor load(const SavedTensor& saved) {
+    static Tensor load(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // Per-tensor scales are just in time, from the amax of this tensor, or delayed. Others are made with the
-    // codes (quantize). x has `cols` columns.
+    // The values of an operand of parameter i's GEMMs, after its quantization: x has `cols` columns. A scale of
+    // a whole tensor is made here: just in time from the amax of x, or delayed. quantize() makes all others.
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
-            const int o = int(which);
-            const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
+            const Quant quants[] = {formats_.x, formats_.w, formats_.g}, &q = quants[int(which)];
             const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = scale_of(q, largest);  // just in time
+            float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed[i][o];
+                DelayedScale& d = delayed[i][int(which)];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
-            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[o]),
+            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[int(which)]),
                            q.granularity == PER_TENSOR ? &scale : nullptr);
         }
     }
@@ -869,7 +891,7 @@ private:
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
         Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(),
+        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(), weight(name + ".weight").data(),
                             dy.data(), dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
         add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
@@ -880,43 +902,6 @@ private:
         Tensor act(N_ * config.F);
         activation_forward<Real>(config.arch.gated, N_, config.F, gate_up.data(), act.data());
         return act;
-    }
-
-    // --- Embedding and head: not quantized, as in the paper ---
-
-    // residual[n] = embedding[token n] (+ positions[n mod T])
-    Tensor embed(const int32_t* tokens) const {
-        const int64_t C = config.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
-            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T_ * C], &residual[n * C]);
-        }
-        return residual;
-    }
-
-    void embed_backward(const int32_t* tokens, const Tensor& dresidual) {
-        const int64_t C = config.C;
-        Tensor embedding(weight("embedding").size()), positions(config.arch.rope ? 0 : config.max_T * C);
-        for (int64_t n = 0; n < N_; n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &embedding[tokens[n] * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &positions[n % T_ * C]);
-        }
-        add_gradient(index("embedding"), embedding);
-        if (!config.arch.rope) add_gradient(index("positions"), positions);
-        done("embedding");
-    }
-
-    // The gradient of the logits (N, padded_V) -> that of the final norm's input (N, C).
-    Tensor head_backward(const Tensor& x, const Tensor& y, const Tensor& dlogits) {
-        const int64_t V = config.padded_V(), C = config.C;
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
-        add_gradient(head(), dhead);
-        const Tensor dx = rounded(norm_gradient("final_norm", x, rounded(dy)));
-        done("final_norm.weight");
-        return dx;
     }
 
     // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
