@@ -124,8 +124,9 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block.
 
-// If amax is not finite, a block's scale is NaN, and so is what is read with it. A whole tensor's is 1: its
-// amax is checked apart, and the step is skipped.
+// A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
+// is not finite, the scale of a block is NaN, and so is every value that is decoded with it. The scale of a
+// whole tensor is 1 then, because a step checks the amax of every such tensor and is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -182,7 +183,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
-    // The first pass gives every block its scale, the second one writes the codes.
+    // The first pass gives every block its scale. The second one writes the codes of x * (1 / s).
     const Granularity g = quant.granularity;
     const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
     const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
@@ -204,7 +205,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             for (int64_t i = first; i < last; i++)
                 q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
         }
-    // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
+    // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
@@ -213,7 +214,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     return q;
 }
 
-// x = decode(code) s, with one look-up of s for each block of a row.
+// x = decode(code) s, block by block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
     const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
@@ -237,7 +238,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return y;
 }
 
-// The result is x again, rounded as the tensor cores read it, so that a GEMM in FP32 can follow.
+// Tensor cores multiply codes and apply the scales to the result. Here the GEMM is in FP32, so its operands
+// are the decoded values. The columns of a granularity run along the reduction (coat.h, Recipe). So for a
+// reduction over rows the transpose is quantized, unless its blocks are those of x.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
@@ -282,9 +285,9 @@ float expand(Format fp8, float x, float max, float k) {
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// sign(y) max (|y| / FMAX)^(1/k). We multiply max by the square root of the power, twice: in a group with a
-// very large range the power alone underflows in FP32, but its product with max does not. A result below FP32
-// becomes its smallest positive value: a second moment that is not zero never becomes zero.
+// sign(y) max (|y| / FMAX)^(1/k). In a group with a very large range the power underflows in FP32, although
+// its product with max does not. So max is multiplied twice by the square root of the power. The result is at
+// least the smallest positive value: a second moment that is not zero must not become zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
@@ -342,6 +345,7 @@ void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
     for (int64_t i = 0; stats && scaled && i < n; i++) add_stats(*stats, x[i], value(i));
 }
 
+// The powers of beta are computed in double; bias2_root is sqrt(1 - b2^t).
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
     const double bias1 = 1 - std::pow(double(a.beta1), double(a.step));
     const double bias2 = 1 - std::pow(double(a.beta2), double(a.step));
@@ -351,7 +355,8 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 }
 
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
-// with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
+// with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t). Weight decay is decoupled and eps is outside the root, as
+// in torch.optim.AdamW. g is the clipped gradient. The weight is updated before m and v are quantized.
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
 #pragma omp parallel for if (n > 1 << 14)
     for (int64_t i = 0; i < n; i++) {
@@ -404,7 +409,8 @@ void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Rea
 #pragma omp simd
                         for (int c = 0; c < NR; c++) sum[r][c] += pa[r] * pb[c];
                     }
-                for (int r = 0; r < MR; r++)  // constant bounds: sum needs no address and stays in registers
+                // A copy in loops with constant bounds: otherwise the compiler would keep sum in memory.
+                for (int r = 0; r < MR; r++)
                     for (int c = 0; c < NR; c++) tile[r][c] = sum[r][c];
                 for (int64_t r = 0; r < std::min(MR, M - i); r++)
                     for (int64_t c = 0; c < std::min(NR, N - j); c++) C[(i + r) * N + j + c] += tile[r][c];
@@ -510,7 +516,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
                 const Real a = gate_up[n * F + f], t = tanh_of_gelu(a);
-                const Real square = std::min(a * a, Real(1000));  // beyond, 1 - t * t is 0; 0 * inf is NaN
+                const Real square = std::min(a * a, Real(1000));  // 1 - t * t is 0 there; 0 * inf is NaN
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -562,7 +568,8 @@ template <class Real> static void add_scaled(int64_t n, Real scale, const Real* 
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
-// out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
+// out[j] = scale * x . k_j for j < n, with the vectors k_j as columns (HS, T): out[j] is a sum over d, but
+// the inner loop is over j, which vectorizes.
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
                          Real* out) {
@@ -656,7 +663,7 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
     return total;
 }
 
-// The address of a function makes the compiler generate it, for the tests.
+// The compiler generates a template only where it is used. These uses are for the callers in other files.
 template <class Real> auto instantiate() {
     return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, rope<Real>,
                            activation_forward<Real>, activation_backward<Real>, attention_forward<Real>,
@@ -768,9 +775,10 @@ public:
     }
 
     Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
-        Tensor y(x.size());
+        const int64_t C = config.C, rows = int64_t(x.size()) / C;
         const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
-        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), int64_t(x.size()) / config.C, config.C, x.data(),
+        Tensor y(x.size());
+        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
                            weight(name + ".weight").data(), bias, y.data());
         return y;
     }
@@ -782,7 +790,8 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute).
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute). The outputs
+    // of norms and of the activation function are computed again in any case.
     struct SavedLayer {
         SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
@@ -813,7 +822,7 @@ private:
         if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
     }
 
-    // An FP8 code would hide a NaN or an infinity, so every tensor is checked before it is quantized.
+    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
     float checked_amax(const Floats& x) {
         const float largest = amax(x.data(), int64_t(x.size()));
         finite = finite && std::isfinite(largest);
@@ -835,8 +844,8 @@ private:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // The values of an operand of parameter i's GEMMs, after its quantization: x has `cols` columns. A scale of
-    // a whole tensor is made here: just in time from the amax of x, or delayed. quantize() makes all others.
+    // x (rows, cols), an operand of the GEMMs of parameter i, as these read it. The scale of a whole tensor
+    // is made here: just in time from the amax of x, or delayed. quantize() makes those of smaller blocks.
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
@@ -876,11 +885,11 @@ private:
         Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())
+        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction: over tokens now
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(i, dw);
-        if (has_bias(name)) {  // sums the gradient that the GEMMs read, before its quantization to FP8
+        if (has_bias(name)) {  // sums what the GEMMs read; with FP8 GEMMs, dy before it was quantized
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
@@ -890,9 +899,10 @@ private:
     }
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
-        Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(), weight(name + ".weight").data(),
-                            dy.data(), dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
+        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
+        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
         add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
@@ -906,14 +916,13 @@ private:
 
     // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
 
-    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the
-    // block.
+    // residual (N, C) -> the same after the block: the residual stream plus the output of the last branch, in
+    // FP32. The norm's input is quantized from this sum; the stream goes on as the sum rounded to BF16.
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in
-        // BF16.
+        // Residual sum -> norm 1 input, saved in groups; the norm reads what backward will read
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
@@ -921,7 +930,7 @@ private:
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
-        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them.
+        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them
         qkv = rounded(load(s.qkv));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
@@ -941,8 +950,8 @@ private:
         return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
     }
 
-    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the
-    // gradient of X.
+    // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the
+    // input of a branch twice: along the stream, and through the branch. dX is the gradient of X.
     Tensor block_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_[l];
@@ -966,15 +975,15 @@ private:
         const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
         done(layer + "attention_out");
 
-        // Attention, in the compute dtype
+        // Attention -> RoPE, in the compute dtype
         const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(),
                            dqkv.data());
-
-        // RoPE -> qkv -> norm 1 -> residual gradient
         dqkv = rounded(dqkv);
         if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
+
+        // qkv -> norm 1 -> residual gradient
         const Tensor norm1_input = load(s.norm1_input);
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
@@ -1022,14 +1031,14 @@ public:
         begin();
         double squares = 0;  // of all gradients that are complete
         bool skipped = false;
-        // Updates the parameters of a bucket, or all. Their gradients are clipped by the norm of all gradients
-        // that are complete, times the correction.
+        // Updates the parameters of a bucket whose gradients are complete, or all. The norm that clips them
+        // is that of all complete gradients, times norm_correction, which stands for the others.
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
             const double here = squares_of(bucket);
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (char theirs : all_gather(char(finite))) finite = finite && theirs;
+            for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
             skipped = skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
@@ -1040,8 +1049,8 @@ public:
                 refresh(i);
             }
         };
-        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of its gradients and later buckets'
-        std::vector<double> losses;                           // by micro-batch
+        std::vector<double> losses;  // by micro-batch
+        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of this and all later buckets
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.group) clear_gradients(ALL);
             bucket_done = [&](int64_t bucket) {
@@ -1089,7 +1098,8 @@ public:
         stats = report.kinds;
         begin();
         clear_gradients(ALL);
-        // The errors of the moments that a step would store, and the expansion factors of those stored now.
+        // The expansion factors are those of the moments stored now. The errors are those of the moments that
+        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
         bucket_done = [&](int64_t bucket) {
             for (size_t i : parameters_of(bucket)) {
                 State s = states_[i];
@@ -1119,11 +1129,11 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter: whole weights, of which this rank keeps kept_weight(), and the remainders and moments of
-    // kept_state().
+    // One parameter. The weights are complete on every rank. Of remainders, only the elements of kept_state()
+    // are in use: this rank updates these, and has the moments of no others.
     struct State {
         std::vector<uint16_t> weight;
-        std::vector<int16_t> remainder;  // of the master; 0 without a master
+        std::vector<int16_t> remainder;  // 0 without a master
         Moment m, v;
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
@@ -1131,9 +1141,10 @@ private:
     std::vector<State> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
-    // What the network computes with: the FP32 master or the BF16 weight.
+    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float weight_of(const State& s, int64_t e) const {
-        return recipe.compute == Format::F32 ? join_master(s.weight[e], s.remainder[e]) : from_bf16(s.weight[e]);
+        const bool bf16 = recipe.compute == Format::BF16;
+        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
     // targets may be null.
@@ -1191,8 +1202,8 @@ private:
         return sum;
     }
 
-    // Makes the network's weights of the masters that this rank keeps. If these are a part, the ranks exchange
-    // their parts.
+    // After an update or write(): makes the network's weights. With --shard, each rank has updated a part;
+    // the ranks exchange the parts, and the BF16 weights follow.
     void refresh(size_t i) {
         State& s = states_[i];
         const Slice kept = kept_state(setup_, params[i]);
@@ -1216,7 +1227,8 @@ private:
             }
     }
 
-    // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
+    // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
+    // the parameter, or a copy.
     void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
         const auto [first, n] = kept_state(setup_, params[i]);
         Floats master(n), m(n), v(n);
@@ -1236,7 +1248,7 @@ private:
     std::pair<void*, size_t> find(const std::string& name) {
         using Place = std::pair<void*, size_t>;
         auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
-        auto whole = [](auto& v) { return Place(v.data(), v.size() * sizeof(v[0])); };
+        auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
         const Slice weight = kept_weight(setup_, params[i]), state = kept_state(setup_, params[i]);
         State& s = states_[i];
