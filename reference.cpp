@@ -190,8 +190,9 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t r0 = b / across * height, c0 = b % across * width;
+        const int64_t r1 = scale ? r0 : std::min(rows, r0 + height);  // a given scale needs no amax
         float largest = 0;
-        for (int64_t r = r0; !scale && r < std::min(rows, r0 + height); r++)
+        for (int64_t r = r0; r < r1; r++)
             largest = std::max(largest, group_amax(x + r * cols + c0, std::min(width, cols - c0)));
         put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, largest));
     }
@@ -577,7 +578,8 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
     for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
 }
 
-// Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
+// Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j. The largest score is
+// subtracted from all, which does not change the softmax, so that exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
     const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();
@@ -621,12 +623,12 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
             std::vector<Real> p(T), ds(T);
             for (int64_t head = kv * group; head < (kv + 1) * group; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t query = (b * T + t) * row + head * HS, at = ((b * T + t) * NH + head) * HS;
-                    const Real *q = qkv + query, *dy = dout + at;
-                    const Real norm = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + at, HS);
+                    const int64_t query = (b * T + t) * row + head * HS, y = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query, *dy = dout + y;
+                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + y, HS);
                     dot_products(q, keys, T, t + 1, scale, p.data());
                     dot_products(dy, values, T, t + 1, Real(1), ds.data());
-                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - norm);
+                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - log_sum);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
                     for (int64_t j = 0; j <= t; j++) {
                         add_scaled(HS, p[j], dy, dqkv + value + j * row);
