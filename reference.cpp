@@ -33,8 +33,7 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent
-// bias:
+// FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 has more bits and a larger bias.
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
@@ -55,11 +54,11 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 // normal value. That 2^M adds 1 to the exponent in the code, which is why we add e + bias - 1 only. If the
 // mantissa rounds up to a power of two, the same carry makes the exponent right.
 static inline uint32_t nearest_code(Format f, float x) {
-    const int mantissa = info(f).mantissa, bias = exponent_bias(f);
+    const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
     const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
-    const float steps = magnitude * bits_as<float>(uint32_t(127 + mantissa - e) << 23);  // |x| / 2^(e - M)
-    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << mantissa);
+    const float steps = magnitude * bits_as<float>(uint32_t(127 + M - e) << 23);  // |x| / 2^(e - M)
+    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
     const uint32_t nan = f == Format::F16 ? 0x7E00 : 0x7F;
     return (std::isnan(x) ? nan : code) | (bits_as<uint32_t>(x) >> 31) * sign_bit(f);
 }
@@ -68,12 +67,12 @@ uint16_t encode(Format f, float x) { return uint16_t(nearest_code(f, x)); }
 // FP32 has the same fields at other places and with another bias. E4M3 has no infinity: its largest exponent
 // has values, too, and only the code above the largest value is NaN.
 float decode(Format f, uint16_t code) {
-    const int mantissa = info(f).mantissa;
+    const int M = info(f).mantissa;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
-    const uint32_t bits = magnitude << (23 - mantissa);  // where FP32 has exponent and mantissa
+    const uint32_t bits = magnitude << (23 - M);  // where FP32 has exponent and mantissa
     float value = bits_as<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
-    if (magnitude >> mantissa == 0) value = float(magnitude) * info(f).min;     // subnormal
-    if (value > info(f).max) value = bits_as<float>(bits | 0x7F800000u);        // infinity or NaN
+    if (magnitude >> M == 0) value = float(magnitude) * info(f).min;      // subnormal
+    if (value > info(f).max) value = bits_as<float>(bits | 0x7F800000u);  // infinity or NaN
     return code & sign_bit(f) ? -value : value;
 }
 
@@ -156,9 +155,7 @@ float amax(const float* x, int64_t n) {
 
 float Quantized::scale(int64_t r, int64_t c) const {
     if (!quant.fp8()) return 1.0f;
-    const Granularity g = quant.granularity;
-    const int64_t block = (g.rows ? r / g.rows : 0) * quant.scale_cols(cols) + (g.cols ? c / g.cols : 0);
-    return get(quant.scale, scales.data(), block);
+    return get(quant.scale, scales.data(), r / block_rows() * quant.scale_cols(cols) + c / block_cols());
 }
 float Quantized::value(int64_t r, int64_t c) const {
     return get(quant.format, codes.data(), r * cols + c) * scale(r, c);
@@ -184,8 +181,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         return q;
     }
     // The first pass gives every block its scale. The second one writes the codes of x * (1 / s).
-    const Granularity g = quant.granularity;
-    const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
+    const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
@@ -218,7 +214,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 // x = decode(code) s, block by block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
-    const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
+    const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > 1 << 14)
     for (int64_t r = 0; r < q.rows; r++)
         for (int64_t c0 = 0; c0 < q.cols; c0 += width) {

@@ -29,6 +29,9 @@ struct Quantized {
     int64_t rows = 0, cols = 0;
     Quant quant{Format::F32};
     QuantizedView view() { return {codes.data(), scales.data(), rows, cols, quant}; }
+    // The elements of a block share a scale. A granularity of 0 means all rows or columns.
+    int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
+    int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }
     float scale(int64_t r, int64_t c) const;  // of the block that contains (r, c)
     float value(int64_t r, int64_t c) const;
 };
