@@ -33,8 +33,7 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 1. Formats (the paper's preliminaries)
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa, like FP32, but fewer bits and a smaller exponent
-// bias:
+// FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 has more bits and a larger bias.
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
@@ -46,39 +45,35 @@ static To bits_as(From from) {
     return to;
 }
 
-// Where the fields of a code are, its largest finite value, a NaN, and the bit of the sign.
-struct Fields {
-    int mantissa, bias;                 // M above is the number of mantissa bits
-    uint32_t max_code, nan_code, sign;  // E4M3 has no infinity: its largest exponent has values, too
-};
-static Fields fields(Format f) {
-    return f == Format::E4M3   ? Fields{3, 7, 0x7E, 0x7F, 0x80}
-           : f == Format::E5M2 ? Fields{2, 15, 0x7B, 0x7F, 0x80}
-                               : Fields{10, 15, 0x7BFF, 0x7E00, 0x8000};
-}
+static int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
+static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 
-// Rounds x to the nearest code, ties to even; values beyond max, the format's largest, saturate. Where |x|
-// has the exponent e, codes are 2^(e - M) apart; subnormal codes have e = 1 - bias. |x| in such steps is the
-// mantissa with its leading 1, which a subnormal has not. That 1 adds one to the exponent's field, so the
-// field starts at e + bias - 1; a mantissa that rounds up to the next power of two adds one more.
-static inline uint32_t encode_as(const Fields& f, float max, float x) {
-    const float magnitude = std::min(max, std::abs(x));
-    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - f.bias);
-    const float steps = magnitude * bits_as<float>(uint32_t(127 + f.mantissa - e) << 23);  // |x| / 2^(e - M)
-    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + f.bias - 1) << f.mantissa);
-    return (std::isnan(x) ? f.nan_code : code) | (bits_as<uint32_t>(x) >> 31) * f.sign;
+// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. From 2^e to 2^(e+1) the
+// codes are 2^(e - M) apart. Below the smallest normal value, e is 1 - bias, as for all subnormals. So we
+// measure |x| in steps of 2^(e - M) and round to an integer: the mantissa, plus 2^M for the leading 1 of a
+// normal value. That 2^M adds 1 to the exponent in the code, which is why we add e + bias - 1 only. If the
+// mantissa rounds up to a power of two, the same carry makes the exponent right.
+static inline uint32_t nearest_code(Format f, float x) {
+    const int M = info(f).mantissa, bias = exponent_bias(f);
+    const float magnitude = std::min(info(f).max, std::abs(x));
+    const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
+    const float steps = magnitude * bits_as<float>(uint32_t(127 + M - e) << 23);  // |x| / 2^(e - M)
+    const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
+    const uint32_t nan = f == Format::F16 ? 0x7E00 : 0x7F;
+    return (std::isnan(x) ? nan : code) | (bits_as<uint32_t>(x) >> 31) * sign_bit(f);
 }
-uint16_t encode(Format f, float x) { return uint16_t(encode_as(fields(f), info(f).max, x)); }
+uint16_t encode(Format f, float x) { return uint16_t(nearest_code(f, x)); }
 
-// FP32 has the same fields at other places and with another bias.
-float decode(Format format, uint16_t code) {
-    const Fields f = fields(format);
-    const uint32_t magnitude = code & (f.sign - 1);
-    const uint32_t bits = magnitude << (23 - f.mantissa);  // where FP32 has exponent and mantissa
-    float value = bits_as<float>(bits + (uint32_t(127 - f.bias) << 23));
-    if (magnitude >> f.mantissa == 0) value = float(magnitude) * info(format).min;  // subnormal
-    if (magnitude > f.max_code) value = bits_as<float>(bits | 0x7F800000u);         // infinity or NaN
-    return code & f.sign ? -value : value;
+// FP32 has the same fields at other places and with another bias. E4M3 has no infinity: its largest exponent
+// has values, too, and only the code above the largest value is NaN.
+float decode(Format f, uint16_t code) {
+    const int M = info(f).mantissa;
+    const uint32_t magnitude = code & (sign_bit(f) - 1);
+    const uint32_t bits = magnitude << (23 - M);  // where FP32 has exponent and mantissa
+    float value = bits_as<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
+    if (magnitude >> M == 0) value = float(magnitude) * info(f).min;      // subnormal
+    if (value > info(f).max) value = bits_as<float>(bits | 0x7F800000u);  // infinity or NaN
+    return code & sign_bit(f) ? -value : value;
 }
 
 // BF16 is the upper half of FP32, so rounding is an addition to the lower half.
@@ -128,8 +123,9 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block.
 
-// If amax is not finite, a block's scale is NaN, and so is what is read with it. A whole tensor's is 1: its
-// amax is checked apart, and the step is skipped.
+// A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
+// is not finite, the scale of a block is NaN, and so is every value that is decoded with it. The scale of a
+// whole tensor is 1 then, because a step checks the amax of every such tensor and is skipped.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -138,31 +134,28 @@ float scale_of(const Quant& q, float amax) {
     return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
-// The bits of magnitudes are ordered like the magnitudes, with NaN above infinity: no comparison can lose a
-// NaN.
-static uint32_t amax_bits(const float* x, int64_t n) {
+// The largest |x| of a group; infinity if one is NaN. It is found by the bits of |x|, which have the order of
+// the magnitudes, and NaN above infinity: a maximum of floats could lose a NaN.
+static float group_amax(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, bits_as<uint32_t>(x[i]) & 0x7FFFFFFFu);
-    return largest;
+    return bits_as<float>(std::min(largest, 0x7F800000u));
 }
-static float amax_value(uint32_t bits) { return bits_as<float>(std::min(bits, 0x7F800000u)); }
 
 // Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
 // per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU the first
 // stage needs no pass of its own: the kernel that writes the tensor does it.
 float amax(const float* x, int64_t n) {
-    uint32_t largest = 0;
+    float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
     for (int64_t first = 0; first < n; first += PER_GROUP.cols)
-        largest = std::max(largest, amax_bits(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
-    return amax_value(largest);
+        largest = std::max(largest, group_amax(x + first, std::min<int64_t>(PER_GROUP.cols, n - first)));
+    return largest;
 }
 
 float Quantized::scale(int64_t r, int64_t c) const {
     if (!quant.fp8()) return 1.0f;
-    const Granularity g = quant.granularity;
-    const int64_t block = (g.rows ? r / g.rows : 0) * quant.scale_cols(cols) + (g.cols ? c / g.cols : 0);
-    return get(quant.scale, scales.data(), block);
+    return get(quant.scale, scales.data(), r / block_rows() * quant.scale_cols(cols) + c / block_cols());
 }
 float Quantized::value(int64_t r, int64_t c) const {
     return get(quant.format, codes.data(), r * cols + c) * scale(r, c);
@@ -187,20 +180,19 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
-    // The first pass gives every block its scale, the second one writes the codes.
-    const Granularity g = quant.granularity;
-    const int64_t height = g.rows ? g.rows : rows, width = g.cols ? g.cols : cols;  // of a block
+    // The first pass gives every block its scale. The second one writes the codes of x * (1 / s).
+    const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t r0 = b / across * height, c0 = b % across * width;
-        uint32_t largest = 0;
-        for (int64_t r = r0; !scale && r < std::min(rows, r0 + height); r++)
-            largest = std::max(largest, amax_bits(x + r * cols + c0, std::min(width, cols - c0)));
-        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, amax_value(largest)));
+        const int64_t r1 = scale ? r0 : std::min(rows, r0 + height);  // a given scale needs no amax
+        float largest = 0;
+        for (int64_t r = r0; r < r1; r++)
+            largest = std::max(largest, group_amax(x + r * cols + c0, std::min(width, cols - c0)));
+        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, largest));
     }
-    const Fields f = fields(quant.format);
-    const float fmax = info(quant.format).max;
+    const Format format = quant.format;
 #pragma omp parallel for if (rows * cols > 1 << 14)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c0 = 0; c0 < cols; c0 += width) {
@@ -208,10 +200,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
             for (int64_t i = first; i < last; i++)
-                q.codes[i] = uint8_t(encode_as(f, fmax, x[i] * inverse));
+                q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
         }
-    // Values up to half a step above FMAX s still round to it. Saturated are those clearly beyond.
-    const float beyond = fmax * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
+    // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
+    const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
     for (int64_t i = 0; stats && i < rows * cols; i++) {
         add_stats(*stats, x[i], q.value(i / cols, i % cols));
         stats->saturated += std::abs(x[i]) > beyond * q.scale(i / cols, i % cols);
@@ -219,10 +211,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     return q;
 }
 
-// x = decode(code) s, with one look-up of s for each block of a row.
+// x = decode(code) s, block by block of a row.
 Floats dequantize(const Quantized& q) {
     Floats x(q.rows * q.cols);
-    const int64_t width = q.quant.granularity.cols ? q.quant.granularity.cols : q.cols;
+    const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > 1 << 14)
     for (int64_t r = 0; r < q.rows; r++)
         for (int64_t c0 = 0; c0 < q.cols; c0 += width) {
@@ -243,7 +235,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return y;
 }
 
-// The result is x again, rounded as the tensor cores read it, so that a GEMM in FP32 can follow.
+// Tensor cores multiply codes and apply the scales to the result. Here the GEMM is in FP32, so its operands
+// are the decoded values. The columns of a granularity run along the reduction (coat.h, Recipe). So for a
+// reduction over rows the transpose is quantized, unless its blocks are those of x.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
@@ -288,9 +282,9 @@ float expand(Format fp8, float x, float max, float k) {
     return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
-// sign(y) max (|y| / FMAX)^(1/k). We multiply max by the square root of the power, twice: in a group with a
-// very large range the power alone underflows in FP32, but its product with max does not. A result below FP32
-// becomes its smallest positive value: a second moment that is not zero never becomes zero.
+// sign(y) max (|y| / FMAX)^(1/k). In a group with a very large range the power underflows in FP32, although
+// its product with max does not. So max is multiplied twice by the square root of the power. The result is at
+// least the smallest positive value: a second moment that is not zero must not become zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
@@ -322,31 +316,33 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Quantizes: each group gets its max and k, then its codes (equation 4). The groups are independent.
+// Quantizes: each group gets its max and k, then its codes (equation 4). A group that is not expanded is
+// divided by its scale; FP32 and BF16 are stored as they are. The groups are independent.
 void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
     const int64_t group = group_size();
-#pragma omp parallel for if (!stats && n > 1 << 14)
+    const bool scaled = is_scaled(format);
+#pragma omp parallel for if (n > 1 << 14)
     for (int64_t first = 0; first < n; first += group) {
         const int64_t g = first / group, last = std::min(n, first + group);
-        float largest = 0, smallest = INFINITY, inverse = 1;
+        float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
         for (int64_t i = first; i < last; i++) {
             largest = std::max(largest, std::abs(x[i]));
             if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
         }
-        if (is_scaled(format)) max[g] = largest;
-        if (!expand && is_scaled(format)) inverse = 1.0f / scale_of({format}, largest);
+        if (scaled) max[g] = largest;
         if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+        const float inverse = scaled ? 1.0f / scale_of({format}, largest) : 1.0f;
         for (int64_t i = first; i < last; i++) {
             const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
             put(format, codes.data(), i, y);
-            if (!is_scaled(format)) continue;
-            if (keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
+            if (scaled && keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
                 put(format, codes.data(), i, info(format).min);
-            if (stats) add_stats(*stats, x[i], value(i));
         }
     }
+    for (int64_t i = 0; stats && scaled && i < n; i++) add_stats(*stats, x[i], value(i));
 }
 
+// The powers of beta are computed in double; bias2_root is sqrt(1 - b2^t).
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
     const double bias1 = 1 - std::pow(double(a.beta1), double(a.step));
     const double bias2 = 1 - std::pow(double(a.beta2), double(a.step));
@@ -356,7 +352,8 @@ AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
 }
 
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
-// with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t).
+// with m^ = m / (1 - b1^t) and v^ = v / (1 - b2^t). Weight decay is decoupled and eps is outside the root, as
+// in torch.optim.AdamW. g is the clipped gradient. The weight is updated before m and v are quantized.
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v) {
 #pragma omp parallel for if (n > 1 << 14)
     for (int64_t i = 0; i < n; i++) {
@@ -409,7 +406,8 @@ void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Rea
 #pragma omp simd
                         for (int c = 0; c < NR; c++) sum[r][c] += pa[r] * pb[c];
                     }
-                for (int r = 0; r < MR; r++)  // constant bounds: sum needs no address and stays in registers
+                // A copy in loops with constant bounds: otherwise the compiler would keep sum in memory.
+                for (int r = 0; r < MR; r++)
                     for (int c = 0; c < NR; c++) tile[r][c] = sum[r][c];
                 for (int64_t r = 0; r < std::min(MR, M - i); r++)
                     for (int64_t c = 0; c < std::min(NR, N - j); c++) C[(i + r) * N + j + c] += tile[r][c];
@@ -515,7 +513,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
                 const Real a = gate_up[n * F + f], t = tanh_of_gelu(a);
-                const Real square = std::min(a * a, Real(1000));  // beyond, 1 - t * t is 0; 0 * inf is NaN
+                const Real square = std::min(a * a, Real(1000));  // 1 - t * t is 0 there; 0 * inf is NaN
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -537,28 +535,21 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
     return (1 - smooth) * f / s.factor + smooth * f;
 }
 
-// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i.
+// Rotates (x_i, x_(i + HS/2)) at position t by the angle t f_i: the heads of q, then those of k, but not v.
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse) {
     const int64_t half = c.HS() / 2;
-    std::vector<Real> cosine(T * half), sine(T * half);
-    for (int64_t i = 0; i < half; i++) {
-        const double frequency = rope_frequency(c, i);
-        for (int64_t t = 0; t < T; t++) {
-            const double angle = double(t) * frequency;
-            cosine[t * half + i] = Real(std::cos(angle));
-            sine[t * half + i] = Real(inverse ? -std::sin(angle) : std::sin(angle));
-        }
-    }
 #pragma omp parallel for
-    for (int64_t n = 0; n < B * T; n++)
-        for (int64_t head = 0; head < c.NH + c.NKV; head++) {  // q's heads, then k's; v is not rotated
-            Real* x = qkv + n * c.qkv_cols() + head * c.HS();
-            const Real *cs = cosine.data() + n % T * half, *sn = sine.data() + n % T * half;
-            for (int64_t i = 0; i < half; i++) {
-                const Real a = x[i], b = x[i + half];
-                x[i] = a * cs[i] - b * sn[i];
-                x[i + half] = b * cs[i] + a * sn[i];
-            }
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t i = 0; i < half; i++) {
+            const double angle = double(t) * rope_frequency(c, i);
+            const Real cosine = Real(std::cos(angle)), sine = Real(std::sin(inverse ? -angle : angle));
+            for (int64_t b = 0; b < B; b++)
+                for (int64_t head = 0; head < c.NH + c.NKV; head++) {
+                    Real* x = qkv + (b * T + t) * c.qkv_cols() + head * c.HS() + i;
+                    const Real first = x[0], second = x[half];
+                    x[0] = first * cosine - second * sine;
+                    x[half] = second * cosine + first * sine;
+                }
         }
 }
 
@@ -574,7 +565,8 @@ template <class Real> static void add_scaled(int64_t n, Real scale, const Real* 
     for (int64_t i = 0; i < n; i++) y[i] += scale * x[i];
 }
 
-// out[j] = scale * sum_d x[d] columns[d][j] for j < n; columns (HS, T)
+// out[j] = scale * x . k_j for j < n, with the vectors k_j as columns (HS, T): out[j] is a sum over d, but
+// the inner loop is over j, which vectorizes.
 template <class Real>
 static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real scale,
                          Real* out) {
@@ -582,7 +574,8 @@ static void dot_products(const Real* x, const std::vector<Real>& columns, int64_
     for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * scale, columns.data() + d * T, out);
 }
 
-// Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
+// Query t reads keys j <= t:  p_j = softmax(q . k_j / sqrt(HS)),  out = sum_j p_j v_j. The largest score is
+// subtracted from all, which does not change the softmax, so that exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, Real* out, Real* lse) {
     const int64_t HS = c.HS(), NH = c.NH, row = c.qkv_cols();
@@ -626,12 +619,12 @@ void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* 
             std::vector<Real> p(T), ds(T);
             for (int64_t head = kv * group; head < (kv + 1) * group; head++)
                 for (int64_t t = 0; t < T; t++) {
-                    const int64_t query = (b * T + t) * row + head * HS, at = ((b * T + t) * NH + head) * HS;
-                    const Real *q = qkv + query, *dy = dout + at;
-                    const Real norm = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + at, HS);
+                    const int64_t query = (b * T + t) * row + head * HS, y = ((b * T + t) * NH + head) * HS;
+                    const Real *q = qkv + query, *dy = dout + y;
+                    const Real log_sum = lse[(b * NH + head) * T + t], dy_y = dot(dy, out + y, HS);
                     dot_products(q, keys, T, t + 1, scale, p.data());
                     dot_products(dy, values, T, t + 1, Real(1), ds.data());
-                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - norm);
+                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - log_sum);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dy_y) * scale;
                     for (int64_t j = 0; j <= t; j++) {
                         add_scaled(HS, p[j], dy, dqkv + value + j * row);
@@ -668,7 +661,7 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
     return total;
 }
 
-// The address of a function makes the compiler generate it, for the tests.
+// The compiler generates a template only where it is used. These uses are for the callers in other files.
 template <class Real> auto instantiate() {
     return std::make_tuple(matmul<Real>, norm_forward<Real>, norm_backward<Real>, rope<Real>,
                            activation_forward<Real>, activation_backward<Real>, attention_forward<Real>,
@@ -691,8 +684,9 @@ template auto instantiate<double>();
 namespace {
 
 template <class Real> class Network {
-    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;  // nothing is rounded in double
-    using SavedTensor = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
+    // In double nothing is rounded or quantized: then what is saved for backward is the tensor itself.
+    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
+    using SavedActivation = std::conditional_t<QUANTIZES, Quantized, std::vector<Real>>;
 
 public:
     using Tensor = std::vector<Real>;
@@ -706,9 +700,12 @@ public:
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
-    explicit Network(const Setup& s) : setup_(s), gradients(params.size()), delayed(params.size()) {
-        for (size_t i = 0; i < params.size(); i++) index_[params[i].name] = i;
-        for (const Param& p : params) weights.emplace_back(p.size());
+    explicit Network(const Setup& s) : setup_(s), delayed(params.size()) {
+        for (const Param& p : params) {
+            index_[p.name] = weights.size();
+            weights.emplace_back(p.size());
+            gradients.emplace_back(p.size());
+        }
         for (const StateTensor& t : scaling_tensors(config, recipe))
             for (DelayedScale& d : delayed[t.param]) d.history.resize(recipe.history);
     }
@@ -720,11 +717,17 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs.
+    // tokens (B, T) -> input of the final norm (N, C). Saves what backward needs. The embedding is not
+    // quantized, as in the paper: residual[n] = embedding[token n] (+ positions[n mod T]).
     Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
         saved_.clear();
-        Tensor residual = embed(tokens);
+        const int64_t C = config.C;
+        Tensor residual(N_ * C);
+        for (int64_t n = 0; n < N_; n++) {
+            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T * C], &residual[n * C]);
+        }
         for (int64_t l = 0; l < config.L; l++) residual = block_forward(l, residual);
         return rounded(residual);
     }
@@ -732,16 +735,32 @@ public:
     // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum
     // times scale.
     double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double scale) {
-        const Tensor x = forward(tokens, B, T);
-        const Tensor y = rounded(norm("final_norm", x));
+        const int64_t V = config.padded_V(), C = config.C;
+        const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));
         Tensor logits = head_forward(y);
-        const double loss =
-            cross_entropy(N_, config.V, config.padded_V(), logits.data(), targets, Real(scale));
+        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(scale));
         finite = finite && std::isfinite(loss);
         if (scale == 0) return loss;
-        Tensor dresidual = head_backward(x, y, rounded(logits));
+
+        // Head -> final norm -> blocks, last to first
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        Tensor dhead(V * C), dy(N_ * C);
+        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
+        add_gradient(head(), dhead);
+        Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
+        done("final_norm.weight");
         for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
-        embed_backward(tokens, dresidual);
+
+        // Embedding: a row has the sum over all places of its token, or of its position
+        Tensor dembedding(V * C), dpositions(config.arch.rope ? 0 : config.max_T * C);
+        for (int64_t n = 0; n < N_; n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
+        }
+        add_gradient(index("embedding"), dembedding);
+        if (!config.arch.rope) add_gradient(index("positions"), dpositions);
+        done("embedding");
         return loss;
     }
 
@@ -754,9 +773,10 @@ public:
     }
 
     Tensor norm(const std::string& name, const Tensor& x) const {  // (rows, C), FP32
-        Tensor y(x.size());
+        const int64_t C = config.C, rows = int64_t(x.size()) / C;
         const Real* bias = config.arch.rms ? nullptr : weight(name + ".bias").data();
-        norm_forward<Real>(config.arch.rms, eps(), int64_t(x.size()) / config.C, config.C, x.data(),
+        Tensor y(x.size());
+        norm_forward<Real>(config.arch.rms, Real(config.norm_eps), rows, C, x.data(),
                            weight(name + ".weight").data(), bias, y.data());
         return y;
     }
@@ -768,9 +788,10 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute).
+    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute). The outputs
+    // of norms and of the activation function are computed again in any case.
     struct SavedLayer {
-        SavedTensor norm1_input, qkv, attention, norm2_input, gate_up;
+        SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
     };
 
@@ -783,7 +804,6 @@ private:
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
     size_t head() const { return index(config.tied ? "embedding" : "head"); }
-    Real eps() const { return Real(config.norm_eps); }
     QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
     void done(const std::string& name) const {  // with the bucket of this parameter
         if (bucket_done) bucket_done(params[index(name)].bucket);
@@ -796,12 +816,11 @@ private:
     }
     // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
     void add_gradient(size_t i, const Tensor& contribution) {
-        gradients[i].resize(contribution.size());  // zeros if it was empty
         gradients[i] = sum(gradients[i], contribution);
         if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
     }
 
-    // An FP8 code would hide a NaN or an infinity, so every tensor is checked before it is quantized.
+    // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
     float checked_amax(const Floats& x) {
         const float largest = amax(x.data(), int64_t(x.size()));
         finite = finite && std::isfinite(largest);
@@ -809,36 +828,35 @@ private:
     }
 
     // Save for backward, as the recipe says: quantize x (N, cols). load() dequantizes what was saved.
-    SavedTensor save(const Tensor& x, int64_t cols, const Quant& q, Kind kind) {
+    SavedActivation save(const Tensor& x, int64_t cols, const Quant& q, Kind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
             if (q.fp8()) checked_amax(x);
             return quantize(x.data(), N_, cols, q, stats_of(kind));
         }
     }
-    static Tensor load(const SavedTensor& saved) {
+    static Tensor load(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // Per-tensor scales are just in time, from the amax of this tensor, or delayed. Others are made with the
-    // codes (quantize). x has `cols` columns.
+    // x (rows, cols), an operand of the GEMMs of parameter i, as these read it. The scale of a whole tensor
+    // is made here: just in time from the amax of x, or delayed. quantize() makes those of smaller blocks.
     Tensor linear_operand(LinearOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
             constexpr Kind KINDS[] = {Kind::LinearInput, Kind::Weight, Kind::Gradient};
-            const int o = int(which);
-            const Quant& q = o == 0 ? formats_.x : o == 1 ? formats_.w : formats_.g;
+            const Quant quants[] = {formats_.x, formats_.w, formats_.g}, &q = quants[int(which)];
             const float largest = q.fp8() ? checked_amax(x) : 0;
-            float scale = scale_of(q, largest);  // just in time
+            float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed[i][o];
+                DelayedScale& d = delayed[i][int(which)];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
-            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[o]),
+            return operand(x, int64_t(x.size()) / cols, cols, q, over, stats_of(KINDS[int(which)]),
                            q.granularity == PER_TENSOR ? &scale : nullptr);
         }
     }
@@ -865,11 +883,11 @@ private:
         Tensor g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         matmul<Real>(N_, in, out, {g8.data(), out, 1}, {w8.data(), in, 1}, dx.data());  // dgrad: dx = g w
-        if (!formats_.g.granularity.symmetric())
+        if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction: over tokens now
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(i, dw);
-        if (has_bias(name)) {  // sums the gradient that the GEMMs read, before its quantization to FP8
+        if (has_bias(name)) {  // sums what the GEMMs read; with FP8 GEMMs, dy before it was quantized
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
@@ -879,9 +897,10 @@ private:
     }
 
     Tensor norm_gradient(const std::string& name, const Tensor& x, const Tensor& dy) {  // dx, FP32
-        Tensor dx(x.size()), dweight(config.C), dbias(config.arch.rms ? 0 : config.C);
-        norm_backward<Real>(config.arch.rms, eps(), N_, config.C, x.data(), weight(name + ".weight").data(),
-                            dy.data(), dx.data(), dweight.data(), config.arch.rms ? nullptr : dbias.data());
+        Tensor dx(x.size()), dweight(config.C), dbias(config.C);
+        norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
         add_gradient(index(name + ".weight"), dweight);
         if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
         return dx;
@@ -893,53 +912,15 @@ private:
         return act;
     }
 
-    // --- Embedding and head: not quantized, as in the paper ---
-
-    // residual[n] = embedding[token n] (+ positions[n mod T])
-    Tensor embed(const int32_t* tokens) const {
-        const int64_t C = config.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
-            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &weight("positions")[n % T_ * C], &residual[n * C]);
-        }
-        return residual;
-    }
-
-    void embed_backward(const int32_t* tokens, const Tensor& dresidual) {
-        const int64_t C = config.C;
-        Tensor embedding(weight("embedding").size()), positions(config.arch.rope ? 0 : config.max_T * C);
-        for (int64_t n = 0; n < N_; n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &embedding[tokens[n] * C]);
-            if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &positions[n % T_ * C]);
-        }
-        add_gradient(index("embedding"), embedding);
-        if (!config.arch.rope) add_gradient(index("positions"), positions);
-        done("embedding");
-    }
-
-    // The gradient of the logits (N, padded_V) -> that of the final norm's input (N, C).
-    Tensor head_backward(const Tensor& x, const Tensor& y, const Tensor& dlogits) {
-        const int64_t V = config.padded_V(), C = config.C;
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
-        add_gradient(head(), dhead);
-        const Tensor dx = rounded(norm_gradient("final_norm", x, rounded(dy)));
-        done("final_norm.weight");
-        return dx;
-    }
-
     // --- One transformer block: the rows of the table that ./train --plan prints, in its order ---
 
-    // residual (N, C) FP32: the residual stream plus the last branch, before rounding -> the same after the
-    // block.
+    // residual (N, C) -> the same after the block: the residual stream plus the output of the last branch, in
+    // FP32. The norm's input is quantized from this sum; the stream goes on as the sum rounded to BF16.
     Tensor block_forward(int64_t l, const Tensor& residual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads the groups; the stream goes on in
-        // BF16.
+        // Residual sum -> norm 1 input, saved in groups; the norm reads what backward will read
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
@@ -947,7 +928,7 @@ private:
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
-        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them.
+        // Attention reads q, k, v as backward will load them, so that the log-sum-exp belongs to them
         qkv = rounded(load(s.qkv));
         Tensor attention(N_ * config.q_cols());
         s.lse.resize(N_ * config.NH);
@@ -967,8 +948,8 @@ private:
         return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
     }
 
-    // dresidual (N, C): gradient of the residual stream after the block -> before the block. dX is the
-    // gradient of X.
+    // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the
+    // input of a branch twice: along the stream, and through the branch. dX is the gradient of X.
     Tensor block_backward(int64_t l, Tensor dresidual) {
         const std::string layer = "layers." + std::to_string(l) + ".";
         const SavedLayer& s = saved_[l];
@@ -992,15 +973,15 @@ private:
         const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
         done(layer + "attention_out");
 
-        // Attention, in the compute dtype
+        // Attention -> RoPE, in the compute dtype
         const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
         Tensor dqkv(qkv.size());
         attention_backward(config, B_, T_, qkv.data(), attention.data(), s.lse.data(), dattention.data(),
                            dqkv.data());
-
-        // RoPE -> qkv -> norm 1 -> residual gradient
         dqkv = rounded(dqkv);
         if (config.arch.rope) rope(config, B_, T_, dqkv.data(), true), dqkv = rounded(dqkv);
+
+        // qkv -> norm 1 -> residual gradient
         const Tensor norm1_input = load(s.norm1_input);
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
@@ -1020,22 +1001,20 @@ private:
 class Reference : public Model, Network<float> {
 public:
     explicit Reference(const Setup& setup) : Network(setup), states_(params.size()), sums_(params.size()) {
-        for (size_t i = 0; i < states_.size(); i++) {  // the network has all first weights
+        for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const Slice state = kept_state(setup, p);
+            const int64_t live = live_elements(setup.config, p), kept = kept_state(setup, p).count;
             State& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, state.count, o.granularity);
-            s.v.init(p.moment(o.v), o.expand, state.count, o.granularity);
+            s.m.init(p.moment(o.m), o.expand, kept, o.granularity);
+            s.v.init(p.moment(o.v), o.expand, kept, o.granularity);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
-            const int64_t live = live_elements(setup.config, p);
             for (int64_t e = 0; e < p.size(); e++) {
-                const float x = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
-                split_master(x, &s.weight[e], &s.remainder[e]);
-                weights[i][e] = in_fp32() ? x : from_bf16(s.weight[e]);
+                const float first = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
+                split_master(first, &s.weight[e], &s.remainder[e]);
+                if (!setup.master) s.remainder[e] = 0;
+                weights[i][e] = weight_of(s, e);
             }
-            s.weight = part_of(s.weight, kept_weight(setup, p));
-            s.remainder = part_of(s.remainder, setup.master ? state : Slice{0, 0});
         }
     }
 
@@ -1048,15 +1027,16 @@ public:
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
         begin();
-        double squares = 0;  // sum over the gradients so far
+        double squares = 0;  // of all gradients that are complete
         bool skipped = false;
-        // Clips the gradients of a bucket, or of all, by the norm of what is complete so far, and updates.
+        // Updates the parameters of a bucket whose gradients are complete, or all. The norm that clips them
+        // is that of all complete gradients, times norm_correction, which stands for the others.
         auto update_if_finite = [&](int64_t bucket, double norm_correction) {
             const double here = squares_of(bucket);
             squares += here;
             const double norm = std::sqrt(squares) * norm_correction;
             const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (char theirs : all_gather(char(finite))) finite = finite && theirs;
+            for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
             // The square of a clipped gradient is below 2^124: every format of the second moment can
             // represent it. A NaN fails this test, too.
             skipped = skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
@@ -1067,9 +1047,8 @@ public:
                 refresh(i);
             }
         };
-        std::vector<double> norms;  // by bucket, of its gradients and those of later buckets
-        if (!setup_.keep_gradients) norms.resize(params.back().bucket + 1);
-        std::vector<double> losses;
+        std::vector<double> losses;  // by micro-batch
+        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of this and all later buckets
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.group) clear_gradients(ALL);
             bucket_done = [&](int64_t bucket) {
@@ -1088,8 +1067,9 @@ public:
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
-        return {loss / double(counted), std::sqrt(squares), skipped,
-                norms.empty() ? norms : norm_corrections_of(norms), counted};
+        if (setup_.keep_gradients) norms.clear();
+        else norms = norm_corrections_of(norms);
+        return {loss / double(counted), std::sqrt(squares), skipped, norms, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1116,7 +1096,8 @@ public:
         stats = report.kinds;
         begin();
         clear_gradients(ALL);
-        // The errors of the moments that a step would store, and the expansion factors of those stored now.
+        // The expansion factors are those of the moments stored now. The errors are those of the moments that
+        // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
         bucket_done = [&](int64_t bucket) {
             for (size_t i : parameters_of(bucket)) {
                 State s = states_[i];
@@ -1146,9 +1127,11 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    struct State {  // what this rank keeps of one parameter
-        std::vector<uint16_t> weight;    // kept_weight()
-        std::vector<int16_t> remainder;  // kept_state(), as the moments; empty without a master
+    // One parameter. The weights are complete on every rank. Of remainders, only the elements of kept_state()
+    // are in use: this rank updates these, and has the moments of no others.
+    struct State {
+        std::vector<uint16_t> weight;
+        std::vector<int16_t> remainder;  // 0 without a master
         Moment m, v;
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
@@ -1156,10 +1139,10 @@ private:
     std::vector<State> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
-    bool in_fp32() const { return recipe.compute == Format::F32; }
-    template <class T>
-    static std::vector<T> part_of(const std::vector<T>& x, const Slice& s) {
-        return {x.begin() + s.first, x.begin() + s.first + s.count};
+    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
+    float weight_of(const State& s, int64_t e) const {
+        const bool bf16 = recipe.compute == Format::BF16;
+        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
     // targets may be null.
@@ -1173,13 +1156,13 @@ private:
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
         std::vector<size_t> indices;
-        for (size_t i = 0; i < states_.size(); i++)
+        for (size_t i = 0; i < params.size(); i++)
             if (bucket == ALL || params[i].bucket == bucket) indices.push_back(i);
         return indices;
     }
 
-    void clear_gradients(int64_t bucket) {  // and their memory; they are 0 until something is added
-        for (size_t i : parameters_of(bucket)) gradients[i] = Floats();
+    void clear_gradients(int64_t bucket) {
+        for (size_t i : parameters_of(bucket)) gradients[i].assign(params[i].size(), 0.0f);
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1217,21 +1200,18 @@ private:
         return sum;
     }
 
-    // The weight that the network computes with, in the compute dtype: each rank makes it of the masters that
-    // it keeps. If these are a part, the ranks exchange their parts, and the BF16 weights follow.
+    // After an update or write(): makes the network's weights. With --shard, each rank has updated a part;
+    // the ranks exchange the parts, and the BF16 weights follow.
     void refresh(size_t i) {
         State& s = states_[i];
-        Floats& w = weights[i];
-        const Slice state = kept_state(setup_, params[i]), weight = kept_weight(setup_, params[i]);
-        for (int64_t e = state.first; e < state.first + state.count; e++) {
-            const uint16_t upper = s.weight[e - weight.first];
-            w[e] = in_fp32() ? join_master(upper, s.remainder[e - state.first]) : from_bf16(upper);
-        }
-        if (!setup_.group || setup_.shard == Shard::None) return;
-        auto to = w.begin();
-        for (const Floats& part : all_gather(part_of(w, state))) to = std::copy(part.begin(), part.end(), to);
+        const Slice kept = kept_state(setup_, params[i]);
+        Floats mine(kept.count);
+        for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
+        auto to = weights[i].begin();
+        for (const Floats& part : setup_.shard == Shard::None ? std::vector<Floats>{mine} : all_gather(mine))
+            to = std::copy(part.begin(), part.end(), to);
         int16_t unused;
-        for (int64_t e = 0; e < weight.count; e++) split_master(w[weight.first + e], &s.weight[e], &unused);
+        for (int64_t e = 0; e < params[i].size(); e++) split_master(weights[i][e], &s.weight[e], &unused);
     }
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
@@ -1245,52 +1225,45 @@ private:
             }
     }
 
-    // Dequantizes the moments of parameter i, AdamW in FP32, quantizes them again. s: its state, or a copy.
+    // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
+    // the parameter, or a copy.
     void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
-        const Param& p = params[i];
-        const int64_t first = kept_state(setup_, p).first, n = s.m.n;
-        uint16_t* const w = s.weight.data() + (first - kept_weight(setup_, p).first);
+        const auto [first, n] = kept_state(setup_, params[i]);
         Floats master(n), m(n), v(n);
-#pragma omp parallel for if (n > 1 << 14)
-        for (int64_t e = 0; e < n; e++)
-            master[e] = setup_.master ? join_master(w[e], s.remainder[e]) : from_bf16(w[e]);
+        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
         s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
         s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
-#pragma omp parallel for if (n > 1 << 14)
-        for (int64_t e = 0; e < n; e++)
-            if (setup_.master) split_master(master[e], &w[e], &s.remainder[e]);
-            else w[e] = round_stochastically(master[e], key, p.offset + first + e);
+        for (int64_t e = 0, at = first; e < n; e++, at++)
+            if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
+            else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
     }
 
     // Where this rank's part of a tensor begins, and its bytes: the tensors of coat.h's weight_tensors() and
     // optimizer_tensors(), and gradients.
     std::pair<void*, size_t> find(const std::string& name) {
+        using Place = std::pair<void*, size_t>;
+        auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
+        auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
+        const Slice weight = kept_weight(setup_, params[i]), state = kept_state(setup_, params[i]);
         State& s = states_[i];
-        auto bytes_of = [](auto& v) { return std::pair<void*, size_t>(v.data(), v.size() * sizeof(v[0])); };
-        const std::string suffix = name.substr(params[i].name.size());
-        if (suffix.empty()) return bytes_of(s.weight);
-        if (suffix == ".remainder" && setup_.master) return bytes_of(s.remainder);
-        const Slice state = kept_state(setup_, params[i]);
-        if (suffix == ".gradient" && setup_.keep_gradients) {
-            gradients[i].resize(params[i].size());  // 0 before the first step
-            return {gradients[i].data() + state.first, 4 * state.count};
-        }
-        for (auto [begin, moment] : {std::pair<std::string, Moment*>{".m", &s.m}, {".v", &s.v}}) {
-            if (suffix == begin) return bytes_of(moment->codes);
-            if (suffix == begin + ".max") return bytes_of(moment->max);
-            if (suffix == begin + ".k") return bytes_of(moment->k);
-        }
-        for (int o = 0; o < OPERANDS; o++) {
+        std::map<std::string, Place> places = {
+            {"", part(s.weight, weight)},
+            {".m", whole(s.m.codes)}, {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
+            {".v", whole(s.v.codes)}, {".v.max", whole(s.v.max)}, {".v.k", whole(s.v.k)}};
+        if (setup_.master) places[".remainder"] = part(s.remainder, state);
+        if (setup_.keep_gradients) places[".gradient"] = part(gradients[i], state);
+        for (int o = 0; o < OPERANDS && !delayed[i][o].history.empty(); o++) {
             DelayedScale& d = delayed[i][o];
-            if (d.history.empty()) continue;
-            if (suffix == std::string(OPERAND_NAMES[o]) + ".history") return bytes_of(d.history);
-            if (suffix == std::string(OPERAND_NAMES[o]) + ".scale") return {&d.scale, sizeof d.scale};
+            places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
+            places[OPERAND_NAMES[o] + std::string(".scale")] = {&d.scale, sizeof d.scale};
         }
-        throw Error("The model has no tensor " + name + ".");
+        const auto place = places.find(name.substr(params[i].name.size()));
+        if (place == places.end()) throw Error("The model has no tensor " + name + ".");
+        return place->second;
     }
 };
 

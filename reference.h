@@ -1,15 +1,14 @@
 // reference.h - the COAT training step on the CPU: every operator that reference.cpp implements.
 //
-// A function here is one step of the method and knows nothing of the GPU; every GPU kernel is tested against
-// it. The equations are in reference.cpp. The template parameter Real is float; it is double only where
-// gradients are compared with finite differences (recipe fp32).
+// Here are shapes, units and special cases; the equations and their reasons are in reference.cpp. The
+// template parameter Real is float; it is double only where tests compare gradients with finite differences.
 #pragma once
 #include "coat.h"
 
 namespace coat::reference {
 
-// --- Formats: round to nearest even, saturate to the largest finite value, NaN stays NaN ---
-uint16_t encode(Format f, float x);  // FP8 or FP16; FP16 saturates, too: no cast makes an infinity
+// --- Formats: casts round to nearest even, NaN stays NaN ---
+uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, so that no cast makes an infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);     // overflows to infinity
 uint16_t to_bf16_up(float x);  // smallest BF16 >= x, x >= 0: how a scale is stored, so that no code saturates
@@ -30,38 +29,35 @@ struct Quantized {
     int64_t rows = 0, cols = 0;
     Quant quant{Format::F32};
     QuantizedView view() { return {codes.data(), scales.data(), rows, cols, quant}; }
+    // The elements of a block share a scale. A granularity of 0 means all rows or columns.
+    int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
+    int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }
     float scale(int64_t r, int64_t c) const;  // of the block that contains (r, c)
     float value(int64_t r, int64_t c) const;
 };
 
-// The scale of a block: s = amax / FMAX, at least 2^-126; 1 if amax is 0. It is rounded up if it is stored in
-// BF16 or is to be a power of two.
-// If amax is not finite, NaN, so that every value of the block is NaN; with per-tensor scaling 1, because a
-// step checks the amax of every tensor.
-float scale_of(const Quant& q, float amax);
-float amax(const float* x, int64_t n);  // largest |x|; infinity if one is NaN
+float scale_of(const Quant& q, float amax);  // of a block, from its largest magnitude
+float amax(const float* x, int64_t n);       // largest |x|; infinity if one is NaN
 
-// Quantizes x (rows, cols) with just-in-time scales and adds to stats if given. A given scale replaces that
-// of the whole tensor; values beyond it saturate. Codes are made with the inverse: code = encode(x * (1 /
-// s)).
+// Quantizes x (rows, cols) with just-in-time scales and adds to stats if given. A given scale is that of the
+// whole tensor; values beyond it saturate.
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr,
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
 
-// x (rows, cols) quantized and dequantized as the operand of a GEMM that reduces over its columns or its
-// rows. For rows, the transpose is quantized, because the columns of a granularity run along the reduction.
+// x (rows, cols) quantized and dequantized, for a GEMM that reduces over its columns or over its rows.
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t cols, const Quant& q,
                            ReduceOver which, QuantStats* stats = nullptr, const float* scale = nullptr);
 
-// Delayed scaling (TransformerEngine) of one operand of a linear layer. The scale is fixed within a step: s =
-// max(history) 2^margin / FMAX. It does not change if that maximum is 0 or not finite. Before the first scale
-// exists, the operand is scaled by its largest amax of the step so far.
+// Delayed scaling (TransformerEngine) of one operand of a linear layer: a step's scale comes from the amaxes
+// of earlier steps or, before there is one, from the largest amax of the step so far.
 struct DelayedScale {
     std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step yet
     float scale = 0;             // 0: none yet
     float amax = 0;              // of the current step, over its micro-batches
-    void end_step(Format fp8, int margin);  // moves amax to the history and computes the next scale
+    // Moves amax to the history; then s = max(history) 2^margin / FMAX, unless that is 0 or not finite.
+    void end_step(Format fp8, int margin);
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
@@ -71,10 +67,9 @@ float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| /
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
 
 // One moment of one parameter, in any format. MOMENT_GROUP consecutive elements share (max, k); the last
-// group may be short. FP8-LM has one scale for the whole tensor: a single group.
+// group may be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
 //   expanded:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
-// A group of zeros has max = 0 and k = 1.
 struct Moment {
     Format format = Format::F32;
     Granularity granularity = PER_MOMENT_GROUP;
@@ -93,13 +88,10 @@ private:
     float value(int64_t i) const;
 };
 
-// AdamW with decoupled weight decay and eps outside the root, in FP32, as torch.optim.AdamW. Gradients are
-// scaled by gradient_scale = min(1, clip / grad_norm). The weight is updated with m and v before their
-// quantization.
-struct AdamWFactors {  // of one step and parameter; computed in double
+// What all elements of a parameter have in common in one step. grad_norm: of all gradients, unclipped.
+struct AdamWFactors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
 };
-// grad_norm: of all gradients, unclipped.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
@@ -122,16 +114,15 @@ template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
-// act (N, F) = silu(gate) * up with gate_up (N, 2F) = [gate | up]; not gated: gelu(gate_up) with tanh, as
-// GPT-2.
+// gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
                          Real* dgate_up);
 
-// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. inverse:
-// backward.
+// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. Backward
+// rotates by the opposite angle: inverse.
 double rope_frequency(const ModelConfig& c, int64_t i);  // of pair i, 0 <= i < HS / 2
 template <class Real> void rope(const ModelConfig& c, int64_t B, int64_t T, Real* qkv, bool inverse);
 
@@ -142,7 +133,7 @@ template <class Real>
 void attention_backward(const ModelConfig& c, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv);
 
-// Returns sum(loss) in nats; logits (N, V_stride) become the gradients of sum(loss) * scale. Columns from V
+// Returns sum(loss) in nats. logits (N, V_stride) become the gradients of sum(loss) * scale; columns from V
 // on are padding.
 template <class Real>
 double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
