@@ -330,7 +330,7 @@ private:
         return v.codes ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
     }
     static double reads(const Lazy& x) {
-        return size(x.a) + size(x.b) + 8.0 * static_cast<double>(x.norm.in.rows);
+        return size(x.input) + size(x.dact) + 8.0 * static_cast<double>(x.norm.in.rows);
     }
     View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
     View random(int64_t rows, int64_t cols, const Quant& q) {
