@@ -102,8 +102,8 @@ struct Quant {
     int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
     }
-    // The scales of a GEMM operand as Hopper reads them; scales() is for saved tensors. Rows of 128x128
-    // scales are padded to a multiple of 4. A per-tensor scale is stored elsewhere.
+    // The scales of a GEMM operand as Hopper reads them: rows of 128x128 scales are padded to a multiple of
+    // 4, which scales() does not count. A per-tensor scale is stored elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
         if (!fp8() || granularity == PER_TENSOR) return 0;
         const int64_t across = scale_cols(cols);
@@ -121,8 +121,8 @@ struct Quant {
     }
 };
 
-// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. Operators take these views. Moments
-// have (max, k) in place of a scale (reference.h).
+// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. GPU operators take these views.
+// Moments have (max, k) in place of a scale (reference.h).
 struct QuantizedView {
     void* codes;   // (rows, cols) of quant.format
     void* scales;  // (scale_rows, scale_cols) of quant.scale; unused unless quant.fp8()
@@ -142,7 +142,7 @@ struct QuantizedView {
 // reduction, and an operand that is reduced over its rows is transposed before it is quantized. Per-tensor
 // and 128x128 scales are the same for a matrix and its transpose.
 
-enum class Scaling : uint8_t { JustInTime, Delayed };  // from this amax, or those of earlier steps
+enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
 
 struct Recipe {
     const char* name;
@@ -539,7 +539,7 @@ struct StateTensor {
     int bytes;          // of one element
     std::vector<int64_t> shape;
     size_t param;     // index into parameters()
-    int64_t per = 1;  // elements of the parameter that one element here is for; 0: all
+    int64_t per = 1;  // how many elements of the parameter share one here (128 share a .max); 0: all
 
     int64_t size() const {
         return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
@@ -709,7 +709,8 @@ struct AdamW {    // the arguments of one step
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
     // Only without keep_gradients, where a bucket is updated before the norm of all gradients is known. That
-    // norm is estimated as the norm of this and all later buckets, times norm_correction[bucket], which is
+    // norm is estimated as the norm of the buckets so far (this and those with higher numbers, because
+    // backward ends with bucket 0), times norm_correction[bucket], which is
     // the StepResult's of the step before. Empty: 1. Infinity clips the gradients to zero.
     std::vector<double> norm_correction = {};
 };
@@ -721,11 +722,12 @@ struct StepResult {
     // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, buckets that were updated
     // before that stay updated.
     bool skipped;
-    // Without keep_gradients, by bucket: grad_norm / norm of the gradients of this and all later buckets.
+    // Without keep_gradients, by bucket: grad_norm / norm of the gradients of this bucket and those before it
+    // in the backward pass, which have higher numbers.
     std::vector<double> norm_correction = {};
     int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };
-// norms: by bucket, of its gradients and those of all later buckets.
+// norms: by bucket, of its gradients and those of buckets with higher numbers.
 inline std::vector<double> norm_corrections_of(std::vector<double> norms) {
     const double total = norms.at(0);  // backward ends with bucket 0: all gradients
     for (double& norm : norms) norm = norm > 0 ? total / norm : 1;

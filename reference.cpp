@@ -1,4 +1,5 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read this file first, beside the paper.
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read dev/WALK.md, coat.h and reference.h
+// first, and this file beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
 // moments. This file is the whole training step for the models and recipes of coat.h. It knows nothing of the
@@ -185,12 +186,15 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
+        if (scale) {  // a given scale needs no amax
+            put(quant.scale, q.scales.data(), b, *scale);
+            continue;
+        }
         const int64_t r0 = b / across * height, c0 = b % across * width;
-        const int64_t r1 = scale ? r0 : std::min(rows, r0 + height);  // a given scale needs no amax
         float largest = 0;
-        for (int64_t r = r0; r < r1; r++)
+        for (int64_t r = r0; r < std::min(rows, r0 + height); r++)
             largest = std::max(largest, group_amax(x + r * cols + c0, std::min(width, cols - c0)));
-        put(quant.scale, q.scales.data(), b, scale ? *scale : scale_of(quant, largest));
+        put(quant.scale, q.scales.data(), b, scale_of(quant, largest));
     }
     const Format format = quant.format;
 #pragma omp parallel for if (rows * cols > 1 << 14)
@@ -235,9 +239,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return y;
 }
 
-// Tensor cores multiply codes and apply the scales to the result. Here the GEMM is in FP32, so its operands
-// are the decoded values. The columns of a granularity run along the reduction (coat.h, Recipe). So for a
-// reduction over rows the transpose is quantized, unless its blocks are those of x.
+// Tensor cores multiply codes and scale the result, for each block of the reduction. Here the GEMM is in
+// FP32, so its operands are the decoded values. The columns of a granularity run along the reduction (coat.h,
+// Recipe). So for a reduction over rows the transpose is quantized, unless its blocks are those of x.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
@@ -267,7 +271,8 @@ void DelayedScale::end_step(Format fp8, int margin) {
 //   contract:  x = f^-1(decode(code) s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
 
-// Rounded down to sixteenths, as in the released code, so that the smallest value does not become zero.
+// Rounded down to sixteenths, as in the released code, so that the smallest value does not become zero. In a
+// group of equal magnitudes log R_X is 0 and any k is exact: every code is FMAX, and contract gives max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
@@ -513,7 +518,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
             } else {
                 const Real a = gate_up[n * F + f], t = tanh_of_gelu(a);
-                const Real square = std::min(a * a, Real(1000));  // 1 - t * t is 0 there; 0 * inf is NaN
+                const Real square = std::min(a * a, Real(1000));  // 0 times infinity would be NaN
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -673,13 +678,15 @@ template auto instantiate<double>();
 // ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor between operators is in the recipe's compute dtype (BF16) or quantized. Each operator reads
-// its input, computes in FP32 and rounds its output. In the recipe coat:
-//   GEMM operands                FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
-//   norm inputs, gate and up     E4M3 with a scale for each 1x16 group of a token; saved for backward
-//   attention, residual stream   BF16
+// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Four results are handed
+// in FP32 to the function that quantizes them: the residual sum, the outputs of norms, the activation's
+// output, and the gradient of its input. In the recipe coat:
+//   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
+//   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
+//     of the activation
+//   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
-// the same quantized values, so that the gradient belongs to the loss.
+// the same quantized values, so that the gradient is that of the computed loss.
 
 namespace {
 
@@ -861,7 +868,8 @@ private:
         }
     }
 
-    Tensor linear_forward(const std::string& name, const Tensor& x) {  // x (N, in) -> y (N, out)
+    // x (N, in) -> y (N, out). x8, w8 and g8 are quantized and decoded again: FP32 values that FP8 can hold.
+    Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = index(name);
         const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x8 = linear_operand(LinearOperand::X, i, x, in, ReduceOver::Columns);
@@ -887,7 +895,7 @@ private:
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
         add_gradient(i, dw);
-        if (has_bias(name)) {  // sums what the GEMMs read; with FP8 GEMMs, dy before it was quantized
+        if (has_bias(name)) {  // sums g; with FP8 GEMMs dy itself, which is more precise than its codes
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
@@ -1048,9 +1056,9 @@ public:
             }
         };
         std::vector<double> losses;  // by micro-batch
-        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of this and all later buckets
+        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of all that were complete with it
         for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.group) clear_gradients(ALL);
+            if (a == 0 || setup_.group) clear_gradients(ALL);  // several ranks have their sums in sums_
             bucket_done = [&](int64_t bucket) {
                 if (setup_.group) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
@@ -1186,8 +1194,9 @@ private:
         }
     }
 
-    // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. So it
-    // has the same bits for any number of GPUs, each with its own chunks.
+    // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. Here
+    // every rank sums all chunks. On GPUs each sums its own, and this order gives the same bits for any
+    // number.
     double squares_of(int64_t bucket) const {
         double sum = 0;
         for (size_t i : parameters_of(bucket))

@@ -39,8 +39,8 @@ struct Quantized {
 float scale_of(const Quant& q, float amax);  // of a block, from its largest magnitude
 float amax(const float* x, int64_t n);       // largest |x|; infinity if one is NaN
 
-// Quantizes x (rows, cols) with just-in-time scales and adds to stats if given. A given scale is that of the
-// whole tensor; values beyond it saturate.
+// Quantizes x (rows, cols) with just-in-time scales; FP8 adds to stats if given. A given scale is that of the
+// whole tensor; values beyond FMAX times it saturate.
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr,
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
