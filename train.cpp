@@ -61,7 +61,7 @@ struct Run {
     Setup setup{};
     Ranks* group = nullptr;          // all ranks, also if there is only this one
     std::string device, why_cpu;     // "cpu" or "gpu"; why auto is not the GPU
-    std::shared_ptr<int> lock;       // of --out, on rank 0; null if nothing is saved
+    std::shared_ptr<const Descriptor> lock;  // of --out, on rank 0; null if nothing is saved
     std::string checkpoint;          // that the run continues, or empty
     std::string last_good;           // the newest checkpoint of this run in --out, or empty
     LoopState state;
@@ -159,23 +159,22 @@ std::string parent_folder(const std::string& path) {
 // Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
 // it is missing. With the lock's end it is removed if it is new and still empty. (Some file systems have no
 // locks; then nothing is locked.)
-std::shared_ptr<int> lock_folder(const std::string& out) {
+std::shared_ptr<const Descriptor> lock_folder(const std::string& out) {
     std::error_code failed;
     const bool made = !is_folder(out);
     create_folders(out, failed);
-    const int folder = failed ? -1 : ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
+    auto folder = std::make_unique<const Descriptor>(out, O_RDONLY | O_DIRECTORY);
+    if (failed || *folder < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
         throw Error("--out ", out, " cannot be written (", failed ? failed.message() : std::strerror(errno),
                     "); choose another folder, or \"\" to save nothing.");
-    const bool ours = ::flock(folder, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+    const bool ours = ::flock(*folder, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
     struct stat locked, named;  // they differ if another run has just removed the folder
-    if (!ours || ::fstat(folder, &locked) != 0 || ::stat(out.c_str(), &named) != 0 ||
+    if (!ours || ::fstat(*folder, &locked) != 0 || ::stat(out.c_str(), &named) != 0 ||
         locked.st_ino != named.st_ino)
         throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
-    return {new int(folder), [made, out](int* file) {
+    return {folder.release(), [made, out](const Descriptor* locked_folder) {
                 if (made) ::rmdir(out.c_str());
-                ::close(*file);
-                delete file;
+                delete locked_folder;
             }};
 }
 
