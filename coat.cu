@@ -719,7 +719,7 @@ void quantize_blocks(const Producer& x, int64_t rows, const Operand& out, cudaSt
     require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128 ||
                 q.decoded(),
             "no kernel scales by such blocks");
-    require(q.scale == Format::F32, "the scales of an operand are FP32");
+    require(q.scale_format == Format::F32, "the scales of an operand are FP32");
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     void* const codes[2] = {out.view.codes, out.transposed};
     const dim3 tiles = tile_grid(rows, x.width);

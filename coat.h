@@ -78,11 +78,11 @@ inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
-    Format scale = Format::F32;
+    Format scale_format = Format::F32;
     bool power_of_two = false;  // scales are rounded up to a power of two
 
     constexpr bool operator==(const Quant& o) const {
-        return format == o.format && granularity == o.granularity && scale == o.scale &&
+        return format == o.format && granularity == o.granularity && scale_format == o.scale_format &&
                power_of_two == o.power_of_two;
     }
     bool fp8() const { return is_fp8(format); }
@@ -94,7 +94,7 @@ struct Quant {
     }
     int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
     int64_t bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) + scales(rows, cols) * info(scale).bytes;
+        return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
     }
     // An operand for which Hopper has no FP8 GEMM is decoded to BF16. That is exact: an FP8 value times a
     // power of two fits BF16, for scales from 2^-117 on.
@@ -110,7 +110,7 @@ struct Quant {
         return scale_rows(rows) * (granularity == PER_128x128 ? round_up(across, 4) : across);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
-        return operand_code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale).bytes;
+        return operand_code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
@@ -125,7 +125,7 @@ struct Quant {
 // Moments have (max, k) in place of a scale (reference.h).
 struct QuantizedView {
     void* codes;   // (rows, cols) of quant.format
-    void* scales;  // (scale_rows, scale_cols) of quant.scale; unused unless quant.fp8()
+    void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
     int64_t rows, cols;
     Quant quant;
 };

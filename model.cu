@@ -77,7 +77,7 @@ private:
 View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
-    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale).bytes;
+    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
     return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
 }
 

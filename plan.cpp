@@ -76,7 +76,7 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
     const bool known = std::any_of(std::begin(GEMM_SCALES), std::end(GEMM_SCALES), [&](const auto& m) {
         return m.a == a.granularity && m.b == b.granularity;
     });
-    require(known && a.scale == Format::F32 && b.scale == Format::F32,
+    require(known && a.scale_format == Format::F32 && b.scale_format == Format::F32,
             "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
             "1x32 by 1x32");
     require(!a.decoded() || (a.power_of_two && b.power_of_two),

@@ -132,7 +132,7 @@ float scale_of(const Quant& q, float amax) {
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
     if (q.power_of_two) return std::exp2(std::ceil(std::log2(double(s))));
-    return q.scale == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
+    return q.scale_format == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
 // The largest |x| of a group; infinity if one is NaN. It is found by the bits of |x|, which have the order of
@@ -156,7 +156,7 @@ float amax(const float* x, int64_t n) {
 
 float Quantized::scale(int64_t r, int64_t c) const {
     if (!quant.fp8()) return 1.0f;
-    return get(quant.scale, scales.data(), r / block_rows() * quant.scale_cols(cols) + c / block_cols());
+    return get(quant.scale_format, scales.data(), r / block_rows() * quant.scale_cols(cols) + c / block_cols());
 }
 float Quantized::value(int64_t r, int64_t c) const {
     return get(quant.format, codes.data(), r * cols + c) * scale(r, c);
@@ -175,7 +175,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
                    const float* scale) {
     Quantized q{{}, {}, rows, cols, quant};
     q.codes.resize(quant.code_bytes(rows, cols));
-    q.scales.resize(quant.scales(rows, cols) * info(quant.scale).bytes);
+    q.scales.resize(quant.scales(rows, cols) * info(quant.scale_format).bytes);
     if (!quant.fp8()) {
 #pragma omp parallel for if (rows * cols > 1 << 16)
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
@@ -187,14 +187,14 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
         if (scale) {  // a given scale needs no amax
-            put(quant.scale, q.scales.data(), b, *scale);
+            put(quant.scale_format, q.scales.data(), b, *scale);
             continue;
         }
         const int64_t r0 = b / across * height, c0 = b % across * width;
         float largest = 0;
         for (int64_t r = r0; r < std::min(rows, r0 + height); r++)
             largest = std::max(largest, group_amax(x + r * cols + c0, std::min(width, cols - c0)));
-        put(quant.scale, q.scales.data(), b, scale_of(quant, largest));
+        put(quant.scale_format, q.scales.data(), b, scale_of(quant, largest));
     }
     const Format format = quant.format;
 #pragma omp parallel for if (rows * cols > 1 << 14)

@@ -97,13 +97,13 @@ public:
     Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
         const int64_t bytes = q.code_bytes(rows, cols),
                       scales =
-                          std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale).bytes;
+                          std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale_format).bytes;
         void* codes = plain ? take(bytes) : nullptr;
         TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
         const int64_t transposed_scales =
-            std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale).bytes;
+            std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale_format).bytes;
         return {{codes, take(scales), rows, cols, q},
                 transposed ? take(bytes) : nullptr,
                 transposed ? take(transposed_scales) : nullptr,

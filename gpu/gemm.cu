@@ -58,7 +58,7 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
     require(scales, "an FP8 operand lacks the scales of the orientation that this GEMM reads");
-    require(v.quant.scale == Format::F32, "scales are FP32");
+    require(v.quant.scale_format == Format::F32, "scales are FP32");
     require(depth % 16 == 0, "an FP8 operand's reduction dimension is not a multiple of 16");
     return {codes, scales, depth, width, contiguous, v.quant.format, scale_mode(v.quant.granularity)};
 }

@@ -29,7 +29,7 @@ class Tensor {
 public:
     Tensor(int64_t rows, int64_t cols, Quant q)
         : codes(q.code_bytes(rows, cols)),
-          scales(per_tensor(q) ? sizeof(TensorScale) : q.scales(rows, cols) * info(q.scale).bytes),
+          scales(per_tensor(q) ? sizeof(TensorScale) : q.scales(rows, cols) * info(q.scale_format).bytes),
           transposed(per_tensor(q) ? rows * cols : 0), quant_(q), rows_(rows), cols_(cols) {
         if (per_tensor(q)) scales.zero();
     }

@@ -15,8 +15,11 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
-inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal",
-                                            "tensorwise", "rowwise", "deepseek", "mxfp8"};
+inline const std::vector<const char*> RECIPES = [] {
+    std::vector<const char*> names;
+    for (const Recipe& r : recipes()) names.push_back(r.name);
+    return names;
+}();
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 
 inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,

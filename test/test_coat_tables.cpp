@@ -44,10 +44,10 @@ TEST_CASE("recipes: each row of the table is the published method") {
         CHECK(r.name == expected[i].first);
         CHECK(row(r) == expected[i].second);
         for (const Quant& operand : {r.x, r.w, r.g}) {
-            CHECK(operand.scale == Format::F32);
+            CHECK(operand.scale_format == Format::F32);
             CHECK(operand.power_of_two == r.x.power_of_two);
         }
-        CHECK(r.nonlinear.scale == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
+        CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);
         CHECK(r.margin == 0);
     }

@@ -172,7 +172,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
     change("colossal", "fprop with operands e4m3 tensor and e4m3 1x16", [](Recipe& r) {
         r.w = {Format::E4M3, PER_GROUP};
     });
-    change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale = Format::BF16; });
+    change("colossal", "FP32 scales", [](Recipe& r) { r.x.scale_format = Format::BF16; });
     change("colossal", "both operands must be FP8", [](Recipe& r) { r.g = Q_BF16; });
     change("mxfp8", "1x32 groups need scales that are powers of two", [](Recipe& r) {
         r.g.power_of_two = false;

@@ -41,7 +41,7 @@ void for_every_quant(Random& rng, Check check) {
     for (const Quant& q : fp8_quants())
         for (Shape shape : SHAPES)
             for (const Distribution& d : distributions()) {
-                INFO(q.text(), ", ", std::string(info(q.scale).name), " scales, ", shape.rows, "x",
+                INFO(q.text(), ", ", std::string(info(q.scale_format).name), " scales, ", shape.rows, "x",
                      shape.cols, ", ", d.name);
                 std::vector<float> x = sample(d, rng, shape.rows * shape.cols);
                 // A larger value could be rounded up to 2^128, which FP32 does not have.
@@ -83,7 +83,7 @@ TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is
             INFO(q.text(), " amax ", a);
             int exponent;
             if (q.power_of_two) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
-            else if (q.scale == Format::F32) REQUIRE(s == exact);
+            else if (q.scale_format == Format::F32) REQUIRE(s == exact);
             else REQUIRE((s >= exact && s <= exact * (1 + 0x1p-7f) && from_bf16(to_bf16(s)) == s));
             REQUIRE(std::isfinite(1 / s));
             REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-23));  // never saturates
@@ -155,7 +155,7 @@ TEST_CASE("quantize: sizes of codes and scales; a tail has its own scale") {
         const int64_t down = q.granularity.rows ? ceil_div(rows, q.granularity.rows) : 1;
         const int64_t across = q.granularity.cols ? ceil_div(cols, q.granularity.cols) : 1;
         CHECK(int64_t(z.codes.size()) == rows * cols);
-        CHECK(int64_t(z.scales.size()) == down * across * info(q.scale).bytes);
+        CHECK(int64_t(z.scales.size()) == down * across * info(q.scale_format).bytes);
         CHECK((z.rows == rows && z.cols == cols));
     });
 }
@@ -249,7 +249,7 @@ TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
-        if (q.scale != Format::F32 || q.power_of_two) return;
+        if (q.scale_format != Format::F32 || q.power_of_two) return;
         const Quantized once = quantize(x.data(), rows, cols, q);
         const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
         for (size_t i = 0; i < x.size(); i++) {

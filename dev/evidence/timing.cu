@@ -33,7 +33,7 @@ struct Tensor {  // a BF16 tensor gets random values
     Operand operand;
     Tensor(int64_t rows, int64_t cols, const Quant& q)
         : codes(q.code_bytes(rows, cols)),
-          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale).bytes),
+          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale_format).bytes),
                            size_t(q.operand_scales(rows, cols) * 4)})),
           operand{{codes.get(), scales.get(), rows, cols, q}} {
         static uint64_t made = 0;
