@@ -3,7 +3,7 @@
 //
 // Read it in this order:
 //   1. weights and their exact FP32 master
-//   2. the gradient norm, clipping, and steps that are skipped
+//   2. before AdamW: the gradient norm, clipping, steps that are skipped, sums over ranks
 //   3. AdamW of one element
 //   4. dynamic range expansion (equation 4): expand, contract, and the scales of a group
 //   5. AdamW in any format: one kernel that reads like the method
@@ -30,7 +30,7 @@ __device__ float join(uint16_t weight, int16_t remainder) {
 constexpr int SIMPLE_THREADS = 256;
 __device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x; }
 
-// Element i of the slice; either half may be null.
+// i counts from the slice's first element. Any of values, weights and remainders may be null.
 __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
                                   int64_t count, int64_t padded, float std, bool ones, int64_t live,
                                   uint64_t seed, uint64_t index) {
@@ -82,7 +82,7 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
 }
 
 // ===========================================================================================================
-// 2. The gradient norm, clipping, and steps that are skipped
+// 2. Before AdamW: the gradient norm, clipping, steps that are skipped, sums over ranks
 
 namespace {
 
@@ -256,7 +256,7 @@ void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, i
 
 namespace {
 
-// The constants of a step, computed in double on the host.
+// The constants of a step. The bias corrections are computed in double on the host.
 struct Factors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
     float root_factor, scaled_eps;  // see adamw_element
@@ -369,25 +369,6 @@ struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
     static __device__ uint32_t largest(uint32_t top) { return top; }
 };
 
-// Eight gradients, BF16 or FP32: known at run time, the same for all threads. BF16 gradients lie in the first
-// half.
-struct RawGradients {
-    uint4 lo, hi;
-};
-__device__ RawGradients load_gradients(const Gradient& gradients, int64_t i) {
-    if (!gradients.f32)
-        return {*reinterpret_cast<const uint4*>(static_cast<const bf16*>(gradients.data) + i), {}};
-    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(gradients.data) + i);
-    return {p[0], p[1]};
-}
-__device__ void gradient_values(const Gradient& gradients, const RawGradients& raw, Values& g) {
-    if (!gradients.f32) return Dense<bf16>().values(raw.lo, g);
-    const uint32_t words[CHUNK] = {raw.lo.x, raw.lo.y, raw.lo.z, raw.lo.w,
-                                   raw.hi.x, raw.hi.y, raw.hi.z, raw.hi.w};
-#pragma unroll
-    for (int j = 0; j < CHUNK; j++) g[j] = __uint_as_float(words[j]);
-}
-
 // ===========================================================================================================
 // 4. Dynamic range expansion (paper section 4.2, equation 4)
 //
@@ -397,13 +378,13 @@ __device__ void gradient_values(const Gradient& gradients, const RawGradients& r
 //   expand:    code = sign(x) E4M3(448 (|x| / max)^k)
 //   contract:  x'   = sign(code) max (|code| / 448)^(1/k)
 //
-// A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's bandwidth a
-// multiprocessor has to finish one element per clock. That leaves 15 special functions (log2, exp2, roots,
+// A group belongs to half a warp, eight consecutive elements to a lane. For 85% of an H200's copy bandwidth
+// a multiprocessor has to finish one element per clock. That leaves 15 special functions (log2, exp2, roots,
 // reciprocals) and 120 instructions per element: hence the fast functions, and a table of log2(|code| / 448)
 // in shared memory. Rare cases branch off once for all eight elements.
 
-constexpr int TEAM = MOMENT_GROUP / CHUNK,
-              TEAMS = 32 / TEAM;  // lanes of a group; groups that a warp works on at once
+constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes that share one group of moments
+constexpr int TEAMS = 32 / TEAM;            // groups that a warp works on at once
 static_assert(TEAM >= 4, "group_scales() shares four maxima among the lanes of a group");
 __device__ int team() { return threadIdx.x / TEAM % TEAMS; }
 __device__ int first_of_lane() { return threadIdx.x % TEAM * CHUNK; }
@@ -437,13 +418,17 @@ struct GroupScale {     // what the elements of a group share
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
 };
 
-// A group is wide if its magnitudes may differ by more than 2^120. They may then leave the normal range of
-// FP32: such a group takes the careful path.
+// A group is wide if its magnitudes may differ by more than 2^120. Values relative to its maximum may then
+// leave the normal range of FP32: such a group takes the careful path.
 __device__ bool wide(const MomentFormat& f, float k) { return f.log_range > 120.0f * k; }
+// To encode fast, 1 / max must be a normal number too.
+__device__ bool encodes_fast(const MomentFormat& f, const GroupScale& g) {
+    return !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
+}
 
 // Eight values of FMAX (|x| / max)^k, before they are rounded to codes.
 __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values& x, Values& y) {
-    if (!wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0)) {
+    if (encodes_fast(f, g)) {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++)  // x = 0: log2 is -infinity, the result 0
             y[j] = fast_exp2(__fmaf_rn(g.k, fast_log2_of_normal(fabsf(x[j]) * g.inverse), f.log_max));
@@ -497,8 +482,7 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
     // The fast way never rounds a positive value to zero.
-    const bool fast = f.expand && !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
-    if (SECOND && f.keep_positive && !fast) {
+    if (SECOND && f.keep_positive && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
         }
@@ -609,7 +593,7 @@ __device__ float2 unpack_half(uint32_t two) {
     return __half22float2(*reinterpret_cast<const __half2*>(&two));
 }
 
-// Whether a moment has scales. Norm weights and biases have FP32 moments, without, in every optimizer.
+// Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
 __device__ bool scaled(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
 __device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int64_t group) {
     if (!scaled(m)) return {1, 1};
@@ -653,7 +637,7 @@ __device__ void store_scale(const MomentView& m, const MomentFormat& f, const Gr
 // What storing a moment would lose.
 template <bool SECOND>
 __device__ void measure_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g,
-                               const float* table, int64_t live, const Values& x, Counts& counts) {
+                               const float* table, int64_t inside, const Values& x, Counts& counts) {
     if (!scaled(m)) return;
     Values back;
     uint2 codes{};
@@ -664,7 +648,7 @@ __device__ void measure_moment(const MomentView& m, const MomentFormat& f, const
         codes = encode_moment<SECOND>(f, g, x);
         scale = decode_moment<SECOND>(f, g, codes, table, back);
     }
-    for (int j = 0; j < CHUNK && j < live; j++) {
+    for (int j = 0; j < CHUNK && j < inside; j++) {
         const bool zero = m.format == Format::F16 ? back[j] == 0 : (code_of(codes, j) & 0x7Fu) == 0;
         counts.add(x[j], back[j] * scale);
         counts.flushed += x[j] != 0 && zero;
@@ -683,8 +667,9 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     adamw_kernel(const AdamArguments a) {  // blockIdx.y: the segment
     using T = typename W::Value;
     const Segment segment = a.segments[blockIdx.y];
-    const bool skip = a.state && a.state->skip, per_tensor = a.m.per_tensor || a.v.per_tensor;
-    if (PASS == Pass::Maxima && (skip || (!scaled(segment.m) && !scaled(segment.v)))) return;
+    const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
+    if (a.state && a.state->skip) return;
+    if (PASS == Pass::Maxima && !scaled(segment.m) && !scaled(segment.v)) return;
     if (PASS == Pass::Update && in_fp8_groups(a, segment)) return;
     __shared__ float table_m[128], table_v[128];
     fill_table(a.m, table_m);
@@ -704,13 +689,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
         const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
         Values w, g, m, v;
         W::values(W::load(weights, i), w);
-        if (skip) {  // nothing changes, but the amax of the weights is still wanted
-            for (int j = 0; j < CHUNK; j++)
-                top_w =
-                    max(top_w, magnitude(static_cast<float>(static_cast<const T*>(weights.values)[i + j])));
-            continue;
-        }
-        gradient_values(a.gradients, load_gradients(a.gradients, segment.offset - a.first + i), g);
+        a.gradients.load(segment.offset - a.first + i, g);
         const float keep_m =
             a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
         const float keep_v =
@@ -751,18 +730,19 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     if (PASS == Pass::Measure && scaled(segment.v)) counts_v.add_to(a.v_stats);
 }
 
-// One scale per tensor. Before the first pass nothing is known of the new moments; after the last one they
-// are stored.
-__global__ void next_maxima_kernel(const Segment* segments, int number_of_segments,
-                                   const GradientState* state, bool after) {
+// What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
+// the maxima of the moments. After the last pass the new maxima decode the moments.
+__global__ void next_maxima_kernel(const AdamArguments a, bool after) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= number_of_segments || (after && state->skip)) return;
-    for (const MomentView& m : {segments[i].m, segments[i].v})
+    if (i >= a.number_of_segments || (a.state && a.state->skip)) return;
+    const Segment& segment = a.segments[i];
+    if (!after && a.state && segment.amax) segment.amax->amax = 0;
+    if (!a.m.per_tensor && !a.v.per_tensor) return;
+    for (const MomentView& m : {segment.m, segment.v})
         if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
 }
 void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
-    next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a.segments, a.number_of_segments,
-                                                                         a.state, after);
+    next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a, after);
     CHECK_LAUNCH("adamw, maxima");
 }
 
@@ -830,12 +810,12 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     const RunOfScales scales(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
-    RawGradients next_g;
+    Gradient::Raw next_g;
     uint2 next_m, next_v;
     auto fetch = [&](int at) {
         const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, i);
-        next_g = load_gradients(a.gradients, to_gradients + i);
+        next_g = a.gradients.fetch(to_gradients + i);
         next_m = get<uint2>(codes_m + i);
         next_v = get<uint2>(codes_v + i);
     };
@@ -851,7 +831,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
         for (int at = run; at < stop; at += TEAMS) {
             Values w, g, m, v;
             W::values(next_w, w);
-            gradient_values(a.gradients, next_g, g);
+            a.gradients.values(next_g, g);
             GroupScale gm = RunOfScales::pick(numbers, false, at - run),
                        gv = RunOfScales::pick(numbers, true, at - run);
             const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
@@ -873,27 +853,14 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     return W::largest(top);
 }
 
-// The amax of the weights of a step that is skipped.
-template <class T>
-__device__ uint32_t weights_amax(const AdamArguments& a, const Segment& segment, int64_t first,
-                                 int64_t last) {
-    uint32_t top = 0;
-    for (int64_t group = first + team(); group < last; group += FP8_GROUPS)
-        for (int j = 0; j < CHUNK; j++) {
-            const int64_t i = group * MOMENT_GROUP + first_of_lane() + j + segment.to_weight;
-            top = max(top, magnitude(static_cast<float>(static_cast<const T*>(a.w.values)[i])));
-        }
-    return top;
-}
-
 // A block has consecutive groups of the range. Within each segment among them its warps take turns with runs.
 template <class W>
 __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
     __shared__ float table_m[128], table_v[128];
+    if (a.state->skip) return;
     fill_table(a.m, table_m);
     fill_table(a.v, table_v);
     __syncthreads();
-    const bool skip = a.state->skip;
     const int64_t origin = a.first / MOMENT_GROUP;
     const int64_t begin = origin + a.groups * blockIdx.x / gridDim.x,
                   end = origin + a.groups * (blockIdx.x + 1) / gridDim.x;
@@ -913,8 +880,7 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
         const int warp = threadIdx.x / 32,
                   run = static_cast<int>((first - start + RUN - 1) / RUN + warp) * RUN;
         const uint32_t top =
-            skip ? weights_amax<typename W::Value>(a, segment, first + warp * TEAMS, last)
-                 : update_segment<W>(a, segment, run, static_cast<int>(last - start), table_m, table_v);
+            update_segment<W>(a, segment, run, static_cast<int>(last - start), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
 }
@@ -925,6 +891,8 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
     const int64_t sms = multiprocessors();
     const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
     const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
+    next_maxima(a, false, s);
+    if (a.groups == 0) return;
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
         // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
@@ -939,7 +907,6 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
                   each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
     const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
     if (per_tensor) {
-        next_maxima(a, false, s);
         adamw_kernel<W, Pass::Maxima><<<grid, ADAM_THREADS, 0, s>>>(a);
         CHECK_LAUNCH("adamw, first pass");
     }
@@ -966,12 +933,11 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
     require(format == Format::F32 || format == w.format,
             "gradients are FP32, or in the format of the weights");
     require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
-            "the flat order is not padded to groups");
+            "the rank's order is not padded to groups");
     require(per_tensor || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
             "FP16 moments have one scale per tensor");
     require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
-    if (range.count == 0) return;
     const Gradient g{const_cast<void*>(gradients), format == Format::F32};
     launch(a, optimizer,
            {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, g,

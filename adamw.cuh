@@ -49,8 +49,8 @@ struct Segment {
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
     float clip_factor;     // of this bucket's gradients, by clipping: limit / estimated norm, or 1
-    uint32_t
-        skip;  // not 0: something was not finite; neither this bucket nor a later one of the step is updated
+    // Not 0: something was not finite. Neither this bucket nor a later one of the step is updated.
+    uint32_t skip;
 };
 struct Clipping {
     float limit;                 // of the norm; 0: none
@@ -92,15 +92,16 @@ struct Range {  // consecutive elements of the rank's order, whole segments: all
 };
 // AdamW of a range. `segments` and `gradients` are those of the range; gradients are FP32 or have the format
 // of the weights. Every segment's m.format is optimizer.m or FP32, and v's likewise. rounding: rounding_key()
-// of this step, for weights without a master. Clear the segments' amaxes first; they are taken even if the
-// step is skipped.
+// of this step, for weights without a master. The segments' amaxes become those of the new weights; a step
+// that is skipped leaves all as it was.
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
 // For the report: computes the new moments of one parameter, and adds the error of storing them to *m_stats
 // and *v_stats. segment: its row of the table, on the device; size: its elements; first: where `gradients`
-// begin in the flat order. Nothing else is changed, but for max[1] of moments with one scale per tensor.
+// begin in the rank's order (Segment::offset). Nothing else is changed, but for max[1] of moments with one
+// scale per tensor.
 void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s);

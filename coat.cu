@@ -9,8 +9,9 @@
 //   4. per-tensor FP8, row-major and transposed
 //   5. other granularities: per row, 1x128, 128x128, 1x32
 //   6. the quantization report
-//   7. fused kernels: the input of an activation; a bias gradient
-//   8. delayed scaling
+//   7. quantize(): the kernel for each format
+//   8. fused kernels: the input of an activation; a bias gradient
+//   9. delayed scaling
 //
 // Words that all sections use:
 //   code      an FP8 value as it is stored, before it is multiplied by its scale
@@ -45,8 +46,9 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// In a training step --attention groups runs this kernel, and quantize_gate_up where linear layers are not in
-// FP8. Otherwise residual_add and quantize_gate_up write groups in passing, with the same Groups::store.
+// In a training step this kernel runs for --attention groups, and for gate and up where linear layers are not
+// in FP8. embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
+// the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
@@ -84,7 +86,7 @@ void quantize_groups(const View& x, const View& groups, bool back, cudaStream_t 
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
-constexpr int ACROSS = TILE / CHUNK;    // threads side by side, and groups of 8 rows below each other
+constexpr int ACROSS = TILE / CHUNK;    // a block has ACROSS x ACROSS threads
 constexpr int TILE_THREADS = ACROSS * ACROSS;
 // Resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower.
 constexpr int TILE_BLOCKS = 4;
@@ -112,7 +114,7 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
     constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
     const auto cursor = x.cursor(min(at.row, rows - 1), min(at.col, x.width - CHUNK));
     const int inside = static_cast<int>(min(max(rows - at.row, int64_t(0)), int64_t(ROWS)));
-    const int live = at.col < x.width ? inside : 0;
+    const int live_rows = at.col < x.width ? inside : 0;
 #pragma unroll
     for (int first = 0; first < ROWS; first += IN_FLIGHT) {
         typename Producer::Raw raw[IN_FLIGHT];
@@ -122,7 +124,7 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
         for (int i = 0; i < IN_FLIGHT; i++) {
             Values v[Producer::PLANES];
             x.compute(raw[i], cursor, v);
-            use(first + i, v, first + i < live);
+            use(first + i, v, first + i < live_rows);
         }
     }
 }
@@ -353,10 +355,10 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
 // ===========================================================================================================
 // 3. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// Stage one: each thread block takes the maximum of its tile, which is the paper's group. Stage two: an
-// atomicMax over the blocks, which gives the same result in any order. Most kernels that produce a tensor
-// take its amax in passing. This kernel is for the others: attention's output, the gradient of gate and up,
-// which no kernel stores, and weights that were loaded.
+// Stage one: each thread block takes the maximum of its tile. (The paper takes 1xG groups; the result is the
+// same.) Stage two: an atomicMax over the blocks, which gives the same result in any order. Our kernels that
+// write a tensor take its amax in passing. This kernel is for the rest: what a GEMM or attention writes,
+// values that no kernel stores, and weights that AdamW did not just update.
 
 namespace {
 
@@ -397,9 +399,9 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
 }
 
 // The codes of a tile in shared memory, by columns: the 128 rows of a column follow each other, in words of 4
-// rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^ (the lowest bit of the group of 8 rows).
-// With this swizzle both the writes (16 chunks and 2 groups of rows at once) and the reads (8 lanes, 16 bytes
-// each of one column) use every bank once.
+// rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^ (the lowest bit of the thread's `down`).
+// With this swizzle both the writes (of 16 threads across and 2 down at once) and the reads (8 lanes, 16
+// bytes each of one column) use every bank once.
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
@@ -569,7 +571,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     return {p, shift_n, shift_k, along_n, along_k, count};
 }
 
-// Every thread has a number for each of its 8 columns. They are combined over the block's 16 groups of rows,
+// Every thread has a number for each of its 8 columns. They are combined over the block's 16 rows of threads,
 // in order: take(column, result).
 template <class Producer, class T, class Combine, class Take>
 __device__ void combine_columns(const Producer& x, const TilePlace& at,
@@ -816,6 +818,9 @@ void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s) {
         with_bf16_producer(x, [&](auto producer) { measure(producer, x.rows, {}, Format::E4M3, stats, s); });
 }
 
+// ===========================================================================================================
+// 7. quantize(): the kernel for each format
+
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
     // The row-major codes may have rows beyond x's, which are left as they are: the GEMM wants a multiple of
     // 16 rows.
@@ -870,7 +875,7 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
 }
 
 // ===========================================================================================================
-// 7. Fused kernels of the precision flow
+// 8. Fused kernels of the precision flow
 
 namespace {
 
@@ -896,7 +901,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 }
 
 // Column sums in two stages. One: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the
-// amax in passing.
+// amax in passing. Two: reduce_partials (gpu/layers.cuh) adds up these sums, in order.
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
@@ -959,7 +964,7 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
 }
 
 // ===========================================================================================================
-// 8. Delayed scaling
+// 9. Delayed scaling
 
 namespace {
 

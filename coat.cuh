@@ -37,9 +37,9 @@ Lazy activation_backward(bool gated, const View& gate_up, const View& dact);
 void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
 
 // Writes x as out says: FP8 per tensor (with the delayed scale in tensor_scale(out.view), or just in time
-// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups; BF16
-// or FP32. Codes may take the place of the stored elements they are computed from, where an element's code is
-// as large as the element. What quantizing loses is added to *stats if that is not null.
+// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; 1x32 (decoded); E4M3 in
+// 1x16 groups; BF16 or FP32. Codes may take the place of the stored elements they are computed from, where an
+// element's code is as large as the element. What quantizing loses is added to *stats if that is not null.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.

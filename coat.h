@@ -434,7 +434,7 @@ inline int64_t parameter_count(const ModelConfig& c) {  // without the padding r
 }
 
 // A random first value with standard deviation std, with the same bits on the CPU and the GPU: the sum of
-// four uniform integers approximates a normal variate without a logarithm and with one rounding.
+// four uniform integers approximates a normal variate without a logarithm.
 COAT_HD inline float init_value(uint64_t seed, uint64_t param, uint64_t i, float std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
@@ -498,9 +498,9 @@ struct Setup {
     Ranks* group = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
-// What a rank owns of a parameter: it sums these gradients, and sends the others to their owners. These are
-// whole chunks, so that no group of moments is cut and so that sums over chunks are the same for any number
-// of ranks. A parameter that is smaller than a chunk belongs to the last rank.
+// The elements of a parameter that a rank owns: all ranks send it their gradients of these, and it adds them.
+// They are whole shard chunks, so that no group of moments is cut and so that sums over shard chunks are the
+// same for any number of ranks. A parameter that is smaller than a shard chunk belongs to the last rank.
 inline constexpr int64_t SHARD_CHUNK = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
@@ -556,8 +556,6 @@ inline size_t param_of(const std::vector<Param>& params, const std::string& tens
     return best;
 }
 
-// Weights are BF16. With the signed 16-bit remainder they are the FP32 master: bits = (bf16 << 16) +
-// remainder.
 inline std::vector<StateTensor> weight_tensors(const ModelConfig& c) {
     std::vector<StateTensor> table;
     const std::vector<Param> params = parameters(c);
@@ -588,7 +586,8 @@ inline std::vector<StateTensor> scaling_tensors(const ModelConfig& c, const Reci
     return table;
 }
 
-// The state besides the weights: remainders of the masters, moments, delayed scales.
+// The state besides the weights: remainders of the masters, moments, delayed scales. A BF16 weight and its
+// signed 16-bit remainder are the FP32 master: bits = (bf16 << 16) + remainder.
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
     const std::vector<Param> params = parameters(s.config);
@@ -708,10 +707,9 @@ struct AdamW {    // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
-    // Only without keep_gradients, where a bucket is updated before the norm of all gradients is known. That
-    // norm is estimated as the norm of the buckets so far (this and those with higher numbers, because
-    // backward ends with bucket 0), times norm_correction[bucket], which is
-    // the StepResult's of the step before. Empty: 1. Infinity clips the gradients to zero.
+    // Without keep_gradients a bucket is updated before the norm of all gradients is known. The estimate is
+    // the norm of the buckets done so far times norm_correction[bucket], which the StepResult of the step
+    // before has. Empty: 1. Infinity clips the gradients to zero.
     std::vector<double> norm_correction = {};
 };
 
@@ -775,7 +773,7 @@ public:
 
 std::unique_ptr<Model> make_reference(const Setup& setup);  // reference.cpp: the CPU
 std::unique_ptr<Model> make_gpu(const Setup& setup);        // model.cu; Error if no GPU can run it
-// model.cu; empty if this GPU can be used, else the reason and what to do. A process must not touch another.
+// model.cu; empty if this GPU can be used, else the reason and what to do. It starts no other GPU.
 std::string why_no_gpu(int gpu = 0);
 
 }  // namespace coat

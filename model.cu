@@ -154,7 +154,7 @@ public:
     const std::vector<ShardPlace>& shards;
     const Quant compute, gradient_quant;
     const int64_t weight_bytes, gradient_bytes;  // of one element
-    // Where weights are shared out: the matrices that are whole at the moment (Exchange::use()).
+    // --shard all: the matrices that are whole at the moment. Exchange::gather() fills them.
     std::vector<View> gathered;
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
@@ -176,7 +176,8 @@ public:
         if (setup.shard == Shard::All && peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
-    // The weights of a parameter that this rank keeps; the second in rows of a group of moments.
+    // The weights of a parameter that this rank keeps. As a view they have MOMENT_GROUP columns, because a
+    // slice need not be whole rows.
     uint8_t* kept_weights(size_t i) const {
         return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * weight_bytes;
     }
@@ -189,14 +190,14 @@ public:
     uint8_t* gradient_from(size_t i, int64_t element) const {
         return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
     }
-    // Where the update reads the gradients of kept_state(): with several ranks, their sums.
+    // The gradients that this rank's update reads (coat.h, kept_state()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
         const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
         return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
     }
-    // One TensorScale for each parameter; behind them those of the operands of the linear layers, four layers
-    // a block.
+    // One TensorScale for each parameter; behind them those of the operands of the linear layers, four linear
+    // layers in each block.
     TensorScale* scale(size_t i) const { return device_.work<TensorScale>(Work::Scales) + i; }
     TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
@@ -231,8 +232,9 @@ public:
         device_.wait("Initializing the weights failed");
     }
 
-    // The amaxes of all operands: cleared before each micro-batch if scaling is just in time, and before each
-    // step if it is delayed.
+    // Clears the amaxes of inputs and gradients, and with delayed scaling those of weights: before each
+    // micro-batch if scaling is just in time, and before each step if it is delayed. (Just in time, the amax
+    // of a weight is in scale(i) and stays.)
     void clear_amaxes() {
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
                                 number_of_operand_scales(), cuda_),
@@ -252,26 +254,27 @@ public:
     // AdamW, which leaves the amaxes of the new weights.
     static constexpr int64_t ALL_BUCKETS = -1;
     void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
-        const bool all = bucket == ALL_BUCKETS;
-        const size_t begin = all ? 0 : buckets[bucket].first,
-                     end = all ? params.size() : buckets[bucket].last;
+        const bool whole_step = bucket == ALL_BUCKETS;
+        const size_t begin = whole_step ? 0 : buckets[bucket].first,
+                     end = whole_step ? params.size() : buckets[bucket].last;
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
         const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
-        const int64_t chunks = last.chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.chunk;
+        const int64_t shard_chunks =
+            last.shard_chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.shard_chunk;
         // Where all ranks have all gradients, they share the work.
         const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
         Results* const results = device_.results();
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
         double* const squares = device_.work<double>(Work::GradientSquares);
-        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first, first.chunk,
-                         chunks, share, &results->checked_loss, squares + peers_.rank * (1 + chunks), cuda_);
+        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first,
+                         first.shard_chunk, shard_chunks, share, &results->checked_loss,
+                         squares + peers_.rank * (1 + shard_chunks), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
-                          (1 + chunks) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, chunks, peers_.count, {a.clip, all ? 1 : norm_correction_at(a, bucket)}, state,
-                      cuda_);
-        clear_scales(begin, n);
+                          (1 + shard_chunks) * static_cast<int64_t>(sizeof(double)));
+        gradient_norm(squares, shard_chunks, peers_.count,
+                      {a.clip, whole_step ? 1 : norm_correction_at(a, bucket)}, state, cuda_);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }
@@ -288,7 +291,7 @@ public:
         gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
     }
 
-    // For the quantization report: the error of storing the moments of a bucket, and all expansion factors.
+    // For the quantization report: the error of storing the moments of a bucket.
     void measure(int64_t bucket) const {
         QuantStats* const stats = device_.results()->stats;
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
@@ -299,7 +302,8 @@ public:
                             cuda_);
         }
     }
-    std::vector<float> expansion_factors(bool second) const {  // sorted
+    // All expansion factors, sorted, also for the report.
+    std::vector<float> expansion_factors(bool second) const {
         std::vector<float> all;
         for (size_t i = 0; i < params.size(); i++) {
             const float* const k = moment(i, second).k;
@@ -363,7 +367,7 @@ private:
         const int64_t skipped = at.state.first - at.weight.first;
         return {at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
                 p.role.linear ? scale(i) : nullptr, at.weight_at + skipped - at.state_at,
-                p.offset + at.state.first - at.state_at, at.chunk + at.state.first / SHARD_CHUNK};
+                p.offset + at.state.first - at.state_at, at.shard_chunk + at.state.first / SHARD_CHUNK};
     }
     float* history(int64_t linear, LinearOperand o) const {
         float* all = reinterpret_cast<float*>(device_.at(device_.layout.delayed.offset));
@@ -479,7 +483,7 @@ public:
     void add_bucket(int64_t bucket, bool first, bool last) {
         const BucketRange& b = state_.buckets[bucket];
         const int64_t each = state_.gradient_bytes;
-        const bool all = setup_.shard == Shard::None;
+        const bool every_rank_keeps_sums = setup_.shard == Shard::None;
         // By parameter, then by rank.
         uint8_t* const received = device_.work<uint8_t>(Work::ReceivedGradients);
         std::vector<Transfer> parts, sums;
@@ -499,11 +503,12 @@ public:
             const Param& p = state_.params[i];
             const int64_t mine = peers_.padded(p, peers_.rank);
             uint8_t* const whole = state_.gradient_sums(i);
-            uint8_t* const sum = whole + (all ? peers_.own(p, peers_.rank).first * each : 0);
+            uint8_t* const sum =
+                whole + (every_rank_keeps_sums ? peers_.own(p, peers_.rank).first * each : 0);
             add_gradients(sum, first, owned_gradient(i, peers_.rank), from, state_.gradient_quant.format,
                           mine, {peers_.rank, peers_.count}, peers_.stream());
             from += (peers_.count - 1) * mine * each;
-            if (all && last) peers_.add_gather(p, each, sum, whole, sums);
+            if (every_rank_keeps_sums && last) peers_.add_gather(p, each, sum, whole, sums);
         }
         if (!sums.empty()) peers_.exchange(Peers::Topic::Sums, bucket, sums);
         sent_[place_of(bucket)].record(peers_.stream());
@@ -730,7 +735,8 @@ public:
     void write(const std::string& name, const void* in) override {
         peers_.make_compute_wait();
         state_.write(name, in);
-        // In the fp32 recipe, other ranks have the lower halves of the weights that they own.
+        // In the fp32 recipe a remainder is the lower half of the FP32 weight. Only its owner has written it,
+        // so the weights must be sent again.
         weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
     }
     const Setup& setup() const override { return setup_; }
@@ -858,7 +864,7 @@ private:
     // each micro-batch gives right away, so every one assigns.
     bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
 
-    // Hidden states before the final norm, in final_input(); and the final norm's statistics.
+    // Runs the embedding and all blocks. Leaves the final norm's input in final_input(), and its statistics.
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
         if (!state_.delayed()) state_.clear_amaxes();
@@ -870,7 +876,7 @@ private:
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
-    // All gradients but those of the embeddings.
+    // Computes all gradients but those of the embeddings.
     void forward_and_backward() {
         saves_outputs_ = !setup_.recompute;
         forward(setup_.B, setup_.T);
@@ -897,8 +903,8 @@ private:
         end_bucket(0);
     }
 
-    // A step's first micro-batch assigns gradients. GEMMs do so by themselves; all other kernels add, so
-    // their gradients are cleared. A tied embedding has the head's part already.
+    // Where assigns(), GEMMs write gradients and do not add. All other kernels add, so their gradients are
+    // cleared first. A tied embedding has the head's part already.
     void begin_bucket(int64_t number) const {
         exchange_.wait_for_bucket(number);
         const BucketRange& bucket = state_.buckets[number];
@@ -1027,7 +1033,8 @@ private:
         end_bucket(b.qkv.bucket);
     }
 
-    // --- The three GEMMs of a linear layer
+    // --- The three GEMMs of a linear layer. x8, w8 and g8 are operands as the GEMM reads them: FP8 codes, or
+    // BF16 and FP32 in recipes without FP8.
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
         const Operand w8 = weight_operand(w, Gemm::Fprop), x8 = input_operand(w, x, Gemm::Fprop);
         gemms_.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias(w), cuda_);
@@ -1040,8 +1047,8 @@ private:
                    nullptr, cuda_);
     }
 
-    // The widest tensor of a layer is saved in groups. In the compute dtype it exists for GATE_UP_TOKENS
-    // tokens at a time. While it goes to groups, the amax of the activation's output is taken.
+    // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `step` tokens at a
+    // time only. While it goes to groups, the amax of the activation's output is taken.
     void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
         TensorScale* const act = amax_target(b.down.x_scale);
@@ -1091,12 +1098,12 @@ private:
     // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
     Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const saved = saves_outputs_ ? w.saved_x : nullptr;
-        if (saved && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, saved, saved, w.x_scale);
+        void* const kept = saves_outputs_ ? w.saved_x : nullptr;
+        if (kept && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, kept, kept, w.x_scale);
         const bool of_down = x.op == LazyOp::Activation;
         void* codes = device_.work(of_down ? Work::ActivationOperand : Work::InputOperand);
         void* transposed = nullptr;
-        if (saved) (q.fp8() ? transposed : codes) = saved;
+        if (kept) (q.fp8() ? transposed : codes) = kept;
         else if (q.fp8() && use == Gemm::Wgrad) std::swap(codes, transposed);
         return make_operand(x, q, codes, transposed, w.x_scale, Kind::LinearInput);
     }
@@ -1220,7 +1227,7 @@ private:
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
-        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);
+        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);  // BF16 to FP32
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
@@ -1234,7 +1241,7 @@ private:
         }
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
-        if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);
+        if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);  // FP32 to BF16
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(layers_.back().down.g_scale));
         end_bucket(buckets() - 1);

@@ -671,7 +671,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         const int64_t first = gradients_offset(s, layout.layer_bytes);
         const Place both = memory.take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
-        layout.shared = saved + elements * each - both.bytes;
+        layout.gradients_over_saved = saved + elements * each - both.bytes;
         for (const BucketRange& b : buckets)
             layout.sums.push_back(both.offset + first + layout.shards[b.first].state_at * each);
         for (const Param& p : params)
@@ -706,7 +706,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     if (s.ranks > 1) add("gradients of two buckets, not yet summed", unsummed_bytes(s));
     add("operands, gradients of one layer, logits", pack(work, unused) - always - cached);
     add("GEMM scratch, scales, tokens", always);
-    if (layout.shared) add("gradients stored over activations", -layout.shared);
+    if (layout.gradients_over_saved) add("gradients stored over activations", -layout.gradients_over_saved);
     add("alignment", layout.total - total_bytes(plan));  // and room for padding tokens
     add("CUDA context and loaded kernels (about)", GPU_CONTEXT);
     if (s.ranks > 1) add("page tables of the other GPUs' memory", page_tables(s.ranks, layout.total));
@@ -760,7 +760,8 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD & ~UPDATE},
         {"saved", "over the saved gate and up: operand g, their gradient", gate_up, GATE_UP_BACKWARD},
         {"saved", "over the saved gate and up: gradient of q, k, v", qkv, ATTENTION_BACKWARD | QKV_BACKWARD},
-        {"gradients", layout.shared ? "gradients, over activations that are no longer needed" : "gradients",
+        {"gradients",
+         layout.gradients_over_saved ? "gradients, over activations that are no longer needed" : "gradients",
          gradients, backward | HEAD},
         {"gradients", "gradients of two buckets, before they are summed over the ranks", unsummed,
          backward | HEAD},

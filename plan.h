@@ -109,11 +109,11 @@ struct ShardPlace {
     Slice weight, state;  // kept_weight(), kept_state()
     int64_t weight_at;    // of the slice `weight`, among all weights of the rank
     int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
-    int64_t chunk;        // number of the parameter's first chunk (SHARD_CHUNK) among those of all parameters
+    int64_t shard_chunk;  // number of the parameter's first shard chunk among those of all parameters
 };
 
-// Matrices that are gathered together, one stage after the other, where weights are shared out: embeddings,
-// each linear layer, head. Forward goes through the stages upwards, backward downwards; numbers of
+// --shard all: the matrices that are gathered together, one stage after the other: embeddings, each linear
+// layer, head. Forward goes through the stages upwards, backward downwards; numbers of
 // parameters.
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
@@ -130,8 +130,8 @@ struct GpuLayout {
     Place weights, remainder, moments, scales, saved, final_norm_input;
     Place delayed;                   // histories of delayed scaling, by operand and linear layer
     Place work[int(Work::Count)];
-    // By parameter: where gradients are written. With several ranks, or if they are not kept, buckets share
-    // places.
+    // By parameter: where gradients are written. With several ranks, or if they are not kept, several buckets
+    // use one place in turn.
     std::vector<int64_t> gradients;
     // Where the updates read them, by bucket: with several ranks, the sums of what this rank keeps.
     std::vector<int64_t> sums;
@@ -139,7 +139,7 @@ struct GpuLayout {
     std::vector<ShardPlace> shards;  // by parameter
     std::vector<Place> saved_codes;  // as in saved_per_layer(), from the layer's first byte; scales follow
     int64_t layer_bytes;             // of saved, for one layer
-    int64_t shared;                  // bytes of gradients that lie where saved activations were
+    int64_t gradients_over_saved;    // bytes of gradients that lie where saved activations were
     int64_t total;
 };
 
@@ -150,7 +150,8 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-// Whether all FP8 weights are made once per step, where memory allows: if several micro-batches use them.
+// Whether it pays off to make all FP8 weights once per step: if several micro-batches use them. model.cu does
+// not do it if memory is short.
 bool caches_weights(const Setup& s);
 // With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
 // those are no longer needed when the gradients are written. With more micro-batches they may not, because
@@ -182,8 +183,8 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
 // over FP8 groups, or both in the compute dtype) and scaling is per tensor.
 bool gate_up_gradient_in_place(const Setup& s);
-// Two tensors never exist for all tokens at once: the logits, and the activation's input before it is
-// quantized in groups.
+// Two tensors never exist for all tokens at once: the logits, and (with per-tensor scaling) the activation's
+// input before it is quantized in groups.
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
 // The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
 // than four times.

@@ -156,7 +156,8 @@ float amax(const float* x, int64_t n) {
 
 float Quantized::scale(int64_t r, int64_t c) const {
     if (!quant.fp8()) return 1.0f;
-    return get(quant.scale_format, scales.data(), r / block_rows() * quant.scale_cols(cols) + c / block_cols());
+    return get(quant.scale_format, scales.data(),
+               r / block_rows() * quant.scale_cols(cols) + c / block_cols());
 }
 float Quantized::value(int64_t r, int64_t c) const {
     return get(quant.format, codes.data(), r * cols + c) * scale(r, c);

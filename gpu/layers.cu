@@ -81,8 +81,8 @@ struct Sum {
     int64_t T, rows, C;     // the position of a row is row % T
 };
 
-// sum -> x_out, the norm's input, its statistics, and the amax of the norm's output: all that the next GEMM's
-// quantizer needs.
+// Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
+// statistics and the amax of its output.
 template <class Storage, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Sum<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
@@ -435,8 +435,8 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
 
 namespace {
 
-// f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the share of f_i that is not divided: by
-// how far the rotations in the original positions are above low_freq_factor, on the way to high_freq_factor.
+// f_i = theta^(-2i / HS), scaled (coat.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
+// to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
 __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
@@ -592,8 +592,8 @@ __device__ Softmax block_softmax(Softmax mine) {
     return all;
 }
 
-// A block a token. The second pass reads the row from shared memory, each thread what it has left there; a
-// row that is too long for it (not CACHED) comes from L2.
+// One block per token. The second pass reads the row from shared memory, each thread what it has left there;
+// a row that is too long for it (not CACHED) comes from L2.
 template <class T, bool CACHED>
 __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets,

@@ -1,5 +1,5 @@
-// gpu/nccl.cu - GPUs of several machines send through NCCL (comm.cuh). It is loaded at run time, so that a
-// program that does not use it does not need it.
+// gpu/nccl.cu - GPUs that do not reach each other's memory, as those of several machines, send through NCCL
+// (comm.cuh). It is loaded at run time, so that a program that does not use it does not need it.
 #include <dlfcn.h>
 
 #include <cstdlib>

@@ -7,8 +7,8 @@
 //   values()  converts a fetched chunk to FP32;
 //   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
 //
-// Determinism: every sum has a fixed order. The only atomics on results are maxima; the quantization report
-// also adds up its sums and counters with them.
+// Determinism: every sum has a fixed order. The only atomics on values are maxima; counters are integers, so
+// their order does not matter. The quantization report alone adds up its sums with atomics.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -20,26 +20,26 @@
 
 namespace coat::gpu {
 
-using View = QuantizedView;  // a tensor on the GPU; a view whose codes are null means "no tensor"
+using View = QuantizedView;  // a tensor on the GPU; null codes mean "no tensor" (but see Operand)
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
 // GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
 // scale from it.
 struct alignas(16) TensorScale {
-    float scale;    // what codes are multiplied by; written by whoever makes or receives the codes
-    float amax;  // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
+    float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
+    float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float delayed;  // delayed scaling: the scale from the history of amaxes; 0 while that history is empty
     float unused;
 };
 inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
-// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either of the two may
-// be missing (null). With per-tensor scaling both have the same scale, view.scales. Other granularities have
-// scales for each, in the layout that cuBLASLt reads: per row one after the other; 1x128 as (cols / 128,
-// rows); 128x128 as (rows / 128, cols / 128) with each row padded to a multiple of four.
-// Hopper has no GEMM of 1x32 groups. There view.codes and transposed are decoded values in BF16, row-major
-// both. The GEMM does not read their scales, which are laid out as (cols / 32, rows).
+// operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
+// (view.codes) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
+// Other granularities have scales for each, in the layout that cuBLASLt reads: per row one after the other;
+// 1x128 as (cols / 128, rows); 128x128 as (rows / 128, cols / 128), each row padded to a multiple of four.
+// Hopper has no GEMM of 1x32 groups. Such an operand has decoded values in BF16 in place of codes, row-major
+// in both forms. The GEMM does not read their scales, which are laid out as (cols / 32, rows).
 struct Operand {
     View view;
     void* transposed = nullptr;
@@ -163,18 +163,18 @@ inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     }
 }
 
-// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN. It may be
-// rounded up to a power of two.
 inline __device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the mantissa carries
     return __uint_as_float((__float_as_uint(s) + 0x7FFFFFu) & 0xFF800000u);
 }
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN. It may be
+// rounded up to a power of two.
 inline __device__ float scale_of(float fmax, float amax, bool power_of_two = false) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     const float s = fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
     return power_of_two ? round_up_to_power_of_two(s) : s;
 }
 // amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
-// remainder. The remainder is exact for results from 2^-123 on; smaller ones become 2^-126 anyway.
+// remainder. It has the right bits for every normal result; the caller raises smaller ones to 2^-126.
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
@@ -365,9 +365,22 @@ struct EitherDense {
         if (f32) f(Dense<float>{static_cast<float*>(data)});
         else f(Dense<bf16>{static_cast<bf16*>(data)});
     }
-    __device__ void load(int64_t i, Values& v) const {
-        with([&](auto x) { x.values(x.load(i), v); });
+    // BF16 elements are in the first half.
+    struct Raw {
+        uint4 lo, hi;
+    };
+    __device__ Raw fetch(int64_t i) const {
+        if (!f32) return {Dense<bf16>{static_cast<bf16*>(data)}.load(i), {}};
+        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(data) + i);
+        return {p[0], p[1]};
     }
+    __device__ void values(const Raw& r, Values& v) const {
+        if (!f32) return Dense<bf16>().values(r.lo, v);
+        const uint32_t words[CHUNK] = {r.lo.x, r.lo.y, r.lo.z, r.lo.w, r.hi.x, r.hi.y, r.hi.z, r.hi.w};
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[j] = __uint_as_float(words[j]);
+    }
+    __device__ void load(int64_t i, Values& v) const { values(fetch(i), v); }
     __device__ void store(int64_t i, Values& v, bool live) const {
         with([&](auto x) { x.store(i, v, live); });
     }

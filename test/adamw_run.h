@@ -184,6 +184,7 @@ inline const OptimizerFormat& FP8LM = OPTIMIZERS[6];
 // Parameters, gradients and moments with random values, and one AdamW step of them on the GPU.
 struct AdamRun {
     static constexpr uint64_t ROUNDING = 0x123456789ABCDEF;
+    static constexpr float OLD_AMAX = 1e30f;  // of the weights before the step
     std::vector<HostParam> params;
     int64_t total = 0;
     Floats master, gradient;    // flat, padded
@@ -233,8 +234,7 @@ struct AdamRun {
     Result step(const AdamW& a, float scale, bool skip) const {
         Result r;
         const int64_t n = static_cast<int64_t>(params.size());
-        Buffer<TensorScale> amaxes(n);
-        amaxes.zero();
+        const Buffer<TensorScale> amaxes(std::vector<TensorScale>(size_t(n), {1, OLD_AMAX, 0, 0}));
         std::vector<gpu::Segment> table;
         for (int64_t i = 0; i < n; i++) {
             r.m.push_back(std::make_unique<DeviceMoment>(params[i].m, params[i].padded()));

@@ -76,7 +76,7 @@ struct RankState {
             table.push_back({first, at[i].state.count, moment(0), moment(1), p.role.decay, amax.get() + i,
                              at[i].weight_at + at[i].state.first - at[i].weight.first - first,
                              p.offset + at[i].state.first - first,
-                             at[i].chunk + at[i].state.first / SHARD_CHUNK});
+                             at[i].shard_chunk + at[i].state.first / SHARD_CHUNK});
         }
         segments = std::make_unique<Buffer<gpu::Segment>>(table);
     }
@@ -148,7 +148,7 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                                           sums.get() + r * (1 + chunks), 0);
                 }
                 gpu::gradient_norm(sums.get(), chunks, ranks, {1.0f}, state.get(), 0);
-                for (const auto& s : states) s->amax.zero(), s->update(step, state.get(), master);
+                for (const auto& s : states) s->update(step, state.get(), master);
             }
             Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),
                       Bytes(size_t(total)), Bytes(size_t(total)), Floats(size_t(total)),
