@@ -66,11 +66,6 @@ int number(const char* name, int least, int most) {
     return int(value);
 }
 
-// In seconds, for deadlines.
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // Both return false if the connection has ended.
@@ -149,6 +144,10 @@ int listen_at(const Launch& launch) {
 
 }  // namespace
 
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // The launcher's variables first; then --ranks, which must agree with them or starts the ranks itself.
 Launch find_launch(int64_t ranks_flag) {
     Launch launch;
@@ -193,7 +192,7 @@ struct Ranks::Connections {
     bool goodbye = false;              // of rank 0; only for the listener
     std::atomic<bool> failing{false};  // a failure is being reported
     std::atomic<bool> closing{false};  // without a goodbye
-    std::atomic<bool> lost{false};     // rank 0 has ended
+    std::atomic<bool> lost{false};     // an alarm connection has ended; only fail() of other ranks reads it
 
     explicit Connections(const Launch& l)
         : launch(l), data(size_t(l.ranks), -1), alarm(data), watched(data.size(), {-1, POLLIN, 0}) {}

@@ -1,9 +1,10 @@
 // ranks.h - the processes of a run: how they start, find each other, exchange bytes and end together
 // (ranks.cpp).
 //
-// A run on several GPUs has one process for each, a rank. Rank 0 has a TCP connection with every other rank.
-// What is exchanged here is small, or stands for what GPUs exchange by themselves (gpu/comm.cuh): on the CPU
-// everything goes this way, so that all rules of several ranks are tested without a GPU.
+// A run on several GPUs has one process for each, a rank. Rank 0 has two TCP connections with every other
+// rank, for data and for alarms. GPUs exchange gradients and weights by themselves (gpu/comm.cuh). Small
+// values and the tensors of a sharded checkpoint go through TCP. On the CPU everything does, so that all
+// rules of several ranks are tested without a GPU.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,8 @@
 namespace coat {
 
 using Bytes = std::vector<uint8_t>;
+
+double now();  // in seconds, for durations and deadlines; the origin means nothing
 
 // Which process this is. local: its number on this host, which chooses the GPU. port 0: rank 0 chooses a free
 // port and starts the other ranks itself.

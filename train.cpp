@@ -149,16 +149,15 @@ void require_same_flag(Ranks& group, const char* flag, const std::string& mine) 
 // -----------------------------------------------------------------------------------------------------------
 // The folder of checkpoints, and the checkpoint that a run continues
 
-// The folder that a checkpoint or a file is in.
-std::string parent_folder(const std::string& path) {
+// An absolute path without "." and "..", and without a slash at its end.
+fs::path normal_path(const std::string& path) {
     const fs::path whole = fs::absolute(path).lexically_normal();
-    const fs::path folder = whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
-    return folder.parent_path().string();
+    return whole.has_filename() ? whole : whole.parent_path();  // of "out/step-000300/"
 }
 
 // Locks the folder of a run's checkpoints, because two runs would remove each other's. Creates the folder if
-// it is missing. With the lock's end it is removed if it is new and still empty. (Some file systems have no
-// locks; then nothing is locked.)
+// it is missing. When the lock is released, a folder created here is removed if it is still empty. (Some file
+// systems have no locks; then nothing is locked.)
 std::shared_ptr<const Descriptor> lock_folder(const std::string& out) {
     std::error_code failed;
     const bool made = !is_folder(out);
@@ -206,7 +205,8 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
     }
 }
 
-// The checkpoint's run has so many micro-batches a step on all its ranks, whose number may have been another.
+// A checkpoint stores the micro-batches of all ranks together. Divides them among the present ranks, whose
+// number may differ.
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
     const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
     const std::string micro_batches = concat(all, " micro-batches a step");
@@ -251,12 +251,13 @@ void choose_checkpoint(Run& run) {
     std::string out;
     if (run.group->rank() == 0) {
         if (flags.given("out")) out = flags.text("out");
-        else out = resumes ? parent_folder(find_checkpoint(flags.text("resume"))) : find_flag("out").standard;
+        else if (resumes) out = normal_path(find_checkpoint(flags.text("resume"))).parent_path().string();
+        else out = find_flag("out").standard;
         const bool trains = !run.plan_only() && !(flags.given("steps") && run.evaluates());
         if (trains && !out.empty()) run.lock = lock_folder(out);
         // Found again, now under the lock: another run may have removed it.
         if (resumes) run.checkpoint = find_checkpoint(flags.text("resume"), print_error);
-        if (resumes && parent_folder(run.checkpoint) == parent_folder(out + "/x"))
+        if (resumes && !out.empty() && normal_path(run.checkpoint).parent_path() == normal_path(out))
             run.last_good = run.checkpoint;
     }
     for (std::string* chosen : {&out, &run.checkpoint, &run.last_good})
@@ -268,8 +269,8 @@ void choose_checkpoint(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // Data
 
-// A hash (FNV-1a) of 4096 evenly spaced tokens: it tells apart texts of the same length. With a mask, a token
-// that does not count enters it inverted.
+// A hash (FNV-1a) of 4096 to 8191 evenly spaced tokens, or of all if they are fewer: it tells apart texts of
+// the same length. With a mask, a token that does not count enters it inverted.
 std::string sampled_hash(const TokenStream& tokens) {
     uint64_t hash = 0xCBF29CE484222325u;
     for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
@@ -346,14 +347,16 @@ void print_settings(const Run& run) {
 }
 
 // The memory of a run on the CPU without workspace. In addition to the plan, the reference has the weights in
-// FP32, all gradients in FP32, and the largest of both a second time.
+// FP32, with several ranks their sums of gradients, the largest weight and gradient a second time, and the
+// batch. All gradients in FP32 take the place of the plan's.
 int64_t cpu_memory(const Setup& setup) {
     int64_t largest = 0;
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
-    const int64_t sums = setup.ranks > 1 ? 4 : 0;  // of the ranks' gradients, beside the gradients
-    const int64_t each = 4 + 4 - info(setup.recipe.compute).bytes + sums;
+    const int64_t each = 4 * (setup.ranks > 1 ? 3 : 2);  // bytes for a parameter: weight, gradient, sum
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    return total_bytes(memory_plan(setup)) + parameter_count(setup.config) * each + 2 * 4 * largest + batch;
+    const std::vector<MemoryRow> plan = memory_plan(setup);
+    return total_bytes(plan) - total_bytes(plan, Category::Gradients) +
+           parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
 
 // Linux grants more memory than the machine has, and later ends the program: so this is checked first.
@@ -388,17 +391,14 @@ void require_space(const Run& run) {
                     " MiB each; free some space, choose another folder, or give a larger --save-every.");
 }
 
-// What is good to know before the first step: where it continues, and what samples will look like.
+// What is good to know before the first step: where it continues, and whether the text is read as bytes.
 void print_start(const Run& run) {
     std::printf("\n");
     if (!run.checkpoint.empty())
         std::printf("Continuing %s, step %ld, %ld tokens.\n", printable(run.checkpoint).c_str(),
                     run.state.step, run.state.tokens);
     const int64_t V = run.setup.config.V;
-    if (run.corpus->vocabulary.empty())
-        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
-                    "(data/tokenize.py writes it).\n");
-    else if (run.corpus->vocabulary.size() == 256 && V > 256)
+    if (run.corpus->vocabulary.size() == 256 && V > 256)
         std::printf("The text is read as bytes (256 tokens), but the model's vocabulary has %ld tokens: "
                     "data/tokenize.py makes token files.\n", V);
 }
@@ -455,10 +455,12 @@ Prompt choose_prompt(const Run& run) {
     } else if (!prompt.vocabulary.empty()) {
         prompt.tokens = prompt.vocabulary.encode(flags.text("prompt"));
     } else {
-        return prompt;  // print_start() has said so
+        std::printf("No samples will be printed: the token files have no vocabulary.json beside them "
+                    "(data/tokenize.py writes it).\n");
+        return prompt;
     }
     if (prompt.tokens.empty())
-        throw Error("--prompt is empty; give it at least one character, or use --sample-every 0.");
+        throw Error("--prompt is empty; give it at least one character.");
     if (int64_t(prompt.tokens.size()) >= run.setup.T)
         throw Error("--prompt has ", prompt.tokens.size(), " tokens, but --seq ", run.setup.T,
                     " must have room for more; shorten it.");
@@ -489,8 +491,8 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
 // Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
                               uint64_t random) {
-    constexpr size_t LONGEST = 256;  // tokens: a screenful, and what a long prompt has more
-    const size_t end = std::min(size_t(model.setup().T), std::max(LONGEST, tokens.size() + 64));
+    constexpr size_t LENGTH = 256, LEAST = 64;  // tokens with the prompt, and after it; --seq limits both
+    const size_t end = std::min(size_t(model.setup().T), std::max(LENGTH, tokens.size() + LEAST));
     std::vector<float> logits(model.setup().config.V);
     while (tokens.size() < end) {
         model.next_logits(tokens.data(), tokens.size(), logits.data());
@@ -513,7 +515,8 @@ FILE* open_log(const std::string& path, bool append) {
     if (fs::is_regular_file(path, ignored) &&  // reading a pipe would wait
         std::ifstream(path, std::ios::binary).read(found.data(), found.size()).gcount() > 0 && found != begin)
         throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
-    // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. Writing waits again.
+    // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. The F_SETFL below
+    // makes writes wait again.
     const int mode = append ? O_APPEND : O_TRUNC;
     const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
     if (file < 0 && errno == ENXIO)
@@ -554,11 +557,6 @@ void finish_step_at_interrupt() {  // a second signal ends the program at once
     for (int signal : {SIGINT, SIGTERM}) sigaction(signal, &action, nullptr);
     sigaction(SIGHUP, nullptr, &before);
     if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &action, nullptr);  // under nohup it stays ignored
-}
-
-// For durations; the origin means nothing.
-double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 std::string duration(double s) {
@@ -638,17 +636,17 @@ private:
     // The training loop. Returns the exit code.
     int loop() {
         if (state_.step == 0) validate(), state_.first_validation = state_.validation;
-        started_ = seconds();
+        started_ = now();
         while (state_.step < steps_) {
             // One optimizer step on all micro-batches.
-            const double before = seconds();
+            const double before = now();
             batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
             train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
             unsaved_ = false;                 // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
             const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), adamw);
             count_step(result);
-            print_step(result, adamw.lr, seconds() - before);
+            print_step(result, adamw.lr, now() - before);
             if (skipped_in_a_row_ == MOST_SKIPPED)
                 throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
                             " steps in a row; begin again with a lower --lr, or from the weights of the last "
@@ -727,7 +725,7 @@ private:
         const int64_t done = state_.step - resumed_at_, skipped = state_.step - state_.updates;
         if (done > 1) timed_ += took;  // the first step warms caches and starts threads
         const double rate = step_tokens_ / took;
-        const double left = (seconds() - started_) / done * (steps_ - state_.step);
+        const double left = (now() - started_) / done * (steps_ - state_.step);
         std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left",
                     int(std::to_string(steps_).size()), state_.step, steps_, result.loss, result.grad_norm,
                     lr, took * 1e3, rate, duration(left).c_str());
@@ -774,8 +772,8 @@ private:
             throw Error("The validation loss is not finite after step ", state_.step,
                         "; begin again with a lower --lr.");
         if (!std::isfinite(sum))
-            throw Error("The first validation loss is not finite: the weights of --model ",
-                        flags_.text("model"), " contain NaN or infinity; start from other weights.");
+            throw Error("The first validation loss is not finite: activations overflow with --model ",
+                        flags_.text("model"), "; choose other weights.");
         state_.validation = sum / weight;
         std::printf("validation | step %ld | loss %.4f", state_.step, state_.validation);
         Json line = {{"kind", "validation"}, {"step", state_.step}, {"loss", state_.validation}};
@@ -795,9 +793,9 @@ private:
     void sample() {
         if (run_.prompt.tokens.empty()) return;
         const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
-        const double before = seconds();
+        const double before = now();
         const auto tokens = generate(model_, run_.prompt.tokens, flags_.real("temperature"), seed);
-        const double each = (seconds() - before) / (tokens.size() - run_.prompt.tokens.size());
+        const double each = (now() - before) / (tokens.size() - run_.prompt.tokens.size());
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
                     each * 1e3, printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
         log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
@@ -827,7 +825,7 @@ private:
     // The speed is that of all steps but the first; of one step it is that of the whole run.
     void print_end() {
         const int64_t steps = state_.step - resumed_at_, skipped = state_.step - state_.updates;
-        const double took = seconds() - started_;
+        const double took = now() - started_;
         const double rate = steps > 1 ? step_tokens_ * (steps - 1) / timed_ : step_tokens_ / took;
         std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. "
                     "Validation loss %.4f -> %.4f nats per token.\n",
@@ -889,7 +887,9 @@ int train(Run& run) {
     const Setup& setup = run.setup;
     if (!run.weights.empty()) check_weights(run.weights, setup.config);
     if (!run.weights.empty() && run.lock) run.companions = read_companions(run.weights);
-    if (!run.gpu()) require_memory(setup, run.flags.count("ranks"));
+    // Under a launcher --ranks is 1; then the last rank of this host counts all of them.
+    const int64_t ranks_here = std::max<int64_t>(run.flags.count("ranks"), run.group->local() + 1);
+    if (!run.gpu()) require_memory(setup, ranks_here);
     run.prompt = choose_prompt(run);
     const std::unique_ptr<Model> model = run.gpu() ? make_gpu(setup) : make_reference(setup);
     if (!run.checkpoint.empty()) load_checkpoint(run.checkpoint, *model);
@@ -901,7 +901,8 @@ int train(Run& run) {
 }
 
 // The stages of a run: flags, checkpoint, data, plan, and in train() the model and the loop. Flags are
-// completed in four steps: from the command line, the checkpoint, the device's defaults, and the recipe.
+// completed in five steps: from the command line, the checkpoint, the device's defaults, the recipe, and the
+// model, which limits --seq.
 // group outlives an error, so that main() can tell the other ranks of it.
 int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     // The command line, and the other ranks.

@@ -233,7 +233,7 @@ ModelConfig read_gpt2(const Fields& f) {
     c.L = f.natural("n_layer");
     c.C = f.natural("n_embd");
     c.NH = c.NKV = f.natural("n_head");
-    if (c.C > 1 << 20) f.reject("n_embd", "is larger than this program supports (2^20); give another model");
+    if (c.C > 1 << 14) f.reject("n_embd", "is larger than this program supports (2^14); give another model");
     c.F = f.natural("n_inner", 4 * c.C);
     c.V = f.natural("vocab_size");
     c.max_T = f.natural("n_positions", 1024);
@@ -298,7 +298,7 @@ ordered_json merged_config(const ModelConfig& c, const json& original) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Companions: files that this program passes on from folder to folder and does not open.
+// Companions: files that this program passes on from folder to folder and does not interpret.
 
 constexpr int64_t COMPANIONS_MIB = 256;  // several times the size of the largest tokenizers
 const std::vector<std::string> COMPANION_FILES = {

@@ -125,6 +125,7 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
                                     {"scale_attn_by_inverse_layer_idx", true},
                                     {"add_cross_attention", true},
                                     {"n_embd", 1 << 25},
+                                    {"n_embd", 1 << 15},
                                     {"n_layer", nullptr}};
     Folder folder;
     const std::string path = folder / "config.json";

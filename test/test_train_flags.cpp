@@ -106,6 +106,37 @@ TEST_CASE("train: impossible shapes and sizes are rejected before anything is al
     check_rejected(folder, "--device cpu --data text --batch 2 --seq 16 --prompt ''", "--prompt");
 }
 
+TEST_CASE("train: the memory of the CPU reference has all gradients in FP32, whatever the plan keeps") {
+    RunFolder folder;
+    const auto needs = [&](const std::string& flags) {
+        const std::string run = "--device cpu --data text --model llama-30b --batch 4000 --seq 2048 " + flags;
+        return number_after(train(folder, run).error, "This run needs ");
+    };
+    CHECK(needs("--gradients none") == needs(""));
+    const double batch = 7.0 * 2 * 4 * 4000 * 2048 / (1 << 20);  // of 7 micro-batches, in MiB
+    CHECK(std::fabs(needs("--accumulate 8") - needs("") - batch) <= 1);
+}
+
+TEST_CASE("train: token files without a vocabulary give no samples, and a run that asks for them says so") {
+    RunFolder folder;
+    folder.write("tokens.bin", token_file(std::vector<uint16_t>(2000, 200)));
+    const auto printed = [&](const std::string& flags) {
+        const std::string run = "' --device cpu --data tokens.bin --batch 2 --seq 16 ";
+        const Ended ended = shell(folder, "PATH=/nowhere '" + program() + run + flags);
+        require_success(ended);
+        return ended.out;
+    };
+    const auto says_so = [](const std::string& out) { return contains(out, "No samples will be printed"); };
+    CHECK(says_so(printed("--steps 1")));
+    CHECK(says_so(printed("--steps 0 --prompt x")));
+    CHECK(!says_so(printed("--steps 1 --sample-every 0 --out other")));
+    CHECK(!says_so(printed("--steps 0")));
+    folder.write("out/step-000001/tokenizer.json", "{}");
+    const std::string out = printed("--steps 0 --prompt x --model out/step-000001");
+    CHECK(!says_so(out));
+    CHECK(contains(out, "sample | step 0"));
+}
+
 TEST_CASE("train: --data that cannot be trained on is rejected") {
     RunFolder folder;
     folder.write("nothing", "");

@@ -132,6 +132,19 @@ TEST_CASE("ranks: flags that are wrong on all ranks give one sentence, and no fi
     }
 }
 
+TEST_CASE("ranks: the memory for all ranks of a host is checked, also if a launcher has started them") {
+    RunFolder folder;
+    // 2 GiB for the batches of a rank: 1001 ranks need more than any machine has.
+    const std::string flags = "--device cpu --data text --batch 16 --seq 16 --accumulate 1048576 "
+                              "--sample-every 0 --steps 1 --out ''";
+    const int port = free_port();
+    std::string other = rank_by_hand(1, 2, port, flags);
+    other.replace(other.find("LOCAL_RANK=1"), 12, "LOCAL_RANK=1000");
+    const std::string limit = "ulimit -t 20\n";  // seconds
+    check_one_sentence(shell(folder, limit + rank_by_hand(0, 2, port, flags) + other + WAIT_FOR_TWO),
+                       "Rank 1: This run needs");
+}
+
 TEST_CASE("ranks: a rank that is started by hand with other flags, other data or a wrong flag ends all") {
     RunFolder folder;
     folder.write("other", text_of_lines() + "x");

@@ -34,14 +34,17 @@ TEST_CASE("train: a run that diverges ends with one sentence, and its last good 
     CHECK(ended.out.find("saved | ", skipped) == std::string::npos);
 }
 
-TEST_CASE("train: weights that are not finite are rejected at the first validation") {
+TEST_CASE("train: weights that are NaN, or with which activations overflow, are rejected before a step") {
     RunFolder folder;
     require_success(tiny(folder, "--steps 1 --out good"));
     fs::copy(folder.path / "good" / "step-000001", folder.path / "bad");
     std::string weights = read_file(folder.path / "bad" / "model.safetensors");
-    std::fill(weights.end() - 2000, weights.end(), '\xFF');  // BF16's NaN
-    write_file(folder.path / "bad" / "model.safetensors", weights);
-    check_rejected(folder, TINY + "--steps 2 --out '' --model bad", "bad");
+    for (const auto& [byte, says] : {std::pair{'\xFF', "bad/model.safetensors has NaN"},    // BF16's NaN
+                                     {'\x7F', "activations overflow with --model bad"}}) {  // BF16's maximum
+        std::fill(weights.end() - 2000, weights.end(), byte);
+        write_file(folder.path / "bad" / "model.safetensors", weights);
+        check_rejected(folder, TINY + "--steps 2 --out '' --model bad", says);
+    }
 }
 
 TEST_CASE("train: a signal saves a checkpoint, and resuming it is bit-identical to a run without a stop") {
