@@ -7,7 +7,8 @@
 
 namespace coat {
 
-// A text default "" stands for what the recipe, the data or the checkpoint says.
+// In optimizer, m-format, v-format and accumulation, "" stands for the choice of the recipe or the optimizer;
+// elsewhere for none.
 const std::vector<Flag>& flag_table() {
     constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
     constexpr Value TEXT = Value::Text, COUNT = Value::Count, REAL = Value::Real;
@@ -153,8 +154,8 @@ void Flags::parse(int argc, char** argv) {
     }
 }
 
-// A flag that makes another run of it must be left out, or have the checkpoint's value. Numbers are compared
-// as numbers: 1e-3 is 0.001.
+// A flag with Resume::Same must be left out, or equal the checkpoint's value. Numbers are compared as
+// numbers: 1e-3 is 0.001.
 void Flags::take(const nlohmann::json& saved) {
     for (const Flag& flag : flag_table()) {
         if (flag.resume == Resume::Ignore || !saved.contains(flag.name)) continue;

@@ -100,7 +100,7 @@ void validate(const Recipe& r) {
 
 }  // namespace
 
-// Each message names the flag that is at fault and the values that would do.
+// The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
     validate(s.recipe);
@@ -824,7 +824,6 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
 // -----------------------------------------------------------------------------------------------------------
 // What a GPU does not support
 
-// Every sentence ends with what to do instead: another flag, another GPU, or --device cpu.
 static std::string version_text(int number, int major) {
     return concat(number / major, ".", number % major);
 }
@@ -835,6 +834,7 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     return changed;
 }
 
+// Each why_unsupported() returns the problem, then a remedy; "" if there is no problem.
 std::string why_unsupported(const OptimizerFormat& o) {
     const bool per_tensor = o.granularity == PER_TENSOR;
     for (auto [flag, format] : {std::pair{"--m-format ", o.m}, {"--v-format ", o.v}}) {
@@ -902,7 +902,8 @@ namespace {
 
 double mib(int64_t bytes) { return bytes / double(1 << 20); }
 
-// Without a GPU: weights are cached where memory allows.
+// Without a GPU the plan assumes that the cached weights fit. (On a GPU, facts_for in model.cu asks for its
+// memory.)
 GpuFacts facts_of(const Setup& s) { return {GpuFacts().multiprocessors, caches_weights(s)}; }
 
 // A paragraph, in lines that fit 110 columns.

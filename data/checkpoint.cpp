@@ -40,8 +40,8 @@ void save_optimizer(const std::string& path, Model& model) {
 }
 
 // Error if a tensor has values that no run produces and that would spread through training: NaN, infinity,
-// negative magnitudes, an expansion factor k outside its bounds. Histories of amaxes may hold infinity: no
-// scale comes from it.
+// negative magnitudes, an expansion factor k outside its bounds. Histories of amaxes may hold infinity and
+// NaN: no scale comes from them.
 void require_valid(const Safetensors& file, const StateTensor& t) {
     constexpr struct {
         const char* dtype;
@@ -280,8 +280,9 @@ void move_into_place(const std::string& complete, const std::string& folder, con
     sync_folder(out);
 }
 
-// Of this run's checkpoints of earlier steps stay the newest, so that there are `keep`, and the one with the
-// lowest validation loss. Those of later steps stay: the run was resumed from a step before them.
+// Removes this run's checkpoints of earlier steps, except the newest keep - 1 and the one with the lowest
+// validation loss, if that is below the new checkpoint's. Those of later steps stay: the run was resumed from
+// a step before them.
 void remove_older(const std::string& out, const LoopState& state, int keep) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {

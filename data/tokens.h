@@ -78,9 +78,9 @@ struct Corpus {
 };
 
 // data: "" for the compiler's headers; otherwise text files, folders of them, or token files (*.bin), by
-// commas. Token files with "val" in their names are held out. If there are none, the last tenth is. Of text,
-// every 20th file is held out, or the last tenth if there are fewer. Error if a file is missing, empty or
-// damaged.
+// commas. Token files with "val" but not "train" in their names are held out. If there are none, the last
+// tenth is. Of text, every 20th file is held out, or the last tenth if there are fewer. Error if a file is
+// missing, empty or damaged.
 Corpus load_corpus(const std::string& data);
 
 // Cuts a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random order,
