@@ -870,8 +870,8 @@ private:
     const int64_t resumed_at_ = state_.step, steps_ = flags_.count("steps");
     const int64_t micro_batches_ = setup_.accumulate * setup_.ranks;  // of a step, on all ranks
     const int64_t batch_tokens_ = setup_.B * setup_.T, step_tokens_ = micro_batches_ * batch_tokens_;
-    Loader train_{run_.corpus->train, setup_.B, setup_.T, setup_.seed, true};
-    Loader validation_{run_.corpus->validation, setup_.B, setup_.T, VALIDATION_SEED, true};
+    Loader train_{run_.corpus->train, setup_.B, setup_.T, setup_.seed};
+    Loader validation_{run_.corpus->validation, setup_.B, setup_.T, VALIDATION_SEED};
     Batch batch_;
     std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, std::fclose};
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint

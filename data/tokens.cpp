@@ -446,9 +446,9 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
     return int64_t(x);
 }
 
-Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle)
+Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
     : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
-      seed_(seed), shuffle_(shuffle) {
+      seed_(seed) {
     if (B < 1 || T < 1) throw Error("--batch and --seq must be at least 1.");
     if (stream_.size() <= T || windows_ < B)
         throw Error("--data has ", stream_.size(), " tokens to train on or held out, fewer than one batch of "
@@ -459,7 +459,7 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shu
 // Every epoch has a permutation of its own, with a key made of the seed and the epoch.
 int64_t Loader::window(int64_t at) const {
     const int64_t epoch = at / windows_, i = at % windows_;
-    return shuffle_ ? permute(mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(epoch + 1)), windows_, i) : i;
+    return permute(mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(epoch + 1)), windows_, i);
 }
 
 void Loader::next(int32_t* tokens, int32_t* targets) {

@@ -90,9 +90,8 @@ public:
     struct Position {
         int64_t epoch = 0, window = 0;
     };
-    // Error if the stream has fewer tokens than one batch needs. Without `shuffle` windows come in their
-    // order.
-    Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, bool shuffle);
+    // Error if the stream has fewer tokens than one batch needs.
+    Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed);
     // (B, T) each. A target is the token that follows, or NO_TARGET if the mask does not count it.
     void next(int32_t* tokens, int32_t* targets);
     void skip(int64_t batches);                    // as next(), without reading
@@ -108,7 +107,6 @@ private:
     int64_t B_, T_, windows_;
     int64_t at_ = 0;  // the next place of the order, counted over all epochs
     uint64_t seed_;
-    bool shuffle_;
 };
 
 }  // namespace coat

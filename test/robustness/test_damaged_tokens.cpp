@@ -51,7 +51,7 @@ TEST_CASE("Loader: tokens that were overwritten by larger ones are an error that
     for (const auto& [before, after] :
          {std::pair{uint16_t{7}, uint16_t{8}}, {uint16_t{7}, uint16_t{65535}}}) {
         const std::string path = folder.write("in-use.bin", token_file(std::vector<uint16_t>(100, before)));
-        Loader loader(load_corpus(path).train, 1, 8, 1, true);
+        Loader loader(load_corpus(path).train, 1, 8, 1);
         int32_t tokens[8], targets[8];
         loader.next(tokens, targets);
         const std::string larger = token_file(std::vector<uint16_t>(100, after));
