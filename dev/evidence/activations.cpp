@@ -158,7 +158,7 @@ Batch validation_batch(const Json& settings, int64_t B) {
     const int64_t T = std::stoll(settings.at("seq").get<std::string>());
     if (B < 1) B = std::stoll(settings.at("batch").get<std::string>());
     Batch batch{B, T, std::vector<int32_t>(B * T), std::vector<int32_t>(B * T)};
-    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1, true)
+    Loader(load_corpus(settings.at("data").get<std::string>()).validation, B, T, 1)
         .next(batch.tokens.data(), batch.targets.data());
     return batch;
 }

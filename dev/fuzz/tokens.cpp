@@ -16,7 +16,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             return;
         }
         const coat::Corpus corpus = coat::load_corpus(tokens.path);
-        coat::Loader loader(corpus.train, 2, 3, 1, true);
+        coat::Loader loader(corpus.train, 2, 3, 1);
         int32_t in[6], out[6];
         for (int i = 0; i < 4; i++) {
             loader.next(in, out);
