@@ -199,6 +199,8 @@ inline const std::vector<Recipe>& recipes() {
          "coat with the linear layers of the first and last block in BF16", "coat", 1},
         {"coat-down", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "coat with per-row scales in fprop of the down projection", "coat", 0, true},
+        {"coat-down-e4m3", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat-down with gradients of linear layers in E4M3", "coat", 0, true},
         {"coat-wgrad", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "coat with E4M3 gradients and per-row scales in wgrad", "coat", 0, false, true},
         {"coat-last", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},

@@ -219,8 +219,8 @@ GROUPS = {
         f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
     "gap": Group(
         "GPT-2 on the text of `seeds`: candidates for a smaller gap",
-        [Job(f"{r} seed 2", f"--recipe {r} --seed 2", until=PART)
-         for r in ("coat-wgrad", "coat-powers", "coat-last", "coat-edges", "coat-down")],
+        [converge(f"{r} seed {n}", f"--recipe {r} --seed {n}")
+         for r in ("coat-down-e4m3", "coat-down", "coat-edges") for n in (2, 3)],
         f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
     "passes": Group(
         "the default run of a GPU over two passes of its text, three seeds; each run 40 seconds",

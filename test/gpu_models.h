@@ -17,7 +17,8 @@ using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
 inline constexpr const char* RECIPES[] = {"fp32", "bf16", "coat", "te", "colossal",
                                             "tensorwise", "rowwise", "deepseek", "mxfp8",
-                                            "coat-powers", "coat-edges", "coat-down", "coat-wgrad",
+                                            "coat-powers", "coat-edges", "coat-down", "coat-down-e4m3",
+                                            "coat-wgrad",
                                             "coat-last"};
 inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
 

@@ -53,7 +53,8 @@ GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in ev
 
 GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R times the micro-batches") {
     for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal", "mxfp8",
-                               "coat-powers", "coat-edges", "coat-down", "coat-wgrad", "coat-last"})
+                               "coat-powers", "coat-edges", "coat-down", "coat-down-e4m3",
+                               "coat-wgrad", "coat-last"})
         for (int64_t ranks : numbers_of_ranks()) {
             CAPTURE(recipe);
             CAPTURE(ranks);

@@ -138,7 +138,7 @@ GPU_TEST_CASE(
 }
 
 GPU_TEST_CASE("step: variants of coat in a model of four blocks, with cached weights too") {
-    for (const char* recipe : {"coat-edges", "coat-down", "coat-wgrad", "coat-last"})
+    for (const char* recipe : {"coat-edges", "coat-down", "coat-down-e4m3", "coat-wgrad", "coat-last"})
         for (const Architecture& arch : {LLAMA, GPT2})
             for (int64_t accumulate : {1, 2}) {
                 Setup s = setup_of(recipe, arch);

@@ -61,7 +61,7 @@ TEST_CASE("training: the other FP8 recipes and the variants of coat learn as bf1
         const size_t steps = static_cast<size_t>(count(80, 8));
         std::map<std::string, double> last;
         for (const char* recipe : {"bf16", "te", "colossal", "rowwise", "deepseek", "mxfp8", "coat-powers",
-                                   "coat-edges", "coat-down", "coat-wgrad", "coat-last"}) {
+                                   "coat-edges", "coat-down", "coat-down-e4m3", "coat-wgrad", "coat-last"}) {
             Training training(setup_of(recipe, arch));
             const std::vector<double> loss = losses(training, int64_t(steps));
             last[recipe] = mean(loss, steps - steps / 4, steps);
