@@ -16,7 +16,7 @@ const std::vector<Flag>& flag_table() {
     static const std::vector<Flag> table = {
         {"device", TEXT, IGNORE, "auto", "auto, cpu or gpu; auto is the GPU if there is one"},
         {"ranks", COUNT, IGNORE, "1",
-         "processes to start, one for each GPU; under torchrun, mpirun or srun their environment says it",
+         "processes to start, one for each GPU; torchrun, mpirun and srun set it themselves",
          1, 1024},
         {"shard", TEXT, DEFAULT, "none", "what of weights and moments the ranks share out"},
         {"model", TEXT, SAME, "llama-tiny",
@@ -29,7 +29,8 @@ const std::vector<Flag>& flag_table() {
         {"master", TEXT, SAME, "exact", "FP32 master weights, or none (stochastic rounding)"},
         {"gradients", TEXT, SAME, "kept", "kept until the update, or none (update during backward)"},
         {"recompute", TEXT, DEFAULT, "on", "whether backward recomputes norms and activation functions"},
-        {"accumulation", TEXT, SAME, "", "sums in FP8 GEMMs on Hopper; default: the recipe's"},
+        {"accumulation", TEXT, SAME, "",
+         "precision of the sums in FP8 GEMMs on Hopper; default: the recipe's"},
         {"data", TEXT, DEFAULT, "",
          "text files, folders of them, or token files (.bin), with commas; default: C++ headers; attention "
          "crosses from one text or conversation into the next"},
@@ -44,7 +45,7 @@ const std::vector<Flag>& flag_table() {
         {"schedule", TEXT, SAME, "cosine", "the learning rate after the warm-up"},
         {"weight-decay", REAL, SAME, "0.1", "decoupled weight decay of matrices", 0, 10},
         {"clip", REAL, SAME, "1", "clip gradients to this global norm; 0: do not clip", 0, 1e9},
-        {"seed", COUNT, SAME, "1", "seed of the first weights, the order of the data, the samples", 0, MOST},
+        {"seed", COUNT, SAME, "1", "seed of initial weights, the order of the data, the samples", 0, MOST},
         {"out", TEXT, IGNORE, "out", "folder for checkpoints; \"\": save none"},
         {"save-every", COUNT, DEFAULT, "0", "steps between checkpoints; 0: only at the end", 0, MOST},
         {"resume", TEXT, IGNORE, "", "a checkpoint, or a folder of them: continue the newest"},
@@ -194,8 +195,8 @@ nlohmann::ordered_json Flags::typed() const {
 
 void print_help() {
     std::printf("./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313). "
-                "Without flags it trains\na small model on text that this machine has. Flags and their "
-                "defaults (on a CPU | on a GPU, where they differ):\n\n");
+                "Without flags it trains\na small model on C++ headers found on this machine. Flags and "
+                "their defaults (on a CPU | on a GPU, where they differ):\n\n");
     for (const Flag& flag : flag_table()) {
         const std::string defaults = escaped(flag.standard) + (flag.gpu ? concat(" | ", flag.gpu) : "");
         const char* const kinds[] = {"", "[full]", "TEXT", "N", "X"};

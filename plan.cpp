@@ -338,7 +338,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     using C = Category;
     std::vector<MemoryRow> plan = {
         {C::Weights, format("weights", compute), weight_elements(s) * compute_bytes, "parameter", live},
-        {C::Weights, "remainder of the FP32 master weights", remainder, "parameter", live},
+        {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", live},
         {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", live},
         {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", live},
         {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", live},
@@ -704,7 +704,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
     auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
     if (cached) add("cached FP8 weights and their transposes", cached);
     if (s.ranks > 1) add("gradients of two buckets, not yet summed", unsummed_bytes(s));
-    add("operands, gradients of one layer, logits", pack(work, unused) - always - cached);
+    add("operands, one layer's gradients, logits", pack(work, unused) - always - cached);
     add("GEMM scratch, scales, tokens", always);
     if (layout.gradients_over_saved) add("gradients stored over activations", -layout.gradients_over_saved);
     add("alignment", layout.total - total_bytes(plan));  // and room for padding tokens
@@ -755,7 +755,7 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         {"weights", "weights", layout.weights, ALWAYS},
         {"remainder", "remainder of the FP32 master weights", layout.remainder, ALWAYS},
         {"moments", "first and second moments", layout.moments, ALWAYS},
-        {"scales", "max and k of the moments", layout.scales, ALWAYS},
+        {"moment_scales", "max and k of the moments", layout.scales, ALWAYS},
         {"delayed", "amaxes of earlier steps", layout.delayed, ALWAYS},
         {"saved", "what all layers save for backward", layout.saved, ALWAYS & ~EMBEDDING_BACKWARD & ~UPDATE},
         {"saved", "over the saved gate and up: operand g, their gradient", gate_up, GATE_UP_BACKWARD},
@@ -795,7 +795,7 @@ std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
         {"attention output", "attention output", pass, stream, "norm_backward of norm 2"},
         {arch.gated ? "gate and up" : "up", "norm 2 output", "residual_add", act, bias_pass},
         {"down", arch.gated ? "SiLU(gate) x up" : "GELU output",
-         s.recipe.nonlinear.fp8() ? "quantize_gate_up" : pass, stream, "norm_backward of the next norm"},
+         s.recipe.nonlinear.fp8() ? "quantize_gate_up" : pass, stream, "norm_backward of the following norm"},
     };
     // Per-tensor scaling just in time needs the amax first. All other scaling takes it while it quantizes.
     auto amax = [&](const std::string& just_in_time) {
@@ -989,11 +989,12 @@ void print_memory_plan(const Setup& s) {
     };
     std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
                 parameter_count(s.config), s.config.L, s.B * s.T);
-    std::printf("  %-36s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
-    std::printf("  %-36s %15s %19s  %15s %19s\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
+    std::printf("  %-37s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
+    std::printf("  %-37s %15s %19s  %15s %19s  item\n", "", "MiB", "bytes per item", "MiB",
+                "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
         const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
-        std::printf("  %-36s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
+        std::printf("  %-37s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
                     row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
@@ -1001,7 +1002,7 @@ void print_memory_plan(const Setup& s) {
          {std::pair{"weights", Category::Weights}, {"gradients", Category::Gradients},
           {"optimizer", Category::Optimizer}, {"activations", Category::Activations},
           {"total without workspace", Category::All}})
-        std::printf("  %-36s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
+        std::printf("  %-37s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
                     mib(total_bytes(beside, category)));
 
     const std::vector<MemoryRow> gpu = gpu_memory_plan(s, facts_of(s));
@@ -1024,9 +1025,9 @@ void print_memory_plan(const Setup& s) {
     auto moments = [&](const auto& rows) { return double(total_bytes(rows, Category::Optimizer)) / count; };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
-        "  optimizer states: %.3f bytes per parameter (FP32 moments: %.3f)\n",
+        "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
-        moments(plan), moments(beside));
+        s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
 }
 
 void print_operands(const Setup& s) {
@@ -1036,7 +1037,7 @@ void print_operands(const Setup& s) {
     if (table.empty()) return print_note("There are none.");
     print_note("The names are functions of coat.cuh, adamw.cuh and gpu/layers.cuh. A Hopper GEMM reads both "
                "operands along the dimension that it reduces over, so dgrad and wgrad need transposes (^T).");
-    const char* const format = "  %-16s %-5s %-39s %-12s %-38s %s\n";
+    const char* const format = "  %-16s %-5s %-39s %-12s %-40s %s\n";
     std::printf("\n");
     std::printf(format, "linear layer", "GEMM", "operand", "format", "amax is taken by", "codes are made by");
     for (const OperandRow& row : table)
@@ -1049,12 +1050,12 @@ void print_buffers(const Setup& s) {
     std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
     for (size_t i = 0; i < phase_names().size(); i++)
         std::printf("  phase %2zu  %s\n", i + 1, phase_names()[i].c_str());
-    std::printf("\n  %-18s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
+    std::printf("\n  %-25s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
     std::string last;
     for (const BufferRow& row : buffer_plan(s, facts_of(s))) {
         const double size = mib(row.place.bytes), offset = mib(row.place.offset);
-        if (row.name == last) std::printf("  %-18s %10s %12s", "", "", "");
-        else std::printf("  %-18s %10.1f %12.1f", row.name.c_str(), size, offset);
+        if (row.name == last) std::printf("  %-25s %10s %12s", "", "", "");
+        else std::printf("  %-25s %10.1f %12.1f", row.name.c_str(), size, offset);
         std::printf("  %-15s %s\n", phase_numbers(row.phases).c_str(), row.contents.c_str());
         last = row.name;
     }

@@ -53,7 +53,8 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 // codes are 2^(e - M) apart. Below the smallest normal value, e is 1 - bias, as for all subnormals. So we
 // measure |x| in steps of 2^(e - M) and round to an integer: the mantissa, plus 2^M for the leading 1 of a
 // normal value. That 2^M adds 1 to the exponent in the code, which is why we add e + bias - 1 only. If the
-// mantissa rounds up to a power of two, the same carry makes the exponent right.
+// mantissa rounds up to a power of two, the same carry makes the exponent right. For example 1.1 in E4M3: e
+// is 0, |x| is 8.8 steps of 1/8, so the code is 9 + (6 << 3) = 0x39, which is 1.125.
 static inline uint32_t nearest_code(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));

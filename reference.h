@@ -7,7 +7,7 @@
 
 namespace coat::reference {
 
-// --- Formats: casts round to nearest even, NaN stays NaN ---
+// --- Formats: NaN stays NaN; encode, to_bf16 and round_to round to nearest, ties to even ---
 uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, so that no cast makes an infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);     // overflows to infinity
@@ -39,8 +39,8 @@ struct Quantized {
 float scale_of(const Quant& q, float amax);  // of a block, from its largest magnitude
 float amax(const float* x, int64_t n);       // largest |x|; infinity if one is NaN
 
-// Quantizes x (rows, cols) with just-in-time scales; FP8 adds to stats if given. A given scale is that of the
-// whole tensor; values beyond FMAX times it saturate.
+// Quantizes x (rows, cols) with just-in-time scales. If q is FP8 and stats is not null, adds the errors to
+// *stats. A given scale is that of the whole tensor; values beyond FMAX times it saturate.
 Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& q, QuantStats* stats = nullptr,
                    const float* scale = nullptr);
 std::vector<float> dequantize(const Quantized& q);  // (rows, cols)
@@ -53,7 +53,7 @@ std::vector<float> operand(const std::vector<float>& x, int64_t rows, int64_t co
 // Delayed scaling (TransformerEngine) of one operand of a linear layer: a step's scale comes from the amaxes
 // of earlier steps or, before there is one, from the largest amax of the step so far.
 struct DelayedScale {
-    std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step yet
+    std::vector<float> history;  // amaxes of the last steps, the newest first; 0: no step; empty: not delayed
     float scale = 0;             // 0: none yet
     float amax = 0;              // of the current step, over its micro-batches
     // Moves amax to the history; then s = max(history) 2^margin / FMAX, unless that is 0 or not finite.
@@ -88,10 +88,11 @@ private:
     float value(int64_t i) const;
 };
 
-// What all elements of a parameter have in common in one step. grad_norm: of all gradients, unclipped.
+// What all elements of a parameter have in common in one step.
 struct AdamWFactors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, bias1, bias2_root, gradient_scale;
 };
+// grad_norm: of all gradients, unclipped.
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm);
 void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* master, float* m, float* v);
 
