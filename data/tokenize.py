@@ -351,7 +351,8 @@ def answers_in(row, folder):
         if not text.startswith(after) or not after.startswith(before):
             raise Wrong(
                 f"the chat template of {path} does not write the beginning of a conversation as it writes "
-                "the whole, so an answer cannot be found; give prompt and completion, or another template."
+                "the whole, so an answer cannot be found; leave out the system message (Mistral's template "
+                "moves it), or give prompt and completion, or another template."
             )
         spans.append((len(before), len(after)))
     return text, spans
