@@ -192,7 +192,7 @@ struct Ranks::Connections {
     bool goodbye = false;              // of rank 0; only for the listener
     std::atomic<bool> failing{false};  // a failure is being reported
     std::atomic<bool> closing{false};  // without a goodbye
-    std::atomic<bool> lost{false};     // an alarm connection has ended; only fail() of other ranks reads it
+    std::atomic<bool> lost{false};     // an alarm connection has ended; read by fail(), not on rank 0
 
     explicit Connections(const Launch& l)
         : launch(l), data(size_t(l.ranks), -1), alarm(data), watched(data.size(), {-1, POLLIN, 0}) {}

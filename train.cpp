@@ -491,7 +491,8 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
 // Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
 std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
                               uint64_t random) {
-    constexpr size_t LENGTH = 256, LEAST = 64;  // tokens with the prompt, and after it; --seq limits both
+    constexpr size_t LENGTH = 256;  // tokens of the prompt and the sample together, if --seq has room
+    constexpr size_t LEAST = 64;    // tokens of the sample after a long prompt, likewise
     const size_t end = std::min(size_t(model.setup().T), std::max(LENGTH, tokens.size() + LEAST));
     std::vector<float> logits(model.setup().config.V);
     while (tokens.size() < end) {

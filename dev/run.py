@@ -103,10 +103,15 @@ def converge(name, flags):
     return Job(name, flags, save=SAVED.get(name, f"{BUILD}/gpt2-{name.replace(' ', '-')}"), evaluate=evaluate)
 
 
+# Where coat.h has a group size, and its value there.
+GROUP_SIZES = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}
+
+
 def group_sizes(smallest, **also):
+    """Runs with other group sizes; `smallest` has the least size of each kind of group that varies."""
     return [Job(f"{kind} in groups of {size}", "--recipe coat", group_size=(kind, size), **also)
-            for kind, usual in (("activations", 16), ("moments", 128)) for size in (8, 16, 32, 64, 128)
-            if size != usual and size >= smallest.get(kind, 1 << 30)]
+            for kind, least in smallest.items() for size in (8, 16, 32, 64, 128)
+            if size >= least and size != GROUP_SIZES[kind][1]]
 
 
 def models(model, batch):
@@ -345,7 +350,7 @@ def train(flags, gpu, log, program="./train", until=0):
 
 def build_with(kind, size, on_gpu):
     """Builds ./train with another group size, in a copy of the sources; returns its path."""
-    constant, usual = {"activations": ("PER_GROUP{{1, {}}}", 16), "moments": ("MOMENT_GROUP = {}", 128)}[kind]
+    constant, usual = GROUP_SIZES[kind]
     copy = os.path.join(ROOT, BUILD, f"train-{kind}-{size}" + ("" if on_gpu else "-cpu"))
     if not os.path.exists(os.path.join(copy, "train")):
         shutil.rmtree(copy, ignore_errors=True)
