@@ -76,17 +76,20 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
     const bool known = std::any_of(std::begin(GEMM_SCALES), std::end(GEMM_SCALES), [&](const auto& m) {
         return m.a == a.granularity && m.b == b.granularity;
     });
-    require(known && a.scale_format == Format::F32 && b.scale_format == Format::F32,
-            "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
-            "1x32 by 1x32");
-    require(!a.decoded() || (a.power_of_two && b.power_of_two),
-            "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
-    require(!fast || (a.granularity.cols != PER_1x128.cols && b.granularity.cols != PER_1x128.cols),
-            "blocks of 128 need exact accumulation; use --accumulation exact");
-    require(r.scaling != Scaling::Delayed || a.granularity == PER_TENSOR,
-            "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
-    require(r.scaling != Scaling::Delayed || (!a.power_of_two && !b.power_of_two),
-            "delayed scaling does not round scales to powers of two; use just-in-time scaling");
+    const bool delayed = r.scaling == Scaling::Delayed;
+    for (const Quant& q : {a, b}) {
+        require(known && q.scale_format == Format::F32,
+                "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
+                "1x32 by 1x32");
+        require(!q.decoded() || q.power_of_two,
+                "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
+        require(!fast || q.granularity.cols != PER_1x128.cols,
+                "blocks of 128 need exact accumulation; use --accumulation exact");
+        require(!delayed || q.granularity == PER_TENSOR,
+                "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
+        require(!delayed || !q.power_of_two,
+                "delayed scaling does not round scales to powers of two; use just-in-time scaling");
+    }
 }
 
 void validate(const Recipe& r) {

@@ -112,9 +112,8 @@ struct ShardPlace {
     int64_t shard_chunk;  // number of the parameter's first shard chunk among those of all parameters
 };
 
-// --shard all: the matrices that are gathered together, one stage after the other: embeddings, each linear
-// layer, head. Forward goes through the stages upwards, backward downwards; numbers of
-// parameters.
+// --shard all: the matrices that are gathered together, as numbers of parameters, stage by stage: embeddings,
+// each linear layer, head. Forward goes through the stages upwards, backward downwards.
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
 // (Delayed scaling has none in the first step.)
