@@ -86,7 +86,8 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
         require(!fast || q.granularity.cols != PER_1x128.cols,
                 "blocks of 128 need exact accumulation; use --accumulation exact");
         require(!delayed || q.granularity == PER_TENSOR,
-                "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
+                "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
+                "scaling");
         require(!delayed || !q.power_of_two,
                 "delayed scaling does not round scales to powers of two; use just-in-time scaling");
     }
@@ -202,14 +203,11 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     return table;
 }
 
-// All elements that a rank keeps, with padding.
-int64_t weight_elements(const Setup& s) {
-    const ShardPlace last = shard_places(s).back();
-    return last.weight_at + padded(last.weight);
-}
-int64_t state_elements(const Setup& s) {
-    const ShardPlace last = shard_places(s).back();
-    return last.state_at + padded(last.state);
+// All elements that a rank keeps, with padding. kept: kept_weight or kept_state.
+int64_t kept_elements(const Setup& s, Slice (*kept)(const Setup&, const Param&)) {
+    int64_t elements = 0;
+    for (const Param& p : parameters(s.config)) elements += padded(kept(s, p));
+    return elements;
 }
 
 // Bytes of one element of the gradients.
@@ -230,7 +228,7 @@ BucketElements bucket_elements(const Setup& s) {
 
 // Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
 int64_t gradient_elements(const Setup& s) {
-    if (s.keep_gradients) return state_elements(s);
+    if (s.keep_gradients) return kept_elements(s, kept_state);
     const BucketElements e = bucket_elements(s);
     return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
 }
@@ -336,17 +334,18 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
                                       s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
     const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
-    const int64_t compute_bytes = info(compute).bytes, gradients = gradient_elements(s) * gradient_bytes(s);
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state_elements(s) * 2;
+    const int64_t weights = kept_elements(s, kept_weight) * info(compute).bytes,
+                  gradients = gradient_elements(s) * gradient_bytes(s);
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, kept_state) * 2;
     using C = Category;
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), weight_elements(s) * compute_bytes, "parameter", live},
+        {C::Weights, format("weights", compute), weights, "parameter", live},
         {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", live},
         {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", live},
         {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", live},
         {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", live},
         {C::Optimizer, scales, moment_scales, "parameter", live},
-        {C::Activations, format("final norm input", compute), N * c.C * compute_bytes, "token", N},
+        {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
@@ -590,55 +589,6 @@ int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     return round_up(offset, GPU_ALIGNMENT);
 }
 
-struct Allocation {
-    int64_t end = 0;
-    Place take(int64_t bytes) {
-        const Place place{end, bytes};
-        end += round_up(bytes, GPU_ALIGNMENT);
-        return place;
-    }
-};
-
-// Gradients that are not kept. All buckets share one place; with several ranks they alternate between two, so
-// that one travels while the next is computed. Those of a tied embedding have their own.
-void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const int64_t each = gradient_bytes(s);
-    const std::vector<Param> params = parameters(s.config);
-    const std::vector<BucketRange> buckets = bucket_ranges(params);
-    const BucketElements e = bucket_elements(s);
-    const int64_t even = memory.take(e.largest * each).offset,
-                  odd = s.ranks > 1 ? memory.take(e.largest * each).offset : even;
-    const int64_t embedding = s.config.tied ? memory.take(e.embedding * each).offset : even;
-    for (const Param& p : params) {
-        const int64_t place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
-        layout.gradients.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
-    }
-}
-
-// All codes first, then all scales, so that each is one buffer.
-void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const std::vector<Param> params = parameters(s.config);
-    const OptimizerFormat& o = s.optimizer;
-    const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
-    const int64_t first = memory.end;
-    for (const auto& [places, wanted] : moments)
-        for (const Param& p : params) {
-            const Place codes = memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes);
-            places->push_back({codes.offset, 0, 0});
-        }
-    layout.moments = {first, memory.end - first};
-    // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
-    const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
-    for (const auto& [places, wanted] : moments)
-        for (size_t i = 0; i < params.size(); i++) {
-            const Format format = params[i].moment(wanted);
-            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
-            if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
-            if (o.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
-        }
-    layout.scales = {first + layout.moments.bytes, memory.end - first - layout.moments.bytes};
-}
-
 }  // namespace
 
 bool gate_up_gradient_in_place(const Setup& s) {
@@ -652,27 +602,52 @@ bool caches_weights(const Setup& s) {
 
 // In the order of the allocation: the state of the run, saved activations and gradients, then the workspace.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
-    const int64_t compute = info(s.recipe.compute).bytes, elements = state_elements(s);
+    const OptimizerFormat& o = s.optimizer;
+    const std::vector<Param> params = parameters(s.config);
+    const std::vector<BucketRange> buckets = bucket_ranges(params);
+    const int64_t N = gpu_tokens(s), compute = info(s.recipe.compute).bytes, each = gradient_bytes(s);
+    const int64_t elements = kept_elements(s, kept_state);
+    const bool several = s.ranks > 1;
     GpuLayout layout{};
-    Allocation memory;
+    layout.tokens = N;
+    int64_t end = 0;
+    auto take = [&](int64_t bytes) {
+        const Place place{end, bytes};
+        end += round_up(bytes, GPU_ALIGNMENT);
+        return place;
+    };
     layout.shards = shard_places(s);
-    layout.weights = memory.take(weight_elements(s) * compute);
-    layout.remainder = memory.take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
-    place_moments(s, memory, layout);
+    layout.weights = take(kept_elements(s, kept_weight) * compute);
+    layout.remainder = take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
+
+    // Moments: all codes first, then all scales, so that each is one buffer. One scale per tensor has two
+    // places: the old one decodes until everything is encoded with the new one.
+    const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
+    const int64_t first_code = end;
+    for (const auto& [places, wanted] : moments)
+        for (const Param& p : params)
+            places->push_back({take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
+    const int64_t first_scale = end, copies = o.granularity == PER_TENSOR ? 2 : 1;
+    for (const auto& [places, wanted] : moments)
+        for (size_t i = 0; i < params.size(); i++) {
+            const Format format = params[i].moment(wanted);
+            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
+            if (scales) (*places)[i].max = take(scales * 4 * copies).offset;
+            if (o.expands(format)) (*places)[i].k = take(scales * 4).offset;
+        }
+    layout.moments = {first_code, first_scale - first_code};
+    layout.scales = {first_scale, end - first_scale};
     const bool delayed = s.recipe.scaling == Scaling::Delayed;
-    layout.delayed = memory.take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
-    const int64_t N = layout.tokens = gpu_tokens(s);
+    layout.delayed = take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
+
     for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
         layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
-    const int64_t saved = s.config.L * layout.layer_bytes, each = gradient_bytes(s);
-    const std::vector<Param> params = parameters(s.config);
-    const std::vector<BucketRange> buckets = bucket_ranges(params);
-    const bool several = s.ranks > 1;
+    const int64_t saved = s.config.L * layout.layer_bytes;
     if (s.keep_gradients) {
         const int64_t first = gradients_offset(s, layout.layer_bytes);
-        const Place both = memory.take(std::max(saved, first + elements * each));
+        const Place both = take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
         layout.gradients_over_saved = saved + elements * each - both.bytes;
         for (const BucketRange& b : buckets)
@@ -680,15 +655,27 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         for (const Param& p : params)
             if (!several) layout.gradients.push_back(both.offset + first + p.offset * each);
     } else {
-        layout.saved = memory.take(saved);
+        layout.saved = take(saved);
     }
-    if (several || !s.keep_gradients) place_bucket_gradients(s, memory, layout);
+    // Gradients that are not kept. All buckets share one place; with several ranks they alternate between
+    // two, so that one travels while the next is computed. Those of a tied embedding have their own.
+    if (several || !s.keep_gradients) {
+        const BucketElements e = bucket_elements(s);
+        const int64_t even = take(e.largest * each).offset,
+                      odd = several ? take(e.largest * each).offset : even;
+        const int64_t embedding = s.config.tied ? take(e.embedding * each).offset : even;
+        for (const Param& p : params) {
+            const int64_t place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
+            layout.gradients.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
+        }
+    }
     if (!s.keep_gradients) {
-        const int64_t sum = several ? memory.take(gradient_elements(s) * each).offset : 0;
+        const int64_t sum = several ? take(gradient_elements(s) * each).offset : 0;
         for (const BucketRange& b : buckets) layout.sums.push_back(several ? sum : layout.gradients[b.first]);
     }
-    layout.final_norm_input = memory.take(N * s.config.C * compute);
-    const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = memory.take(work_bytes).offset;
+    layout.final_norm_input = take(N * s.config.C * compute);
+
+    const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = take(work_bytes).offset;
     for (Place& place : layout.work) place.offset += work;
     layout.total = work + work_bytes;
     return layout;
