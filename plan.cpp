@@ -383,9 +383,30 @@ Setup bf16_baseline(Setup s) {
 // FP32 sums of attention's backward. All layers go through the same phases. pack() gives each buffer its
 // place.
 
+const char* const PHASE_NAMES[18] = {
+    "forward: norm 1, q, k, v projection, attention",
+    "forward: attention output projection, residual add",
+    "forward: norm 2, gate and up projection",
+    "forward: activation, down projection, residual add",
+    "head and loss, forward and backward",
+    "backward: down projection, wgrad",
+    "backward: down projection, dgrad",
+    "backward: activation",
+    "backward: gate and up projection, dgrad; norm 2",
+    "backward: gate and up projection, wgrad",
+    "backward: attention output projection, wgrad",
+    "backward: attention output projection, dgrad",
+    "backward: attention",
+    "backward: rotary positions",
+    "backward: q, k, v projection, dgrad; norm 1",
+    "backward: q, k, v projection, wgrad",
+    "backward: embedding",
+    "update: gradient norm, AdamW",
+};
+
 namespace {
 
-enum Phase : uint32_t {  // in the order of phase_names()
+enum Phase : uint32_t {  // in the order of PHASE_NAMES
     FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_GATE_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
     HEAD = 1 << 4,
     DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6,
@@ -394,7 +415,7 @@ enum Phase : uint32_t {  // in the order of phase_names()
     ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
     EMBEDDING_BACKWARD = 1 << 16, UPDATE = 1 << 17
 };
-constexpr uint32_t ALWAYS = (1u << 18) - 1;
+constexpr uint32_t ALWAYS = (1u << std::size(PHASE_NAMES)) - 1;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_DOWN;
 constexpr uint32_t DGRADS = DOWN_DGRAD | GATE_UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
 constexpr uint32_t GATE_UP_BACKWARD = ACTIVATION_BACKWARD | GATE_UP_DGRAD | GATE_UP_WGRAD;
@@ -706,30 +727,6 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 // -----------------------------------------------------------------------------------------------------------
 // The maps of ./train --plan full
 
-const std::vector<std::string>& phase_names() {
-    static const std::vector<std::string> names = {
-        "forward: norm 1, q, k, v projection, attention",
-        "forward: attention output projection, residual add",
-        "forward: norm 2, gate and up projection",
-        "forward: activation, down projection, residual add",
-        "head and loss, forward and backward",
-        "backward: down projection, wgrad",
-        "backward: down projection, dgrad",
-        "backward: activation",
-        "backward: gate and up projection, dgrad; norm 2",
-        "backward: gate and up projection, wgrad",
-        "backward: attention output projection, wgrad",
-        "backward: attention output projection, dgrad",
-        "backward: attention",
-        "backward: rotary positions",
-        "backward: q, k, v projection, dgrad; norm 1",
-        "backward: q, k, v projection, wgrad",
-        "backward: embedding",
-        "update: gradient norm, AdamW",
-    };
-    return names;
-}
-
 // The named parts of the allocation first, then the workspace. Where gate and up were saved, there is
 // something else when backward is done with them.
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
@@ -906,19 +903,6 @@ void print_note(const Parts&... parts) {
     std::printf("%s\n", line.c_str());
 }
 
-std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
-    if (phases == ALWAYS) return "all";
-    std::string text;
-    for (int first = 0, last; first < 18; first = last + 1) {
-        last = first;
-        if (!(phases >> first & 1)) continue;
-        while (phases >> (last + 1) & 1) last++;
-        text += concat(text.empty() ? "" : ", ", first + 1);
-        if (last > first) text += concat("-", last + 1);
-    }
-    return text;
-}
-
 }  // namespace
 
 // The table, then notes about what its cells cannot say.
@@ -1038,15 +1022,19 @@ void print_operands(const Setup& s) {
 // A buffer with several contents prints its place once.
 void print_buffers(const Setup& s) {
     std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
-    for (size_t i = 0; i < phase_names().size(); i++)
-        std::printf("  phase %2zu  %s\n", i + 1, phase_names()[i].c_str());
-    std::printf("\n  %-25s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
+    for (size_t i = 0; i < std::size(PHASE_NAMES); i++)
+        std::printf("  phase %2zu  %s\n", i + 1, PHASE_NAMES[i]);
+    std::printf("\n");
+    print_note("A phase that uses a buffer stands in its row, with the last digit of its number.");
+    std::printf("  %-25s %10s %12s  %-18s  %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
     std::string last;
     for (const BufferRow& row : buffer_plan(s, facts_of(s))) {
         const double size = mib(row.place.bytes), offset = mib(row.place.offset);
-        if (row.name == last) std::printf("  %-25s %10s %12s", "", "", "");
-        else std::printf("  %-25s %10.1f %12.1f", row.name.c_str(), size, offset);
-        std::printf("  %-15s %s\n", phase_numbers(row.phases).c_str(), row.contents.c_str());
+        if (row.name == last) std::printf("  %-25s %10s %12s  ", "", "", "");
+        else std::printf("  %-25s %10.1f %12.1f  ", row.name.c_str(), size, offset);
+        for (size_t i = 0; i < std::size(PHASE_NAMES); i++)
+            std::putchar(row.phases >> i & 1 ? "1234567890"[i % 10] : '.');
+        std::printf("  %s\n", row.contents.c_str());
         last = row.name;
     }
 }
