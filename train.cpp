@@ -488,20 +488,6 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
     return int32_t(chosen - sums.begin());
 }
 
-// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
-                              uint64_t random) {
-    constexpr size_t LENGTH = 256;  // tokens of the prompt and the sample together, if --seq has room
-    constexpr size_t LEAST = 64;    // tokens of the sample after a long prompt, likewise
-    const size_t end = std::min(size_t(model.setup().T), std::max(LENGTH, tokens.size() + LEAST));
-    std::vector<float> logits(model.setup().config.V);
-    while (tokens.size() < end) {
-        model.next_logits(tokens.data(), tokens.size(), logits.data());
-        tokens.push_back(draw(logits, temperature, &random));
-    }
-    return tokens;
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // The log: one JSON object per line, written at once
 
@@ -790,15 +776,24 @@ private:
         log(line);
     }
 
-    // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
+    // Continues the prompt. Each token costs a whole forward pass: nothing is cached between them. The seed
+    // follows from the step, so a resumed run prints the samples of one that was not stopped.
     void sample() {
-        if (run_.prompt.tokens.empty()) return;
-        const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
+        constexpr size_t LENGTH = 256;  // tokens of the prompt and the sample together, if --seq has room
+        constexpr size_t LEAST = 64;    // tokens of the sample after a long prompt, likewise
+        std::vector<int32_t> tokens = run_.prompt.tokens;
+        const size_t first = tokens.size(), end = std::min(size_t(setup_.T), std::max(LENGTH, first + LEAST));
+        if (tokens.empty()) return;
+        uint64_t random = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
+        std::vector<float> logits(setup_.config.V);
         const double before = now();
-        const auto tokens = generate(model_, run_.prompt.tokens, flags_.real("temperature"), seed);
-        const double each = (now() - before) / (tokens.size() - run_.prompt.tokens.size());
+        while (tokens.size() < end) {
+            model_.next_logits(tokens.data(), tokens.size(), logits.data());
+            tokens.push_back(draw(logits, flags_.real("temperature"), &random));
+        }
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
-                    each * 1e3, printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
+                    (now() - before) / (end - first) * 1e3,
+                    printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
         log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
