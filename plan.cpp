@@ -247,16 +247,18 @@ int64_t received_bytes(const Setup& s) {
     return (s.ranks - 1) * *std::max_element(owned_of.begin(), owned_of.end()) * gradient_bytes(s);
 }
 
-// as_codes: whether weights of linear layers travel as FP8 codes.
-int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
+// Bytes of each stage's matrices. as_codes: whether weights of linear layers travel as FP8 codes.
+std::vector<int64_t> stage_bytes(const Setup& s, bool as_codes) {
     const std::vector<Param> params = parameters(s.config);
-    int64_t bytes = 0;
-    for (size_t i : stage) {
-        const bool codes = params[i].role.linear && as_codes;
-        const int64_t each = codes ? 1 : info(s.recipe.compute).bytes;
-        bytes += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+    std::vector<int64_t> table;
+    for (const std::vector<size_t>& stage : weight_stages(s.config)) {
+        table.push_back(0);
+        for (size_t i : stage) {
+            const int64_t each = params[i].role.linear && as_codes ? 1 : info(s.recipe.compute).bytes;
+            table.back() += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+        }
     }
-    return bytes;
+    return table;
 }
 
 // Bytes that one rank sends in a step; it receives as many.
@@ -266,13 +268,13 @@ struct Traffic {
 Traffic traffic(const Setup& s) {
     int64_t all = 0, gathered = 0;
     for (const Param& p : parameters(s.config)) all += p.size();
-    const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
+    const std::vector<int64_t> stages = stage_bytes(s, gathers_codes(s));
     for (size_t i = 0; i < stages.size(); i++) {
         // Linear layers are gathered for backward once more; the last one is still there. (In later
         // micro-batches so is the first.) Norms, biases, amaxes and sums of squares are small and not
         // counted.
         const bool linear = i > 0 && i + 2 < stages.size();
-        gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
+        gathered += stages[i] * (linear ? 2 : 1);
     }
     auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
     const int64_t gradients = others(all * gradient_bytes(s)),
@@ -490,9 +492,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
     const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
 
-    int64_t stage = 0;  // several ranks
     const bool codes = gathers_codes(s) && r.scaling == Scaling::JustInTime;  // delayed scales: not at first
-    for (const auto& matrices : weight_stages(c)) stage = std::max(stage, stage_bytes(s, matrices, codes));
+    const std::vector<int64_t> stages = stage_bytes(s, codes);
+    const int64_t stage = *std::max_element(stages.begin(), stages.end());
     const bool several = s.ranks > 1, gathers = several && s.shard == Shard::All;
     const uint32_t norm = s.keep_gradients ? uint32_t(UPDATE) : ALWAYS;
 

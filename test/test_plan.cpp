@@ -6,6 +6,7 @@
 #include <map>
 
 #include "../plan.h"
+#include "../ranks.h"
 #include "program.h"
 
 using namespace coat;
@@ -252,6 +253,17 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 CHECK(total_bytes(memory_plan(other)) == total_bytes(by_default));
             }
         }
+}
+
+TEST_CASE("gpu_memory_plan: a model of 4096 layers takes seconds, not minutes") {
+    Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+            find_row(optimizers(), "coat", ""), 1, 16};
+    s.config.L = 4096;
+    s.config.C = s.config.F = 64, s.config.NH = s.config.NKV = 4;
+    validate(s);
+    const double before = now();
+    CHECK(total_bytes(gpu_memory_plan(s, {})) > total_bytes(memory_plan(s)));
+    CHECK(now() - before < 10);
 }
 
 TEST_CASE("why_unsupported: says why a GPU cannot be used, and what to do") {
