@@ -85,6 +85,15 @@ bool is_folder(const std::string& path) {
     return fs::is_directory(path, ignored);
 }
 
+// As an argument in a command of the shell: in quotes, if it needs any.
+std::string for_shell(const std::string& text) {
+    const char* const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./";
+    if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
+    std::string quoted = "'";
+    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
 // Resolves auto: the GPU if there is one. A plan needs no device. local: the GPU of this rank.
 void choose_device(Run& run, int local) {
     static const std::vector<Choice> known = {{"auto", ""}, {"cpu", ""}, {"gpu", ""}};
@@ -187,8 +196,8 @@ void require_no_other_run(const Run& run) {
     } catch (const Error&) {
         return;  // there is none
     }
-    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
-                ", or choose another folder with --out.");
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ",
+                for_shell(out), ", or choose another folder with --out.");
 }
 
 // Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
@@ -406,12 +415,6 @@ void print_start(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // Samples
 
-std::string in_quotes(const std::string& text) {  // for the shell
-    std::string quoted = "'";
-    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
-    return quoted + "'";
-}
-
 // data/tokenize.py, which is in the folder of this program or in one above it.
 std::string tokenize_script() {
     for (fs::path folder = fs::read_symlink("/proc/self/exe"); folder.has_relative_path();) {
@@ -424,8 +427,8 @@ std::string tokenize_script() {
 // The prompt in the tokens of a model folder's own tokenizer. The C++ program has no BPE: Python's package
 // tokenizers reads tokenizer.json. Without it the prompt is token 0.
 Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
-    const std::string command = "python3 " + in_quotes(tokenize_script()) + " --tokenizer " +
-                                in_quotes(folder) + " --prompt " + in_quotes(text) + " 2>&1";
+    const std::string command = "python3 " + for_shell(tokenize_script()) + " --tokenizer=" +
+                                for_shell(folder) + " --prompt=" + for_shell(text) + " 2>&1";
     FILE* const pipe = ::popen(command.c_str(), "r");
     std::string printed, why;
     char part[1 << 16];
@@ -812,9 +815,10 @@ private:
     // Returns the exit code that shells expect after a signal.
     int stop_early(int signal) {
         save();
-        const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
+        const std::string next = ": continue with ./train --resume " + for_shell(flags_.text("out"));
         std::printf("Interrupted after step %ld%s\n", state_.step,
-                    run_.last_good.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
+                    run_.last_good.empty() ? "; nothing was saved, because --out is empty."
+                                           : printable(next).c_str());
         return 128 + signal;
     }
 

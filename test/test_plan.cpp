@@ -354,7 +354,8 @@ TEST_CASE("buffer plan: names every buffer of a GPU, and buffers that a phase us
                     const std::vector<BufferRow> table = buffer_plan(s, facts);
                     bool apart = true, inside = true, used = true;
                     for (const BufferRow& a : table) {
-                        used &= a.phases != 0 && a.phases >> std::size(PHASE_NAMES) == 0 && !a.contents.empty();
+                        used &= a.phases != 0 && a.phases >> std::size(PHASE_NAMES) == 0;
+                        used &= !a.contents.empty();
                         inside &= a.place.offset >= 0 && a.place.bytes > 0 &&
                                   a.place.offset + a.place.bytes <= layout.total;
                         for (const BufferRow& b : table) {
