@@ -139,7 +139,7 @@ void Flags::parse(int argc, char** argv) {
         const bool inside = equals < argument.size(), last = i + 1 == argc;
         if (flag.value == Value::None && inside) throw Error("--", name, " takes no value; write it alone.");
         if (flag.setting() && !inside && last)
-            throw Error("--", name, " needs a value after it: ", flag.limits(), ".");
+            throw Error("--", name, " needs ", flag.limits(), " after it.");
         if (!given_.insert(name).second) throw Error("--", name, " is given twice; give it once.");
         std::string& value = values_[name];
         const bool optional = flag.value == Value::Optional;

@@ -76,17 +76,21 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
     const bool known = std::any_of(std::begin(GEMM_SCALES), std::end(GEMM_SCALES), [&](const auto& m) {
         return m.a == a.granularity && m.b == b.granularity;
     });
-    require(known && a.scale_format == Format::F32 && b.scale_format == Format::F32,
-            "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
-            "1x32 by 1x32");
-    require(!a.decoded() || (a.power_of_two && b.power_of_two),
-            "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
-    require(!fast || (a.granularity.cols != PER_1x128.cols && b.granularity.cols != PER_1x128.cols),
-            "blocks of 128 need exact accumulation; use --accumulation exact");
-    require(r.scaling != Scaling::Delayed || a.granularity == PER_TENSOR,
-            "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time scaling");
-    require(r.scaling != Scaling::Delayed || (!a.power_of_two && !b.power_of_two),
-            "delayed scaling does not round scales to powers of two; use just-in-time scaling");
+    const bool delayed = r.scaling == Scaling::Delayed;
+    for (const Quant& q : {a, b}) {
+        require(known && q.scale_format == Format::F32,
+                "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
+                "1x32 by 1x32");
+        require(!q.decoded() || q.power_of_two,
+                "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
+        require(!fast || q.granularity.cols != PER_1x128.cols,
+                "blocks of 128 need exact accumulation; use --accumulation exact");
+        require(!delayed || q.granularity == PER_TENSOR,
+                "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
+                "scaling");
+        require(!delayed || !q.power_of_two,
+                "delayed scaling does not round scales to powers of two; use just-in-time scaling");
+    }
 }
 
 void validate(const Recipe& r) {
@@ -199,14 +203,11 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     return table;
 }
 
-// All elements that a rank keeps, with padding.
-int64_t weight_elements(const Setup& s) {
-    const ShardPlace last = shard_places(s).back();
-    return last.weight_at + padded(last.weight);
-}
-int64_t state_elements(const Setup& s) {
-    const ShardPlace last = shard_places(s).back();
-    return last.state_at + padded(last.state);
+// All elements that a rank keeps, with padding. kept: kept_weight or kept_state.
+int64_t kept_elements(const Setup& s, Slice (*kept)(const Setup&, const Param&)) {
+    int64_t elements = 0;
+    for (const Param& p : parameters(s.config)) elements += padded(kept(s, p));
+    return elements;
 }
 
 // Bytes of one element of the gradients.
@@ -227,7 +228,7 @@ BucketElements bucket_elements(const Setup& s) {
 
 // Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
 int64_t gradient_elements(const Setup& s) {
-    if (s.keep_gradients) return state_elements(s);
+    if (s.keep_gradients) return kept_elements(s, kept_state);
     const BucketElements e = bucket_elements(s);
     return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
 }
@@ -246,16 +247,18 @@ int64_t received_bytes(const Setup& s) {
     return (s.ranks - 1) * *std::max_element(owned_of.begin(), owned_of.end()) * gradient_bytes(s);
 }
 
-// as_codes: whether weights of linear layers travel as FP8 codes.
-int64_t stage_bytes(const Setup& s, const std::vector<size_t>& stage, bool as_codes) {
+// Bytes of each stage's matrices. as_codes: whether weights of linear layers travel as FP8 codes.
+std::vector<int64_t> stage_bytes(const Setup& s, bool as_codes) {
     const std::vector<Param> params = parameters(s.config);
-    int64_t bytes = 0;
-    for (size_t i : stage) {
-        const bool codes = params[i].role.linear && as_codes;
-        const int64_t each = codes ? 1 : info(s.recipe.compute).bytes;
-        bytes += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+    std::vector<int64_t> table;
+    for (const std::vector<size_t>& stage : weight_stages(s.config)) {
+        table.push_back(0);
+        for (size_t i : stage) {
+            const int64_t each = params[i].role.linear && as_codes ? 1 : info(s.recipe.compute).bytes;
+            table.back() += round_up(params[i].padded_size() * each, GPU_ALIGNMENT);
+        }
     }
-    return bytes;
+    return table;
 }
 
 // Bytes that one rank sends in a step; it receives as many.
@@ -265,13 +268,13 @@ struct Traffic {
 Traffic traffic(const Setup& s) {
     int64_t all = 0, gathered = 0;
     for (const Param& p : parameters(s.config)) all += p.size();
-    const std::vector<std::vector<size_t>> stages = weight_stages(s.config);
+    const std::vector<int64_t> stages = stage_bytes(s, gathers_codes(s));
     for (size_t i = 0; i < stages.size(); i++) {
         // Linear layers are gathered for backward once more; the last one is still there. (In later
         // micro-batches so is the first.) Norms, biases, amaxes and sums of squares are small and not
         // counted.
         const bool linear = i > 0 && i + 2 < stages.size();
-        gathered += stage_bytes(s, stages[i], gathers_codes(s)) * (linear ? 2 : 1);
+        gathered += stages[i] * (linear ? 2 : 1);
     }
     auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
     const int64_t gradients = others(all * gradient_bytes(s)),
@@ -333,17 +336,18 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
                                       s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
     const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
-    const int64_t compute_bytes = info(compute).bytes, gradients = gradient_elements(s) * gradient_bytes(s);
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state_elements(s) * 2;
+    const int64_t weights = kept_elements(s, kept_weight) * info(compute).bytes,
+                  gradients = gradient_elements(s) * gradient_bytes(s);
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, kept_state) * 2;
     using C = Category;
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), weight_elements(s) * compute_bytes, "parameter", live},
+        {C::Weights, format("weights", compute), weights, "parameter", live},
         {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", live},
         {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", live},
         {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", live},
         {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", live},
         {C::Optimizer, scales, moment_scales, "parameter", live},
-        {C::Activations, format("final norm input", compute), N * c.C * compute_bytes, "token", N},
+        {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
@@ -381,9 +385,30 @@ Setup bf16_baseline(Setup s) {
 // FP32 sums of attention's backward. All layers go through the same phases. pack() gives each buffer its
 // place.
 
+const char* const PHASE_NAMES[18] = {
+    "forward: norm 1, q, k, v projection, attention",
+    "forward: attention output projection, residual add",
+    "forward: norm 2, gate and up projection",
+    "forward: activation, down projection, residual add",
+    "head and loss, forward and backward",
+    "backward: down projection, wgrad",
+    "backward: down projection, dgrad",
+    "backward: activation",
+    "backward: gate and up projection, dgrad; norm 2",
+    "backward: gate and up projection, wgrad",
+    "backward: attention output projection, wgrad",
+    "backward: attention output projection, dgrad",
+    "backward: attention",
+    "backward: rotary positions",
+    "backward: q, k, v projection, dgrad; norm 1",
+    "backward: q, k, v projection, wgrad",
+    "backward: embedding",
+    "update: gradient norm, AdamW",
+};
+
 namespace {
 
-enum Phase : uint32_t {  // in the order of phase_names()
+enum Phase : uint32_t {  // in the order of PHASE_NAMES
     FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_GATE_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
     HEAD = 1 << 4,
     DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6,
@@ -392,7 +417,7 @@ enum Phase : uint32_t {  // in the order of phase_names()
     ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
     EMBEDDING_BACKWARD = 1 << 16, UPDATE = 1 << 17
 };
-constexpr uint32_t ALWAYS = (1u << 18) - 1;
+constexpr uint32_t ALWAYS = (1u << std::size(PHASE_NAMES)) - 1;
 constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_DOWN;
 constexpr uint32_t DGRADS = DOWN_DGRAD | GATE_UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
 constexpr uint32_t GATE_UP_BACKWARD = ACTIVATION_BACKWARD | GATE_UP_DGRAD | GATE_UP_WGRAD;
@@ -467,9 +492,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t gradient_cols = std::max({fp8 ? C : 0, QKV, gate_up_in_place ? 0 : U});
     const bool gradient = residual_gradients | qkv_gradient | gate_up_gradient;
 
-    int64_t stage = 0;  // several ranks
     const bool codes = gathers_codes(s) && r.scaling == Scaling::JustInTime;  // delayed scales: not at first
-    for (const auto& matrices : weight_stages(c)) stage = std::max(stage, stage_bytes(s, matrices, codes));
+    const std::vector<int64_t> stages = stage_bytes(s, codes);
+    const int64_t stage = *std::max_element(stages.begin(), stages.end());
     const bool several = s.ranks > 1, gathers = several && s.shard == Shard::All;
     const uint32_t norm = s.keep_gradients ? uint32_t(UPDATE) : ALWAYS;
 
@@ -587,55 +612,6 @@ int64_t gradients_offset(const Setup& s, int64_t layer_bytes) {
     return round_up(offset, GPU_ALIGNMENT);
 }
 
-struct Allocation {
-    int64_t end = 0;
-    Place take(int64_t bytes) {
-        const Place place{end, bytes};
-        end += round_up(bytes, GPU_ALIGNMENT);
-        return place;
-    }
-};
-
-// Gradients that are not kept. All buckets share one place; with several ranks they alternate between two, so
-// that one travels while the next is computed. Those of a tied embedding have their own.
-void place_bucket_gradients(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const int64_t each = gradient_bytes(s);
-    const std::vector<Param> params = parameters(s.config);
-    const std::vector<BucketRange> buckets = bucket_ranges(params);
-    const BucketElements e = bucket_elements(s);
-    const int64_t even = memory.take(e.largest * each).offset,
-                  odd = s.ranks > 1 ? memory.take(e.largest * each).offset : even;
-    const int64_t embedding = s.config.tied ? memory.take(e.embedding * each).offset : even;
-    for (const Param& p : params) {
-        const int64_t place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
-        layout.gradients.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
-    }
-}
-
-// All codes first, then all scales, so that each is one buffer.
-void place_moments(const Setup& s, Allocation& memory, GpuLayout& layout) {
-    const std::vector<Param> params = parameters(s.config);
-    const OptimizerFormat& o = s.optimizer;
-    const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
-    const int64_t first = memory.end;
-    for (const auto& [places, wanted] : moments)
-        for (const Param& p : params) {
-            const Place codes = memory.take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes);
-            places->push_back({codes.offset, 0, 0});
-        }
-    layout.moments = {first, memory.end - first};
-    // One scale per tensor has two places: the old one decodes until everything is encoded with the new one.
-    const int64_t copies = o.granularity == PER_TENSOR ? 2 : 1;
-    for (const auto& [places, wanted] : moments)
-        for (size_t i = 0; i < params.size(); i++) {
-            const Format format = params[i].moment(wanted);
-            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
-            if (scales) (*places)[i].max = memory.take(scales * 4 * copies).offset;
-            if (o.expands(format)) (*places)[i].k = memory.take(scales * 4).offset;
-        }
-    layout.scales = {first + layout.moments.bytes, memory.end - first - layout.moments.bytes};
-}
-
 }  // namespace
 
 bool gate_up_gradient_in_place(const Setup& s) {
@@ -649,27 +625,52 @@ bool caches_weights(const Setup& s) {
 
 // In the order of the allocation: the state of the run, saved activations and gradients, then the workspace.
 GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
-    const int64_t compute = info(s.recipe.compute).bytes, elements = state_elements(s);
+    const OptimizerFormat& o = s.optimizer;
+    const std::vector<Param> params = parameters(s.config);
+    const std::vector<BucketRange> buckets = bucket_ranges(params);
+    const int64_t N = gpu_tokens(s), compute = info(s.recipe.compute).bytes, each = gradient_bytes(s);
+    const int64_t elements = kept_elements(s, kept_state);
+    const bool several = s.ranks > 1;
     GpuLayout layout{};
-    Allocation memory;
+    layout.tokens = N;
+    int64_t end = 0;
+    auto take = [&](int64_t bytes) {
+        const Place place{end, bytes};
+        end += round_up(bytes, GPU_ALIGNMENT);
+        return place;
+    };
     layout.shards = shard_places(s);
-    layout.weights = memory.take(weight_elements(s) * compute);
-    layout.remainder = memory.take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
-    place_moments(s, memory, layout);
+    layout.weights = take(kept_elements(s, kept_weight) * compute);
+    layout.remainder = take(s.recipe.compute == Format::F32 || !s.master ? 0 : elements * 2);
+
+    // Moments: all codes first, then all scales, so that each is one buffer. One scale per tensor has two
+    // places: the old one decodes until everything is encoded with the new one.
+    const std::pair<std::vector<MomentPlace>*, Format> moments[] = {{&layout.m, o.m}, {&layout.v, o.v}};
+    const int64_t first_code = end;
+    for (const auto& [places, wanted] : moments)
+        for (const Param& p : params)
+            places->push_back({take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
+    const int64_t first_scale = end, copies = o.granularity == PER_TENSOR ? 2 : 1;
+    for (const auto& [places, wanted] : moments)
+        for (size_t i = 0; i < params.size(); i++) {
+            const Format format = params[i].moment(wanted);
+            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
+            if (scales) (*places)[i].max = take(scales * 4 * copies).offset;
+            if (o.expands(format)) (*places)[i].k = take(scales * 4).offset;
+        }
+    layout.moments = {first_code, first_scale - first_code};
+    layout.scales = {first_scale, end - first_scale};
     const bool delayed = s.recipe.scaling == Scaling::Delayed;
-    layout.delayed = memory.take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
-    const int64_t N = layout.tokens = gpu_tokens(s);
+    layout.delayed = take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
+
     for (const SavedTensor& t : saved_per_layer(s)) {
         layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
         layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
-    const int64_t saved = s.config.L * layout.layer_bytes, each = gradient_bytes(s);
-    const std::vector<Param> params = parameters(s.config);
-    const std::vector<BucketRange> buckets = bucket_ranges(params);
-    const bool several = s.ranks > 1;
+    const int64_t saved = s.config.L * layout.layer_bytes;
     if (s.keep_gradients) {
         const int64_t first = gradients_offset(s, layout.layer_bytes);
-        const Place both = memory.take(std::max(saved, first + elements * each));
+        const Place both = take(std::max(saved, first + elements * each));
         layout.saved = {both.offset, saved};
         layout.gradients_over_saved = saved + elements * each - both.bytes;
         for (const BucketRange& b : buckets)
@@ -677,15 +678,27 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
         for (const Param& p : params)
             if (!several) layout.gradients.push_back(both.offset + first + p.offset * each);
     } else {
-        layout.saved = memory.take(saved);
+        layout.saved = take(saved);
     }
-    if (several || !s.keep_gradients) place_bucket_gradients(s, memory, layout);
+    // Gradients that are not kept. All buckets share one place; with several ranks they alternate between
+    // two, so that one travels while the next is computed. Those of a tied embedding have their own.
+    if (several || !s.keep_gradients) {
+        const BucketElements e = bucket_elements(s);
+        const int64_t even = take(e.largest * each).offset,
+                      odd = several ? take(e.largest * each).offset : even;
+        const int64_t embedding = s.config.tied ? take(e.embedding * each).offset : even;
+        for (const Param& p : params) {
+            const int64_t place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
+            layout.gradients.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
+        }
+    }
     if (!s.keep_gradients) {
-        const int64_t sum = several ? memory.take(gradient_elements(s) * each).offset : 0;
+        const int64_t sum = several ? take(gradient_elements(s) * each).offset : 0;
         for (const BucketRange& b : buckets) layout.sums.push_back(several ? sum : layout.gradients[b.first]);
     }
-    layout.final_norm_input = memory.take(N * s.config.C * compute);
-    const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = memory.take(work_bytes).offset;
+    layout.final_norm_input = take(N * s.config.C * compute);
+
+    const int64_t work_bytes = pack(work_rows(s, facts), layout.work), work = take(work_bytes).offset;
     for (Place& place : layout.work) place.offset += work;
     layout.total = work + work_bytes;
     return layout;
@@ -715,30 +728,6 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 
 // -----------------------------------------------------------------------------------------------------------
 // The maps of ./train --plan full
-
-const std::vector<std::string>& phase_names() {
-    static const std::vector<std::string> names = {
-        "forward: norm 1, q, k, v projection, attention",
-        "forward: attention output projection, residual add",
-        "forward: norm 2, gate and up projection",
-        "forward: activation, down projection, residual add",
-        "head and loss, forward and backward",
-        "backward: down projection, wgrad",
-        "backward: down projection, dgrad",
-        "backward: activation",
-        "backward: gate and up projection, dgrad; norm 2",
-        "backward: gate and up projection, wgrad",
-        "backward: attention output projection, wgrad",
-        "backward: attention output projection, dgrad",
-        "backward: attention",
-        "backward: rotary positions",
-        "backward: q, k, v projection, dgrad; norm 1",
-        "backward: q, k, v projection, wgrad",
-        "backward: embedding",
-        "update: gradient norm, AdamW",
-    };
-    return names;
-}
 
 // The named parts of the allocation first, then the workspace. Where gate and up were saved, there is
 // something else when backward is done with them.
@@ -916,19 +905,6 @@ void print_note(const Parts&... parts) {
     std::printf("%s\n", line.c_str());
 }
 
-std::string phase_numbers(uint32_t phases) {  // "1-4, 7", counted from 1
-    if (phases == ALWAYS) return "all";
-    std::string text;
-    for (int first = 0, last; first < 18; first = last + 1) {
-        last = first;
-        if (!(phases >> first & 1)) continue;
-        while (phases >> (last + 1) & 1) last++;
-        text += concat(text.empty() ? "" : ", ", first + 1);
-        if (last > first) text += concat("-", last + 1);
-    }
-    return text;
-}
-
 }  // namespace
 
 // The table, then notes about what its cells cannot say.
@@ -1048,15 +1024,19 @@ void print_operands(const Setup& s) {
 // A buffer with several contents prints its place once.
 void print_buffers(const Setup& s) {
     std::printf("\nBuffers of one GPU, in one allocation. Two may share memory if no phase uses both.\n\n");
-    for (size_t i = 0; i < phase_names().size(); i++)
-        std::printf("  phase %2zu  %s\n", i + 1, phase_names()[i].c_str());
-    std::printf("\n  %-25s %10s %12s  %-15s %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
+    for (size_t i = 0; i < std::size(PHASE_NAMES); i++)
+        std::printf("  phase %2zu  %s\n", i + 1, PHASE_NAMES[i]);
+    std::printf("\n");
+    print_note("A phase that uses a buffer stands in its row, with the last digit of its number.");
+    std::printf("  %-25s %10s %12s  %-18s  %s\n", "buffer", "MiB", "offset, MiB", "phases", "contents");
     std::string last;
     for (const BufferRow& row : buffer_plan(s, facts_of(s))) {
         const double size = mib(row.place.bytes), offset = mib(row.place.offset);
-        if (row.name == last) std::printf("  %-25s %10s %12s", "", "", "");
-        else std::printf("  %-25s %10.1f %12.1f", row.name.c_str(), size, offset);
-        std::printf("  %-15s %s\n", phase_numbers(row.phases).c_str(), row.contents.c_str());
+        if (row.name == last) std::printf("  %-25s %10s %12s  ", "", "", "");
+        else std::printf("  %-25s %10.1f %12.1f  ", row.name.c_str(), size, offset);
+        for (size_t i = 0; i < std::size(PHASE_NAMES); i++)
+            std::putchar(row.phases >> i & 1 ? "1234567890"[i % 10] : '.');
+        std::printf("  %s\n", row.contents.c_str());
         last = row.name;
     }
 }

@@ -24,11 +24,10 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 struct Choice {
     const char *name, *about;
 };
-using Switch = bool Setup::*;
 struct MemoryMode {
     const char* flag;
     bool changes_numbers;  // a checkpoint can only be resumed with the value that it was saved with
-    Switch setting;        // true is the first choice; null: the recipe's column `attention`
+    bool Setup::*setting;  // true is the first choice; null: the recipe's column `attention`
     std::vector<Choice> choices;
     bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }
     void choose(Setup& s, bool first) const {
@@ -112,9 +111,8 @@ struct ShardPlace {
     int64_t shard_chunk;  // number of the parameter's first shard chunk among those of all parameters
 };
 
-// --shard all: the matrices that are gathered together, one stage after the other: embeddings, each linear
-// layer, head. Forward goes through the stages upwards, backward downwards; numbers of
-// parameters.
+// --shard all: the matrices that are gathered together, as numbers of parameters, stage by stage: embeddings,
+// each linear layer, head. Forward goes through the stages upwards, backward downwards.
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
 // (Delayed scaling has none in the first step.)
@@ -166,9 +164,9 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
 struct BufferRow {
     std::string name, contents;
     Place place;
-    uint32_t phases;  // bit i: phase_names()[i]
+    uint32_t phases;  // bit i: PHASE_NAMES[i]
 };
-const std::vector<std::string>& phase_names();
+extern const char* const PHASE_NAMES[18];
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts);
 
 // Every FP8 operand of every GEMM of a layer: its format, what takes its amax and what makes its codes

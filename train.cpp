@@ -85,6 +85,15 @@ bool is_folder(const std::string& path) {
     return fs::is_directory(path, ignored);
 }
 
+// As an argument in a command of the shell: in quotes, if it needs any.
+std::string for_shell(const std::string& text) {
+    const char* const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./";
+    if (!text.empty() && text.find_first_not_of(plain) == std::string::npos) return text;
+    std::string quoted = "'";
+    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
 // Resolves auto: the GPU if there is one. A plan needs no device. local: the GPU of this rank.
 void choose_device(Run& run, int local) {
     static const std::vector<Choice> known = {{"auto", ""}, {"cpu", ""}, {"gpu", ""}};
@@ -187,8 +196,8 @@ void require_no_other_run(const Run& run) {
     } catch (const Error&) {
         return;  // there is none
     }
-    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ", out,
-                ", or choose another folder with --out.");
+    throw Error("--out ", out, " already holds the checkpoint ", found, "; continue it with --resume ",
+                for_shell(out), ", or choose another folder with --out.");
 }
 
 // Errors in a damaged checkpoint's settings must not look like errors in the user's flags.
@@ -406,12 +415,6 @@ void print_start(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // Samples
 
-std::string in_quotes(const std::string& text) {  // for the shell
-    std::string quoted = "'";
-    for (char c : text) quoted += c == '\'' ? "'\\''" : std::string(1, c);
-    return quoted + "'";
-}
-
 // data/tokenize.py, which is in the folder of this program or in one above it.
 std::string tokenize_script() {
     for (fs::path folder = fs::read_symlink("/proc/self/exe"); folder.has_relative_path();) {
@@ -424,8 +427,8 @@ std::string tokenize_script() {
 // The prompt in the tokens of a model folder's own tokenizer. The C++ program has no BPE: Python's package
 // tokenizers reads tokenizer.json. Without it the prompt is token 0.
 Prompt tokenize_prompt(const std::string& folder, const std::string& text) {
-    const std::string command = "python3 " + in_quotes(tokenize_script()) + " --tokenizer " +
-                                in_quotes(folder) + " --prompt " + in_quotes(text) + " 2>&1";
+    const std::string command = "python3 " + for_shell(tokenize_script()) + " --tokenizer=" +
+                                for_shell(folder) + " --prompt=" + for_shell(text) + " 2>&1";
     FILE* const pipe = ::popen(command.c_str(), "r");
     std::string printed, why;
     char part[1 << 16];
@@ -486,20 +489,6 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
     for (float logit : logits) sums.push_back(total += std::exp((logit - top) / temperature));
     const auto chosen = std::upper_bound(sums.begin(), sums.end() - 1, uniform(random) * total);
     return int32_t(chosen - sums.begin());
-}
-
-// Appends tokens one by one. Each costs a whole forward pass: nothing is cached between them.
-std::vector<int32_t> generate(Model& model, std::vector<int32_t> tokens, double temperature,
-                              uint64_t random) {
-    constexpr size_t LENGTH = 256;  // tokens of the prompt and the sample together, if --seq has room
-    constexpr size_t LEAST = 64;    // tokens of the sample after a long prompt, likewise
-    const size_t end = std::min(size_t(model.setup().T), std::max(LENGTH, tokens.size() + LEAST));
-    std::vector<float> logits(model.setup().config.V);
-    while (tokens.size() < end) {
-        model.next_logits(tokens.data(), tokens.size(), logits.data());
-        tokens.push_back(draw(logits, temperature, &random));
-    }
-    return tokens;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -790,15 +779,24 @@ private:
         log(line);
     }
 
-    // The seed follows from the step, so a resumed run prints the samples of one that was not stopped.
+    // Continues the prompt. Each token costs a whole forward pass: nothing is cached between them. The seed
+    // follows from the step, so a resumed run prints the samples of one that was not stopped.
     void sample() {
-        if (run_.prompt.tokens.empty()) return;
-        const uint64_t seed = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
+        constexpr size_t LENGTH = 256;  // tokens of the prompt and the sample together, if --seq has room
+        constexpr size_t LEAST = 64;    // tokens of the sample after a long prompt, likewise
+        std::vector<int32_t> tokens = run_.prompt.tokens;
+        const size_t first = tokens.size(), end = std::min(size_t(setup_.T), std::max(LENGTH, first + LEAST));
+        if (tokens.empty()) return;
+        uint64_t random = setup_.seed * 0x9E3779B97F4A7C15ull + uint64_t(state_.step);
+        std::vector<float> logits(setup_.config.V);
         const double before = now();
-        const auto tokens = generate(model_, run_.prompt.tokens, flags_.real("temperature"), seed);
-        const double each = (now() - before) / (tokens.size() - run_.prompt.tokens.size());
+        while (tokens.size() < end) {
+            model_.next_logits(tokens.data(), tokens.size(), logits.data());
+            tokens.push_back(draw(logits, flags_.real("temperature"), &random));
+        }
         std::printf("sample | step %ld | %.2f ms per token\n----------\n%s\n----------\n", state_.step,
-                    each * 1e3, printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
+                    (now() - before) / (end - first) * 1e3,
+                    printable(run_.prompt.vocabulary.decode(tokens), Lines::Many).c_str());
         log({{"kind", "sample"}, {"step", state_.step}, {"tokens", tokens}});
     }
 
@@ -817,9 +815,10 @@ private:
     // Returns the exit code that shells expect after a signal.
     int stop_early(int signal) {
         save();
-        const std::string next = ": continue with ./train --resume " + printable(flags_.text("out"));
+        const std::string next = ": continue with ./train --resume " + for_shell(flags_.text("out"));
         std::printf("Interrupted after step %ld%s\n", state_.step,
-                    run_.last_good.empty() ? "; nothing was saved, because --out is empty." : next.c_str());
+                    run_.last_good.empty() ? "; nothing was saved, because --out is empty."
+                                           : printable(next).c_str());
         return 128 + signal;
     }
 

@@ -372,6 +372,8 @@ TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in th
                        "--prompt");
     folder.write(model + "/tokenizer.json", R"(["<|user|>", "<|assistant|>", "<|end|>", "<|more|>"])");
     check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '<|more|>'"), "vocabulary");
+    const Ended dash = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '--d'");  // no flag of the script
+    CHECK(!contains(dash.out, "expected one argument"));
     folder.write("tokenizers.py", "raise ImportError()");
     const Ended numbers = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt c");
     require_success(numbers);

@@ -84,6 +84,8 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
         {"--model nowhere/model", "--model"},
     };
     for (const auto& [flags, names] : cases) check_rejected(folder, flags, names);
+    CHECK(train(folder, "--out").error == "train: --out needs a value after it.\n");
+    CHECK(contains(train(folder, "--batch").error, "--batch needs a whole number from 1 to 1048576 after it."));
     // The reason follows in brackets.
     const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;
     if (no_gpu) check_rejected(folder, "--device gpu --data text", "--device gpu");

@@ -79,6 +79,18 @@ TEST_CASE("train: a signal saves a checkpoint, and resuming it is bit-identical 
     }
 }
 
+TEST_CASE("train: the command that continues a run quotes a folder that the shell would split") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 1 --out 'my runs'"));
+    const Ended again = tiny(folder, "--steps 2 --out 'my runs'");
+    CHECK(again.code == 1);
+    CHECK(contains(again.error, "continue it with --resume 'my runs', or"));
+    const std::string run = "'" + program() + "'" + TINY + "--steps 1000000 --out 'its here' > log &\n";
+    const Ended stopped = shell(
+        folder, run + "until grep -q '^step' log; do sleep 0.1; done; kill -INT $!; wait; cat log");
+    CHECK(contains(stopped.out, "./train --resume 'its here'"));
+}
+
 TEST_CASE("train: under nohup a hangup does not stop the run") {
     RunFolder folder;
     const Ended ended =
