@@ -217,7 +217,7 @@ public:
         const GpuLayout& at = device_.layout;
         clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        clear_scales(0, number_of_scales());
+        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
         expect_missing_histories();
         int64_t most_groups = 0;
         for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
@@ -374,13 +374,10 @@ private:
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
-    void clear_scales(size_t first, int64_t n) {
-        clear(scale(first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-    }
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
-        clear_scales(i, 1);
+        clear(scale(i), sizeof(TensorScale), cuda_);
         if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
     }
 
