@@ -891,7 +891,7 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
     const int64_t sms = multiprocessors();
     const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
     const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
-    next_maxima(a, false, s);
+    if (!measures || per_tensor) next_maxima(a, false, s);
     if (a.groups == 0) return;
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
