@@ -777,7 +777,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
     Counts counts;
     for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            const float group = Groups::group_scale(v[p]);  // both lanes of a group compute it
+            const float group = Groups::group_scale(v[p]);  // both threads of a group compute it
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
