@@ -242,32 +242,29 @@ struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 
 // The gradient of the activation's input, from that of its output, dact (N, F).
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {
+struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
     static constexpr int PLANES = GATED ? 2 : 1;
-    using In = Storage;
-    using Compute = typename Storage::Compute;
     using GateUp = StoredProducer<Storage, PLANES>;
+    using Dact = Dense<typename Storage::Compute>;
     struct Cursor {
         typename GateUp::Cursor gate_up;
-        Dense<Compute> dact;
+        Dact dact;
     };
     struct Raw {
         typename GateUp::Raw gate_up;
-        typename Dense<Compute>::Raw dact;
+        typename Dact::Raw dact;
     };
-    GateUp gate_up;
-    Dense<Compute> dact;
-    int64_t width;  // F
+    Dact dact;
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
-        return {gate_up.cursor(row, col), dact.from(row * width + col)};
+        return {GateUp::cursor(row, col), dact.from(row * this->width + col)};
     }
     __device__ Raw load(const Cursor& at, int i) const {
-        return {gate_up.load(at.gate_up, i), at.dact.load(row_offset(i, width))};
+        return {GateUp::load(at.gate_up, i), at.dact.load(row_offset(i, this->width))};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
         Values x[PLANES], d;
-        gate_up.compute(raw.gate_up, at.gate_up, x);
+        GateUp::compute(raw.gate_up, at.gate_up, x);
         dact.values(raw.dact, d);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
@@ -311,8 +308,8 @@ void with_producer(const Lazy& x, F f) {
         else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
         else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
         else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
-        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact, width});
-        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact, width});
+        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact});
+        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact});
     });
 }
 // The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
