@@ -600,7 +600,7 @@ private:
             const View slice = state_.weight_slice(i);
             const View part{mine, scale, slice.rows, slice.cols, quant};
             if (!codes) copy(mine, slice.codes, own.count * each, peers_.stream());
-            else if (slice.rows) quantize(stored(slice), {part}, stats, peers_.stream());
+            else quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
             to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
