@@ -62,8 +62,12 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     if (back) x.store(i, v, live);
 }
 // x (BF16) goes to groups; with `back`, x becomes what they hold.
-void quantize_groups(const View& x, const View& groups, bool back, cudaStream_t s) {
-    require(x.cols % GROUP == 0, "the columns are not a multiple of the group size");
+void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s) {
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols && x.cols % GROUP == 0,
+            "only BF16 is quantized in groups, in the same shape and with a multiple of 16 columns");
+    if (x.rows == 0) return;
+    measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
     quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
         dense<bf16>(x.codes), chunks, groups_of(groups), back);
@@ -833,10 +837,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             CHECK_LAUNCH("write");
         });
     if (in_groups(q)) {
-        require(x.op == LazyOp::Stored && x.input.quant.format == Format::BF16,
-                "only a stored BF16 tensor is quantized in groups");
-        measure_groups(x, stats, s);
-        return quantize_groups(x.input, out.view, false, s);
+        require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
+        return quantize_groups(x.input, out.view, false, stats, s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
@@ -863,12 +865,7 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
-                x.cols == groups.cols,
-            "quantize_and_dequantize is from BF16 to groups of the same shape");
-    if (x.rows == 0) return;
-    measure_groups(stored(x), stats, s);
-    quantize_groups(x, groups, true, s);
+    quantize_groups(x, groups, true, stats, s);
 }
 
 // ===========================================================================================================
