@@ -32,11 +32,11 @@ __device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + thr
 
 // i counts from the slice's first element. Any of values, weights and remainders may be null.
 __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
-                                  int64_t count, int64_t padded, float std, bool ones, int64_t live,
-                                  uint64_t seed, uint64_t index) {
+                                  int64_t count, int64_t padded, float std, bool ones,
+                                  int64_t before_padding, uint64_t seed, uint64_t index) {
     const int64_t i = element();
     if (i >= padded) return;
-    const float value = i < count ? initial(std, ones, live, seed, index, first + i) : 0.0f;
+    const float value = i < count ? initial(std, ones, before_padding, seed, index, first + i) : 0.0f;
     uint16_t weight;
     int16_t remainder;
     split(value, weight, remainder);
@@ -55,15 +55,15 @@ __global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, fl
 
 }  // namespace
 
-void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t live,
-                uint64_t seed, cudaStream_t s) {
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index,
+                int64_t before_padding, uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;
     auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
         const int64_t n = padded(slice);
         if (n == 0) return;
         initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, live,
-            seed, index);
+            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight,
+            before_padding, seed, index);
         CHECK_LAUNCH("initialize");
     };
     launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
@@ -572,7 +572,7 @@ struct AdamArguments {
     int64_t first, groups;  // of the range: its first element, how many groups it has
     Weights w;
     uint64_t rounding;
-    Gradient gradients;     // of the range
+    EitherDense gradients;  // of the range
     const GradientState* state;  // null when only measuring
     QuantStats *m_stats = nullptr, *v_stats = nullptr;  // Pass::Measure
 };
@@ -810,7 +810,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     const RunOfScales scales(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
-    Gradient::Raw next_g;
+    EitherDense::Raw next_g;
     uint2 next_m, next_v;
     auto fetch = [&](int at) {
         const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
@@ -891,7 +891,7 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
     const int64_t sms = multiprocessors();
     const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
     const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
-    next_maxima(a, false, s);
+    if (!measures || per_tensor) next_maxima(a, false, s);
     if (a.groups == 0) return;
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
@@ -938,7 +938,7 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
             "FP16 moments have one scale per tensor");
     require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
-    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    const EitherDense g{const_cast<void*>(gradients), format == Format::F32};
     launch(a, optimizer,
            {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, g,
             state},
@@ -949,7 +949,7 @@ void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, i
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s) {
     if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
-    const Gradient g{const_cast<void*>(gradients), format == Format::F32};
+    const EitherDense g{const_cast<void*>(gradients), format == Format::F32};
     launch({1, 0.0f}, optimizer,
            {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0, g, nullptr, m_stats, v_stats},
            s);

@@ -62,8 +62,12 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     if (back) x.store(i, v, live);
 }
 // x (BF16) goes to groups; with `back`, x becomes what they hold.
-void quantize_groups(const View& x, const View& groups, bool back, cudaStream_t s) {
-    require(x.cols % GROUP == 0, "the columns are not a multiple of the group size");
+void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s) {
+    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
+                x.cols == groups.cols && x.cols % GROUP == 0,
+            "only BF16 is quantized in groups, in the same shape and with a multiple of 16 columns");
+    if (x.rows == 0) return;
+    measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
     quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
         dense<bf16>(x.codes), chunks, groups_of(groups), back);
@@ -242,32 +246,29 @@ struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 
 // The gradient of the activation's input, from that of its output, dact (N, F).
 template <class Storage, bool GATED>
-struct ActivationBackwardProducer {
+struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
     static constexpr int PLANES = GATED ? 2 : 1;
-    using In = Storage;
-    using Compute = typename Storage::Compute;
     using GateUp = StoredProducer<Storage, PLANES>;
+    using Dact = Dense<typename Storage::Compute>;
     struct Cursor {
         typename GateUp::Cursor gate_up;
-        Dense<Compute> dact;
+        Dact dact;
     };
     struct Raw {
         typename GateUp::Raw gate_up;
-        typename Dense<Compute>::Raw dact;
+        typename Dact::Raw dact;
     };
-    GateUp gate_up;
-    Dense<Compute> dact;
-    int64_t width;  // F
+    Dact dact;
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
-        return {gate_up.cursor(row, col), dact.from(row * width + col)};
+        return {GateUp::cursor(row, col), dact.from(row * this->width + col)};
     }
     __device__ Raw load(const Cursor& at, int i) const {
-        return {gate_up.load(at.gate_up, i), at.dact.load(row_offset(i, width))};
+        return {GateUp::load(at.gate_up, i), at.dact.load(row_offset(i, this->width))};
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
         Values x[PLANES], d;
-        gate_up.compute(raw.gate_up, at.gate_up, x);
+        GateUp::compute(raw.gate_up, at.gate_up, x);
         dact.values(raw.dact, d);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
@@ -311,8 +312,8 @@ void with_producer(const Lazy& x, F f) {
         else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
         else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
         else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
-        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact, width});
-        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact, width});
+        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact});
+        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact});
     });
 }
 // The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
@@ -777,7 +778,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
     Counts counts;
     for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            const float group = Groups::group_scale(v[p]);  // both lanes of a group compute it
+            const float group = Groups::group_scale(v[p]);  // both threads of a group compute it
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float scale = scales.at(fmax, at.row + i, p * x.width + at.col + j, group);
@@ -836,10 +837,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             CHECK_LAUNCH("write");
         });
     if (in_groups(q)) {
-        require(x.op == LazyOp::Stored && x.input.quant.format == Format::BF16,
-                "only a stored BF16 tensor is quantized in groups");
-        measure_groups(x, stats, s);
-        return quantize_groups(x.input, out.view, false, s);
+        require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
+        return quantize_groups(x.input, out.view, false, stats, s);
     }
     with_bf16_producer(x, [&](auto producer) {
         if (q.granularity == PER_TENSOR) {
@@ -866,12 +865,7 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
-                x.cols == groups.cols,
-            "quantize_and_dequantize is from BF16 to groups of the same shape");
-    if (x.rows == 0) return;
-    measure_groups(stored(x), stats, s);
-    quantize_groups(x, groups, true, s);
+    quantize_groups(x, groups, true, stats, s);
 }
 
 // ===========================================================================================================

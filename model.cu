@@ -217,7 +217,7 @@ public:
         const GpuLayout& at = device_.layout;
         clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        clear_scales(0, number_of_scales());
+        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
         expect_missing_histories();
         int64_t most_groups = 0;
         for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
@@ -374,13 +374,10 @@ private:
         return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
-    void clear_scales(size_t first, int64_t n) {
-        clear(scale(first), n * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
-    }
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
-        clear_scales(i, 1);
+        clear(scale(i), sizeof(TensorScale), cuda_);
         if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
     }
 
@@ -603,7 +600,7 @@ private:
             const View slice = state_.weight_slice(i);
             const View part{mine, scale, slice.rows, slice.cols, quant};
             if (!codes) copy(mine, slice.codes, own.count * each, peers_.stream());
-            else if (slice.rows) quantize(stored(slice), {part}, stats, peers_.stream());
+            else quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
             to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
@@ -627,7 +624,7 @@ struct Linear {
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     void* saved_x;           // with --recompute off: the input as an operand; else null
 };
-struct Layer {
+struct Block {
     View saved[9];        // by Saved (coat.h, saved_per_layer); empty where nothing is saved
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     Linear qkv, attention_out, gate_up, down;
@@ -648,7 +645,7 @@ public:
                           sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
                       "as work_rows() in plan.cpp counts them");
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
-        for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l, cache));
+        for (int64_t l = 0; l < config_.L; l++) blocks_.push_back(make_block(l, cache));
         set_shape(setup_.B, setup_.T);
         auto lacks_room = [&](Work w, size_t bytes) {
             return static_cast<int64_t>(bytes) > device_.place(w).bytes;
@@ -757,7 +754,7 @@ private:
     bool cache_is_valid_ = false;
     // Parameters; positions_ only where the architecture has them.
     const size_t embedding_, head_, final_norm_, positions_;
-    std::vector<Layer> layers_;
+    std::vector<Block> blocks_;
 
     // Of the pass that runs: its shape, what is measured, and which micro-batch of which step it is.
     int64_t B_ = 0, T_ = 0, N_ = 0;
@@ -833,7 +830,7 @@ private:
         }
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
         exchange_.use_all();
-        for (const Layer& b : layers_)
+        for (const Block& b : blocks_)
             for (const Linear* w : {&b.qkv, &b.attention_out, &b.gate_up, &b.down}) {
                 take_weight_amax(*w);
                 quantize(stored(state_.weight(w->param)), cached_operand(*w), stats_of(Kind::Weight), cuda_);
@@ -868,11 +865,11 @@ private:
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
         if (!state_.delayed()) state_.clear_amaxes();
-        const Norm norm1 = norm1_of(layers_[0]);
+        const Norm norm1 = norm1_of(blocks_[0]);
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_out(norm1), norm1, amax_target(layers_[0].qkv.x_scale), cuda_);
+                          residual_out(norm1), norm1, amax_target(blocks_[0].qkv.x_scale), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -939,10 +936,10 @@ private:
 
     // --- One block: the comments are the rows of the --plan print-out, and its phases of backward
     void block_forward(int64_t l) {
-        const Layer& b = layers_[l];
+        const Block& b = blocks_[l];
         const bool last = l + 1 == config_.L, gated = config_.arch.gated;
         const Norm norm1 = norm1_of(b), norm2 = norm2_of(b),
-                   next = last ? final_norm() : norm1_of(layers_[l + 1]);
+                   next = last ? final_norm() : norm1_of(blocks_[l + 1]);
         const View saved_qkv = saved(b, Saved::Qkv), saved_out = saved(b, Saved::Attention),
                    gate_up = saved(b, Saved::GateUp), branch = compute_view(Work::Branch, config_.C),
                    qkv = attention_view(saved_qkv, Work::Qkv),
@@ -969,14 +966,14 @@ private:
         // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
         linear_forward(b.down, activation(gated, gate_up), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(norm2, branch, next, last ? nullptr : amax_target(layers_[l + 1].qkv.x_scale));
+        residual_forward(norm2, branch, next, last ? nullptr : amax_target(blocks_[l + 1].qkv.x_scale));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
     // the next lines need: the amax of the gradient that it writes; and the statistics with which the norm's
     // output, an operand of wgrad, is recomputed. All norms share one buffer of statistics, so wgrad follows.
     void block_backward(int64_t l) {
-        const Layer& b = layers_[l];
+        const Block& b = blocks_[l];
         const bool gated = config_.arch.gated, rotated = config_.arch.rope;
         const Norm norm1 = norm1_of(b), norm2 = norm2_of(b);
         const View g = residual_gradient(), gate_up = saved(b, Saved::GateUp),
@@ -1027,7 +1024,7 @@ private:
         // q, k, v projection, dgrad; norm 1
         g8 = gradient_operand(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(layers_[l - 1].down.g_scale) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(blocks_[l - 1].down.g_scale) : nullptr);
         // q, k, v projection, wgrad: after norm 1
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -1049,7 +1046,7 @@ private:
 
     // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `step` tokens at a
     // time only. While it goes to groups, the amax of the activation's output is taken.
-    void gate_up_forward(const Layer& b, const Lazy& x, const View& gate_up) {
+    void gate_up_forward(const Block& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
         TensorScale* const act = amax_target(b.down.x_scale);
         if (!gate_up.quant.fp8()) {
@@ -1243,17 +1240,17 @@ private:
         if (!backward) return;
         if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);  // FP32 to BF16
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
-        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(layers_.back().down.g_scale));
+        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(blocks_.back().down.g_scale));
         end_bucket(buckets() - 1);
     }
 
     // --- Views
     void set_shape(int64_t B, int64_t T) { B_ = B, T_ = T, N_ = B * T; }
-    View saved(const Layer& b, Saved which) const {  // the rows of this batch
+    View saved(const Block& b, Saved which) const {  // the rows of this batch
         const View& v = b.saved[static_cast<int>(which)];
         return {v.codes, v.scales, N_, v.cols, v.quant};
     }
-    float* log_sum_exp(const Layer& b) const {
+    float* log_sum_exp(const Block& b) const {
         return static_cast<float*>(saved(b, Saved::LogSumExp).codes);
     }
     View compute_view(void* data, int64_t n, int64_t cols) const {
@@ -1270,8 +1267,8 @@ private:
         return {in, state_.weight(weight).codes, rms ? nullptr : state_.weight(weight + 1).codes,
                 device_.work<float2>(Work::NormStatistics), rms, config_.norm_eps};
     }
-    Norm norm1_of(const Layer& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
-    Norm norm2_of(const Layer& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
+    Norm norm1_of(const Block& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
+    Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
     const void* bias(const Linear& w) const {
         return w.biased ? state_.weight(w.param + 1).codes : nullptr;
@@ -1285,9 +1282,9 @@ private:
 
     // --- Construction
     size_t param(const std::string& name) const { return param_of(state_.params, name); }
-    // cache: where the FP8 weights of its linear layers may lie, or null; moved on for the next layer.
-    Layer make_layer(int64_t l, uint8_t*& cache) const {
-        Layer b{};
+    // cache: where the FP8 weights of its linear layers may lie, or null; moved on for the next block.
+    Block make_block(int64_t l, uint8_t*& cache) const {
+        Block b{};
         const GpuLayout& layout = device_.layout;
         const std::vector<SavedTensor> table = saved_per_layer(setup_);
         for (size_t i = 0; i < table.size(); i++) {

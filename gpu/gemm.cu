@@ -181,10 +181,7 @@ Gemms::Gemms(void* scratch, const bool (&fast_accumulation)[3]) : scratch_(scrat
     std::copy(fast_accumulation, fast_accumulation + 3, fast_accumulation_);
     succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
 }
-Gemms::~Gemms() {
-    problems_.clear();
-    cublasLtDestroy(handle_);
-}
+Gemms::~Gemms() { cublasLtDestroy(handle_); }
 
 // out = a b + beta out. The status is for the caller to judge: a candidate may fail, a chosen one may not.
 cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {

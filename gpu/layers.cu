@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
 // (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
 constexpr int REDUCE_ROWS = 16;
 __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Gradient gradient) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
     float sum = 0;
@@ -394,7 +394,7 @@ constexpr size_t NORM_SHARED = 98 << 10;
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
     const int64_t n = gradient.rows * gradient.cols;
     reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
-                                                                           gradient_of(gradient));
+                                                                           either_dense(gradient));
     CHECK_LAUNCH("reduce_partials");
 }
 
@@ -741,7 +741,7 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_chunks_kernel(Dense<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
-                            Gradient gradient, Dense<float> partials) {
+                            EitherDense gradient, Dense<float> partials) {
     const int64_t col = embedding_column();
     if (col >= C) return;
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -753,7 +753,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 // Stage two: the chunks of a token that has several, in order.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, Gradient gradient,
+    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, EitherDense gradient,
                             Dense<float> partials) {
     const int64_t col = embedding_column();
     const EmbeddingChunk chunk = chunks[blockIdx.x];
@@ -766,7 +766,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, Gradient gradient) {
+    positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
     Values sum = {};
@@ -782,7 +782,7 @@ void embedding_backward(const View& g, const int32_t* order, const EmbeddingChun
     if (number_of_chunks == 0) return;
     const dim3 grid = embedding_grid(number_of_chunks, g.cols);
     const Dense<float> partials{workspace};
-    const Gradient to = gradient_of(gradient);
+    const EitherDense to = either_dense(gradient);
     with_dense(g, [&](auto x) {
         embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, to, partials);
         CHECK_LAUNCH("embedding_backward");
@@ -795,7 +795,7 @@ void positions_backward(const View& g, int64_t T, const View& gradient, cudaStre
     if (g.rows == 0) return;
     with_dense(g, [&](auto x) {
         positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
-            x, g.rows, g.cols, T, gradient_of(gradient));
+            x, g.rows, g.cols, T, either_dense(gradient));
         CHECK_LAUNCH("positions_backward");
     });
 }

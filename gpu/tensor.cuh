@@ -330,9 +330,7 @@ Dense<T> dense(const void* p) {
 inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)};
 }
-inline bool in_groups(const Quant& q) {
-    return q == Q_GROUP;
-}
+inline bool in_groups(const Quant& q) { return q == Q_GROUP; }
 
 // Calls f with the Storage of a tensor: BF16 or FP32.
 template <class F>
@@ -402,8 +400,6 @@ inline EitherDense either_dense(const View& v) {
             "a tensor is neither FP32 nor BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
-using Gradient = EitherDense;
-inline Gradient gradient_of(const View& v) { return either_dense(v); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The quantization report (coat.h, QuantStats)
