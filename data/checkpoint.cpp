@@ -34,7 +34,7 @@ void save_optimizer(const std::string& path, Model& model) {
     }
     std::vector<TensorInfo> tensors;
     for (const StateTensor& t : table) tensors.push_back({t.name, t.dtype, t.shape});
-    SafetensorsWriter file(path, tensors, {});
+    SafetensorsWriter file(path, tensors);
     for (const StateTensor& t : table) file.write(whole_tensor(model, t).data(), t.total_bytes());
     file.finish();
 }

@@ -501,8 +501,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
-    // transformers needs the format "pt".
-    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});
+    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors);
     for (const StateTensor& t : weights) {
         const std::vector<uint32_t> words = whole_tensor(model, t);
         const auto* whole = reinterpret_cast<const uint16_t*>(words.data());
