@@ -202,21 +202,14 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
 namespace {
 
 struct Checkpoint {
-    std::string folder, name;
+    fs::path folder;
     LoopState state;
     fs::file_time_type written;
 };
 
-// The four files alone do not make a checkpoint: their contents are checked when they are read.
-bool is_complete(const fs::path& folder) {
-    std::error_code unreadable;
-    for (const std::string& file : {CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE})
-        if (!fs::is_regular_file(folder / file, unreadable)) return false;
-    return true;
-}
-
-// Whether a name is "step-", digits, and this end.
-bool is_step(const std::string& name, const std::string& end) {
+// Whether the name of a folder is "step-", digits, and this end.
+bool is_step(const fs::path& folder, const std::string& end) {
+    const std::string name = folder.filename().string();
     const size_t digits_end = std::min(name.find_first_not_of("0123456789", 5), name.size());
     return name.rfind("step-", 0) == 0 && digits_end > 5 && name.substr(digits_end) == end;
 }
@@ -228,16 +221,14 @@ std::set<fs::path> entries(const std::string& folder) { return {fs::directory_it
 std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn = {}) {
     std::vector<Checkpoint> found;
     for (const fs::path& path : entries(folder)) {
-        const std::string name = path.filename().string();
-        if (!is_step(name, "") && !is_step(name, ".old")) continue;
+        if (!is_step(path, "") && !is_step(path, ".old")) continue;
         try {
-            if (!is_complete(path)) throw Error("it is not a folder with the four files of a checkpoint.");
-            for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE})
-                Safetensors(path_in(path.string(), file));
+            read_model_config(path.string());
+            for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE}) Safetensors(path / file);
             const LoopState state = read_loop_state(path.string());
-            found.push_back({path.string(), name, state, fs::last_write_time(path / TRAINER_FILE)});
+            found.push_back({path, state, fs::last_write_time(path / TRAINER_FILE)});
         } catch (const std::exception& e) {
-            if (warn && is_step(name, ""))
+            if (warn && is_step(path, ""))
                 warn(path.string() + " cannot be read as a checkpoint and is skipped: " + e.what());
         }
     }
@@ -249,28 +240,28 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
 void remove_checkpoint(const Checkpoint& c) {
-    fs::rename(c.folder, c.folder + ".tmp");
-    fs::remove_all(c.folder + ".tmp");
+    const fs::path doomed = c.folder.string() + ".tmp";
+    fs::rename(c.folder, doomed);
+    fs::remove_all(doomed);
 }
 
 void remove_leftovers(const std::string& out) {  // of runs that were killed
     std::error_code ignored;  // what cannot be removed does not end a run
     for (const fs::path& path : entries(out))
         for (const char* end : {".tmp", ".old.tmp"})
-            if (is_step(path.filename().string(), end)) fs::remove_all(path, ignored);
+            if (is_step(path, end)) fs::remove_all(path, ignored);
 }
 
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
 // run, so that one of the two names always has a complete checkpoint, and otherwise to .other.
 void move_into_place(const std::string& complete, const std::string& folder, const std::string& run) {
-    const fs::path path = folder;
-    const std::string out = path.parent_path().string(), name = path.filename().string();
+    const std::string out = fs::path(folder).parent_path().string();
     if (has_entry(folder)) {
         bool own = false;
         for (const Checkpoint& c : checkpoints(out)) {
             if (c.state.run != run) continue;
-            own |= c.name == name;
-            if (c.name == name + ".old") remove_checkpoint(c);
+            own |= c.folder == folder;
+            if (c.folder == folder + ".old") remove_checkpoint(c);
         }
         std::string aside = folder + (own ? ".old" : ".other");
         while (has_entry(aside)) aside += ".other";
@@ -280,39 +271,37 @@ void move_into_place(const std::string& complete, const std::string& folder, con
     sync_folder(out);
 }
 
-// Removes this run's checkpoints of earlier steps, except the newest keep - 1 and the one with the lowest
-// validation loss, if that is below the new checkpoint's. Those of later steps stay: the run was resumed from
-// a step before them.
-void remove_older(const std::string& out, const LoopState& state, int keep) {
+// Removes this run's checkpoints of earlier steps, except the one with the lowest validation loss, if that is
+// below the new checkpoint's. Those of later steps stay: the run was resumed from a step before them.
+void remove_older(const std::string& out, const LoopState& state) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {
         if (c.state.run != state.run) continue;
-        if (is_step(c.name, ".old")) remove_checkpoint(c);
+        if (is_step(c.folder, ".old")) remove_checkpoint(c);
         else if (c.state.step < state.step) older.push_back(c);
     }
-    std::sort(older.begin(), older.end(), [](auto& a, auto& b) { return a.state.step > b.state.step; });
     auto loss = [](const LoopState& s) {
         return std::isnan(s.validation) ? std::numeric_limits<double>::infinity() : s.validation;
     };
     double lowest = loss(state);
-    std::string best;  // empty if the new checkpoint is the best
+    fs::path best;  // empty if the new checkpoint is the best
     for (const Checkpoint& c : older)
         if (loss(c.state) < lowest) lowest = loss(c.state), best = c.folder;
-    for (size_t i = size_t(std::max(keep, 1)) - 1; i < older.size(); i++)
-        if (older[i].folder != best) remove_checkpoint(older[i]);
+    for (const Checkpoint& c : older)
+        if (c.folder != best) remove_checkpoint(c);
 }
 
 // An exception of std::filesystem names the cause; the Error also says what to do.
 Error with_advice(const fs::filesystem_error& e, const std::string& folder) {
     const std::string path = e.path1().empty() ? folder : e.path1().string();
     return Error("Cannot use ", path, " (", e.code().message(),
-                 "); check the disk and permissions, or give another folder with --out.");
+                 "); check the disk and permissions, or give another --out or --resume.");
 }
 
 }  // namespace
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions, int keep) try {
+                            const Companions& companions) try {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
@@ -333,7 +322,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         fs::remove_all(temporary, ignored);
         throw;
     }
-    remove_older(out, state, keep);
+    remove_older(out, state);
     wait_for_ranks(setup);
     return folder;
 } catch (const fs::filesystem_error& e) {
@@ -343,11 +332,11 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
     if (!fs::is_directory(folder))
         throw Error(folder, " is not a folder; give a checkpoint, or a folder of them.");
-    if (is_complete(folder)) return folder;
+    if (fs::exists(path_in(folder, TRAINER_FILE))) return folder;
     const std::vector<Checkpoint> found = checkpoints(folder, warn);
     if (found.empty())
         throw Error(folder, " has no complete checkpoint; give a folder that a run wrote with --out.");
-    return found.back().folder;
+    return found.back().folder.string();
 } catch (const fs::filesystem_error& e) {
     throw with_advice(e, folder);
 }

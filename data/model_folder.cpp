@@ -439,8 +439,6 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
 }  // namespace
 
 ModelConfig read_model_config(const std::string& folder) {
-    if (!fs::is_directory(folder))
-        throw Error(folder, " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
     std::vector<json> types;
     for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
