@@ -43,14 +43,10 @@ void save_optimizer(const std::string& path, Model& model) {
 // negative magnitudes, an expansion factor k outside its bounds. Histories of amaxes may hold infinity and
 // NaN: no scale comes from them.
 void require_valid(const Safetensors& file, const StateTensor& t) {
-    constexpr struct {
-        const char* dtype;
-        uint32_t sign, infinity;  // E4M3 has no infinity: its NaN
-    } formats[] = {{"F32", 0x80000000, 0x7F800000}, {"BF16", 0x8000, 0x7F80}, {"F16", 0x8000, 0x7C00},
-                   {"F8_E4M3", 0x80, 0x7F}, {"F8_E5M2", 0x80, 0x7C}};
-    const auto f = std::find_if(std::begin(formats), std::end(formats),
-                                [&](auto& f) { return f.dtype == std::string(t.dtype); });
-    if (f == std::end(formats)) return;  // remainders: all bits are valid
+    static const std::map<std::string, uint32_t> infinities = {  // E4M3 has none: its NaN
+        {"F32", 0x7F800000}, {"BF16", 0x7F80}, {"F16", 0x7C00}, {"F8_E4M3", 0x7F}, {"F8_E5M2", 0x7C}};
+    if (!infinities.count(t.dtype)) return;  // remainders: all bits are valid
+    const uint32_t infinity = infinities.at(t.dtype), sign = 1u << (8 * t.bytes - 1);
     const bool k = ends_with(t.name, ".k"), history = ends_with(t.name, ".history");
     const bool magnitudes = !ends_with(t.name, ".m");
     const uint8_t* data = file.find(t.name)->data;
@@ -61,7 +57,7 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
         std::memcpy(&bits, data + i * t.bytes, size_t(t.bytes));
         float value;
         std::memcpy(&value, &bits, sizeof value);
-        bad += (!history && (bits & ~f->sign) >= f->infinity) || (magnitudes && bits > f->sign) ||
+        bad += (!history && (bits & ~sign) >= infinity) || (magnitudes && bits > sign) ||
                (k && !(value >= 0.0625f && value <= 64));
     }
     if (bad)
