@@ -76,34 +76,24 @@ ordered_json formats_of(const Setup& s) {
     return formats;
 }
 
-// Each step is a bijection of the word and of the hash so far: a change in one word always changes the
-// result.
-uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
-    auto hash = uint64_t(bytes);
-    for (int64_t at = 0; at < bytes; at += 8) {
-        uint64_t word = 0;
-        std::memcpy(&word, data + at, bytes - at < 8 ? bytes - at : 8);
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-        hash ^= hash >> 32;
-    }
-    return hash;
-}
-
-// A hash of the hashes of each MiB, so that all threads work.
+// The hashes of each MiB, joined by exclusive or, so that all threads work. Each step is a bijection of the
+// word and of the hash so far: a change in one word always changes the result.
 std::string hash_file(const std::string& path) {
     constexpr int64_t PART = 1 << 20;
     const MappedFile file(path);
-    std::vector<uint64_t> parts(size_t(ceil_div(file.bytes(), PART)));
-#pragma omp parallel for if (parts.size() > 16)
-    for (size_t i = 0; i < parts.size(); i++) {
-        const int64_t begin = int64_t(i) * PART;
-        parts[i] = hash_bytes(file.data() + begin, std::min(PART, file.bytes() - begin));
+    auto hash = uint64_t(file.bytes());
+#pragma omp parallel for reduction(^ : hash) if (file.bytes() > 16 * PART)
+    for (int64_t begin = 0; begin < file.bytes(); begin += PART) {
+        auto part = uint64_t(begin);
+        for (int64_t at = begin, end = std::min(begin + PART, file.bytes()); at < end; at += 8) {
+            uint64_t word = 0;
+            std::memcpy(&word, file.data() + at, size_t(std::min<int64_t>(8, end - at)));
+            part = (part ^ word) * 0x9E3779B97F4A7C15u;
+            part ^= part >> 32;
+        }
+        hash ^= part;
     }
-    char text[17];
-    const auto* bytes = reinterpret_cast<const uint8_t*>(parts.data());
-    const uint64_t hash = hash_bytes(bytes, int64_t(parts.size() * sizeof parts[0]));
-    std::snprintf(text, sizeof text, "%016lx", hash);
-    return text;
+    return std::to_string(hash);
 }
 
 void save_loop_state(const std::string& folder, const LoopState& s, const Setup& setup) {
@@ -111,7 +101,7 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     for (const auto& name : {WEIGHTS_FILE, OPTIMIZER_FILE}) hashes[name] = hash_file(path_in(folder, name));
     // JSON has no NaN: a loss of NaN becomes null.
     write_json(path_in(folder, TRAINER_FILE),
-               {{"format", "coat checkpoint"}, {"version", 1}, {"formats", formats_of(setup)},
+               {{"format", "coat checkpoint"}, {"version", 2}, {"formats", formats_of(setup)},
                 {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch},
                 {"window", s.position.window}, {"tokens", s.tokens},
                 {"first_validation", s.first_validation}, {"norm_correction", s.norm_correction},
@@ -122,7 +112,7 @@ Fields read_trainer(const std::string& checkpoint) {
     const Fields f = read_json(path_in(checkpoint, TRAINER_FILE));
     if (f.text("format") != "coat checkpoint")
         f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
-    if (f.natural("version") != 1) f.reject("version", "must be 1; use the program that wrote it");
+    if (f.natural("version") != 2) f.reject("version", "must be 2; use the program that wrote it");
     return f;
 }
 

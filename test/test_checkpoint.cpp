@@ -333,7 +333,7 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
     rejected(small_setup(MISTRAL), "architecture");
 
     const std::string path = checkpoint + "/trainer.json", good = read_file(path);
-    for (const auto& [from, to] : {std::pair{"\"version\": 1", "\"version\": 2"},
+    for (const auto& [from, to] : {std::pair{"\"version\": 2", "\"version\": 1"},
                                    {"\"step\"", "\"steppe\""},
                                    {"\"window\": 7", "\"window\": -7"},
                                    {"\"settings\"", "\"setting\""},

@@ -32,7 +32,7 @@ TEST_CASE("json: a file nested a million levels deep is rejected by name") {
     };
     change(checkpoint + "/config.json", "\"hidden_act\": \"silu\"", "\"hidden_act\": " + nested);
     check_error([&] { read_model_config(checkpoint); }, "config.json", "nested");
-    change(checkpoint + "/trainer.json", "\"version\": 1", "\"version\": " + nested);
+    change(checkpoint + "/trainer.json", "\"version\": 2", "\"version\": " + nested);
     check_error([&] { read_loop_state(checkpoint); }, "trainer.json", "nested");
     folder.write("shards/model.safetensors.index.json", "{\"weight_map\": {\"a\": " + nested + "}}");
     check_error([&] { load_weights(folder / "shards", *make_reference(small_setup())); }, "index.json",
