@@ -45,6 +45,7 @@ MAX_VOCABULARY = 2**22  # as in coat.h
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 LINES = 256  # conversations that are sent to a process at once
 OPEN_WINDOWS = 64  # that the next conversation may still go into
+UNREADABLE = (ValueError, RecursionError)  # JSON that is wrong, nested too deep, or has too long a number
 
 
 class Wrong(Exception):
@@ -277,7 +278,7 @@ def read_config(folder, name):
     path = os.path.join(folder, name)
     try:
         config = json.loads(read_text(path) or "{}") if os.path.exists(path) else {}
-    except ValueError as problem:  # also a number with more digits than Python reads
+    except UNREADABLE as problem:
         raise Wrong(f"{path} is not JSON ({problem}); download the folder again.") from None
     return config if isinstance(config, dict) else {}
 
@@ -365,7 +366,8 @@ def tokens_of_row(tokenizer, row, folder, special, end):
     text, spans = answers_in(row, folder)
     if not spans:
         return None
-    chat = "messages" in row
+    text.encode()  # ValueError if JSON spelled half of a surrogate pair
+    chat = row.get("messages") is not None
     encoding = tokenizer.encode(text, add_special_tokens=not chat)
     tokens, mask = array.array("I", encoding.ids), bytearray(len(encoding.ids))
     for begin, stop in spans:
@@ -388,7 +390,7 @@ def tokenize_lines(tokenizer, lines, arguments, special, end):
         where, line = numbered
         try:
             return tokens_of_row(tokenizer, json.loads(line), arguments.tokenizer, special, end)
-        except ValueError as problem:
+        except UNREADABLE as problem:
             raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
         except Wrong as problem:
             raise Wrong(f"{where}: {problem}") from None
