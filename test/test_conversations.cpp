@@ -240,6 +240,10 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     folder.write("model/tokenizer_config.json", config_with(CHAT));
     folder.write("model/config.json", R"({"vocab_size": 200})");
     rejected(completion("\\u00e9", "x") + good, "tokens of the text", "config.json");
+    folder.write("model/config.json", R"({"vocab_size": 100})");
+    folder.write("text", std::string(80, 'a') + "\n\xC3\xA9\n");  // outside only in what is held out
+    check_failed(folder.run("--out tokens text"), "tokens of the text", "config.json");
+    CHECK(!fs::exists(folder.path / "tokens"));
     folder.write("model/config.json", R"({"vocab_size": 259})");
     folder.write("tokenizers.py", "raise ImportError()");
     rejected(good, "pip install tokenizers");
