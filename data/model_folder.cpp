@@ -227,8 +227,6 @@ json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json
 // GPT-2 has sizes of other names, and defaults of transformers' GPT2Config.
 ModelConfig read_gpt2(const Fields& f) {
     require_implemented(f, GPT2_IMPLEMENTED);
-    if (!f.has("activation_function") && f.has("hidden_act"))
-        f.reject("hidden_act", "belongs to another architecture; give another model");
     ModelConfig c{};
     c.L = f.natural("n_layer");
     c.C = f.natural("n_embd");
