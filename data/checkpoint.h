@@ -28,10 +28,10 @@ struct LoopState {
 };
 
 // Saves to the folder OUT/step-000300 and returns its path; a kill or a power failure at any moment leaves
-// the last complete checkpoint. Then removes the older checkpoints of this run, except the one with the lowest
-// validation loss; those of other runs stay. Error if the disk is full: then the older checkpoints stay and
-// no partial one is left. Every rank calls it and sends what it keeps; rank 0 alone writes, so that files do
-// not tell how many ranks there were.
+// the last complete checkpoint. Then removes the older checkpoints of this run, except the one with the
+// lowest validation loss; those of other runs stay. Error if the disk is full: then the older checkpoints
+// stay and no partial one is left. Every rank calls it and sends what it keeps; rank 0 alone writes, so that
+// files do not tell how many ranks there were.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const Companions& companions = {});
 
