@@ -34,7 +34,7 @@ void save_optimizer(const std::string& path, Model& model) {
     }
     std::vector<TensorInfo> tensors;
     for (const StateTensor& t : table) tensors.push_back({t.name, t.dtype, t.shape});
-    SafetensorsWriter file(path, tensors, {});
+    SafetensorsWriter file(path, tensors);
     for (const StateTensor& t : table) file.write(whole_tensor(model, t).data(), t.total_bytes());
     file.finish();
 }
@@ -43,14 +43,10 @@ void save_optimizer(const std::string& path, Model& model) {
 // negative magnitudes, an expansion factor k outside its bounds. Histories of amaxes may hold infinity and
 // NaN: no scale comes from them.
 void require_valid(const Safetensors& file, const StateTensor& t) {
-    constexpr struct {
-        const char* dtype;
-        uint32_t sign, infinity;  // E4M3 has no infinity: its NaN
-    } formats[] = {{"F32", 0x80000000, 0x7F800000}, {"BF16", 0x8000, 0x7F80}, {"F16", 0x8000, 0x7C00},
-                   {"F8_E4M3", 0x80, 0x7F}, {"F8_E5M2", 0x80, 0x7C}};
-    const auto f = std::find_if(std::begin(formats), std::end(formats),
-                                [&](auto& f) { return f.dtype == std::string(t.dtype); });
-    if (f == std::end(formats)) return;  // remainders: all bits are valid
+    static const std::map<std::string, uint32_t> infinities = {  // E4M3 has none: its NaN
+        {"F32", 0x7F800000}, {"BF16", 0x7F80}, {"F16", 0x7C00}, {"F8_E4M3", 0x7F}, {"F8_E5M2", 0x7C}};
+    if (!infinities.count(t.dtype)) return;  // remainders: all bits are valid
+    const uint32_t infinity = infinities.at(t.dtype), sign = 1u << (8 * t.bytes - 1);
     const bool k = ends_with(t.name, ".k"), history = ends_with(t.name, ".history");
     const bool magnitudes = !ends_with(t.name, ".m");
     const uint8_t* data = file.find(t.name)->data;
@@ -61,7 +57,7 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
         std::memcpy(&bits, data + i * t.bytes, size_t(t.bytes));
         float value;
         std::memcpy(&value, &bits, sizeof value);
-        bad += (!history && (bits & ~f->sign) >= f->infinity) || (magnitudes && bits > f->sign) ||
+        bad += (!history && (bits & ~sign) >= infinity) || (magnitudes && bits > sign) ||
                (k && !(value >= 0.0625f && value <= 64));
     }
     if (bad)
@@ -80,34 +76,24 @@ ordered_json formats_of(const Setup& s) {
     return formats;
 }
 
-// Each step is a bijection of the word and of the hash so far: a change in one word always changes the
-// result.
-uint64_t hash_bytes(const uint8_t* data, int64_t bytes) {
-    auto hash = uint64_t(bytes);
-    for (int64_t at = 0; at < bytes; at += 8) {
-        uint64_t word = 0;
-        std::memcpy(&word, data + at, bytes - at < 8 ? bytes - at : 8);
-        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-        hash ^= hash >> 32;
-    }
-    return hash;
-}
-
-// A hash of the hashes of each MiB, so that all threads work.
+// The hashes of each MiB, joined by exclusive or, so that all threads work. Each step is a bijection of the
+// word and of the hash so far: a change in one word always changes the result.
 std::string hash_file(const std::string& path) {
     constexpr int64_t PART = 1 << 20;
     const MappedFile file(path);
-    std::vector<uint64_t> parts(size_t(ceil_div(file.bytes(), PART)));
-#pragma omp parallel for if (parts.size() > 16)
-    for (size_t i = 0; i < parts.size(); i++) {
-        const int64_t begin = int64_t(i) * PART;
-        parts[i] = hash_bytes(file.data() + begin, std::min(PART, file.bytes() - begin));
+    auto hash = uint64_t(file.bytes());
+#pragma omp parallel for reduction(^ : hash) if (file.bytes() > 16 * PART)
+    for (int64_t begin = 0; begin < file.bytes(); begin += PART) {
+        auto part = uint64_t(begin);
+        for (int64_t at = begin, end = std::min(begin + PART, file.bytes()); at < end; at += 8) {
+            uint64_t word = 0;
+            std::memcpy(&word, file.data() + at, size_t(std::min<int64_t>(8, end - at)));
+            part = (part ^ word) * 0x9E3779B97F4A7C15u;
+            part ^= part >> 32;
+        }
+        hash ^= part;
     }
-    char text[17];
-    const auto* bytes = reinterpret_cast<const uint8_t*>(parts.data());
-    const uint64_t hash = hash_bytes(bytes, int64_t(parts.size() * sizeof parts[0]));
-    std::snprintf(text, sizeof text, "%016lx", hash);
-    return text;
+    return std::to_string(hash);
 }
 
 void save_loop_state(const std::string& folder, const LoopState& s, const Setup& setup) {
@@ -115,7 +101,7 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
     for (const auto& name : {WEIGHTS_FILE, OPTIMIZER_FILE}) hashes[name] = hash_file(path_in(folder, name));
     // JSON has no NaN: a loss of NaN becomes null.
     write_json(path_in(folder, TRAINER_FILE),
-               {{"format", "coat checkpoint"}, {"version", 1}, {"formats", formats_of(setup)},
+               {{"format", "coat checkpoint"}, {"version", 2}, {"formats", formats_of(setup)},
                 {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch},
                 {"window", s.position.window}, {"tokens", s.tokens},
                 {"first_validation", s.first_validation}, {"norm_correction", s.norm_correction},
@@ -126,7 +112,7 @@ Fields read_trainer(const std::string& checkpoint) {
     const Fields f = read_json(path_in(checkpoint, TRAINER_FILE));
     if (f.text("format") != "coat checkpoint")
         f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
-    if (f.natural("version") != 1) f.reject("version", "must be 1; use the program that wrote it");
+    if (f.natural("version") != 2) f.reject("version", "must be 2; use the program that wrote it");
     return f;
 }
 
@@ -202,21 +188,14 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
 namespace {
 
 struct Checkpoint {
-    std::string folder, name;
+    fs::path folder;
     LoopState state;
     fs::file_time_type written;
 };
 
-// The four files alone do not make a checkpoint: their contents are checked when they are read.
-bool is_complete(const fs::path& folder) {
-    std::error_code unreadable;
-    for (const std::string& file : {CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, TRAINER_FILE})
-        if (!fs::is_regular_file(folder / file, unreadable)) return false;
-    return true;
-}
-
-// Whether a name is "step-", digits, and this end.
-bool is_step(const std::string& name, const std::string& end) {
+// Whether the name of a folder is "step-", digits, and this end.
+bool is_step(const fs::path& folder, const std::string& end) {
+    const std::string name = folder.filename().string();
     const size_t digits_end = std::min(name.find_first_not_of("0123456789", 5), name.size());
     return name.rfind("step-", 0) == 0 && digits_end > 5 && name.substr(digits_end) == end;
 }
@@ -228,16 +207,14 @@ std::set<fs::path> entries(const std::string& folder) { return {fs::directory_it
 std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn = {}) {
     std::vector<Checkpoint> found;
     for (const fs::path& path : entries(folder)) {
-        const std::string name = path.filename().string();
-        if (!is_step(name, "") && !is_step(name, ".old")) continue;
+        if (!is_step(path, "") && !is_step(path, ".old")) continue;
         try {
-            if (!is_complete(path)) throw Error("it is not a folder with the four files of a checkpoint.");
-            for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE})
-                Safetensors(path_in(path.string(), file));
+            read_model_config(path.string());
+            for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE}) Safetensors(path / file);
             const LoopState state = read_loop_state(path.string());
-            found.push_back({path.string(), name, state, fs::last_write_time(path / TRAINER_FILE)});
+            found.push_back({path, state, fs::last_write_time(path / TRAINER_FILE)});
         } catch (const std::exception& e) {
-            if (warn && is_step(name, ""))
+            if (warn && is_step(path, ""))
                 warn(path.string() + " cannot be read as a checkpoint and is skipped: " + e.what());
         }
     }
@@ -249,28 +226,28 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
 void remove_checkpoint(const Checkpoint& c) {
-    fs::rename(c.folder, c.folder + ".tmp");
-    fs::remove_all(c.folder + ".tmp");
+    const fs::path doomed = c.folder.string() + ".tmp";
+    fs::rename(c.folder, doomed);
+    fs::remove_all(doomed);
 }
 
 void remove_leftovers(const std::string& out) {  // of runs that were killed
     std::error_code ignored;  // what cannot be removed does not end a run
     for (const fs::path& path : entries(out))
         for (const char* end : {".tmp", ".old.tmp"})
-            if (is_step(path.filename().string(), end)) fs::remove_all(path, ignored);
+            if (is_step(path, end)) fs::remove_all(path, ignored);
 }
 
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
 // run, so that one of the two names always has a complete checkpoint, and otherwise to .other.
 void move_into_place(const std::string& complete, const std::string& folder, const std::string& run) {
-    const fs::path path = folder;
-    const std::string out = path.parent_path().string(), name = path.filename().string();
+    const std::string out = fs::path(folder).parent_path().string();
     if (has_entry(folder)) {
         bool own = false;
         for (const Checkpoint& c : checkpoints(out)) {
             if (c.state.run != run) continue;
-            own |= c.name == name;
-            if (c.name == name + ".old") remove_checkpoint(c);
+            own |= c.folder == folder;
+            if (c.folder == folder + ".old") remove_checkpoint(c);
         }
         std::string aside = folder + (own ? ".old" : ".other");
         while (has_entry(aside)) aside += ".other";
@@ -280,39 +257,37 @@ void move_into_place(const std::string& complete, const std::string& folder, con
     sync_folder(out);
 }
 
-// Removes this run's checkpoints of earlier steps, except the newest keep - 1 and the one with the lowest
-// validation loss, if that is below the new checkpoint's. Those of later steps stay: the run was resumed from
-// a step before them.
-void remove_older(const std::string& out, const LoopState& state, int keep) {
+// Removes this run's checkpoints of earlier steps, except the one with the lowest validation loss, if that is
+// below the new checkpoint's. Those of later steps stay: the run was resumed from a step before them.
+void remove_older(const std::string& out, const LoopState& state) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {
         if (c.state.run != state.run) continue;
-        if (is_step(c.name, ".old")) remove_checkpoint(c);
+        if (is_step(c.folder, ".old")) remove_checkpoint(c);
         else if (c.state.step < state.step) older.push_back(c);
     }
-    std::sort(older.begin(), older.end(), [](auto& a, auto& b) { return a.state.step > b.state.step; });
     auto loss = [](const LoopState& s) {
         return std::isnan(s.validation) ? std::numeric_limits<double>::infinity() : s.validation;
     };
     double lowest = loss(state);
-    std::string best;  // empty if the new checkpoint is the best
+    fs::path best;  // empty if the new checkpoint is the best
     for (const Checkpoint& c : older)
         if (loss(c.state) < lowest) lowest = loss(c.state), best = c.folder;
-    for (size_t i = size_t(std::max(keep, 1)) - 1; i < older.size(); i++)
-        if (older[i].folder != best) remove_checkpoint(older[i]);
+    for (const Checkpoint& c : older)
+        if (c.folder != best) remove_checkpoint(c);
 }
 
 // An exception of std::filesystem names the cause; the Error also says what to do.
 Error with_advice(const fs::filesystem_error& e, const std::string& folder) {
     const std::string path = e.path1().empty() ? folder : e.path1().string();
     return Error("Cannot use ", path, " (", e.code().message(),
-                 "); check the disk and permissions, or give another folder with --out.");
+                 "); check the disk and permissions, or give another --out or --resume.");
 }
 
 }  // namespace
 
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions, int keep) try {
+                            const Companions& companions) try {
     char name[32];
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
@@ -333,7 +308,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         fs::remove_all(temporary, ignored);
         throw;
     }
-    remove_older(out, state, keep);
+    remove_older(out, state);
     wait_for_ranks(setup);
     return folder;
 } catch (const fs::filesystem_error& e) {
@@ -343,11 +318,11 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
     if (!fs::is_directory(folder))
         throw Error(folder, " is not a folder; give a checkpoint, or a folder of them.");
-    if (is_complete(folder)) return folder;
+    if (fs::exists(path_in(folder, TRAINER_FILE))) return folder;
     const std::vector<Checkpoint> found = checkpoints(folder, warn);
     if (found.empty())
         throw Error(folder, " has no complete checkpoint; give a folder that a run wrote with --out.");
-    return found.back().folder;
+    return found.back().folder.string();
 } catch (const fs::filesystem_error& e) {
     throw with_advice(e, folder);
 }

@@ -28,12 +28,12 @@ struct LoopState {
 };
 
 // Saves to the folder OUT/step-000300 and returns its path; a kill or a power failure at any moment leaves
-// the last complete checkpoint. Then removes the older checkpoints of this run, except the newest `keep`
-// (which count this one) and the one with the lowest validation loss; those of other runs stay. Error if the
-// disk is full: then the older checkpoints stay and no partial one is left. Every rank calls it and sends
-// what it keeps; rank 0 alone writes, so that files do not tell how many ranks there were.
+// the last complete checkpoint. Then removes the older checkpoints of this run, except the one with the
+// lowest validation loss; those of other runs stay. Error if the disk is full: then the older checkpoints
+// stay and no partial one is left. Every rank calls it and sends what it keeps; rank 0 alone writes, so that
+// files do not tell how many ranks there were.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
-                            const Companions& companions = {}, int keep = 1);
+                            const Companions& companions = {});
 
 // The folder itself if it is a checkpoint; otherwise the checkpoint in it that was written last. Skips those
 // that cannot be read, and passes one sentence about each to `warn`. Error if there is none.

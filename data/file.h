@@ -5,6 +5,7 @@
 #pragma once
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -36,17 +37,16 @@ inline bool has_entry(const std::string& path) {
 // the constructor of its owner fails.
 class Descriptor {
 public:
-    Descriptor(const std::string& path, int flags) : file_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
+    Descriptor(const std::string& path, int flags) : file_(::open(path.c_str(), flags | O_CLOEXEC)) {}
     Descriptor(const Descriptor&) = delete;
     Descriptor& operator=(const Descriptor&) = delete;
     ~Descriptor() {
         if (file_ >= 0) ::close(file_);
     }
     operator int() const { return file_; }
-    int close() { return ::close(std::exchange(file_, -1)); }
 
 private:
-    int file_;
+    const int file_;
 };
 
 // A file that is read piece by piece. If it becomes shorter while it is open, the read is an Error; a mapped
@@ -106,23 +106,19 @@ private:
 // A file that is written. Without finish() the destructor removes it.
 class OutputFile {
 public:
-    explicit OutputFile(const std::string& path) : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC) {
-        if (file_ < 0) fail();
+    explicit OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
+        if (!file_) fail();
     }
+    OutputFile(const OutputFile&) = delete;
     ~OutputFile() {
-        if (file_ >= 0) ::unlink(path_.c_str());
+        if (file_) std::fclose(file_), ::unlink(path_.c_str());
     }
     void write(const void* data, int64_t bytes) {
-        for (const char* next = static_cast<const char*>(data); bytes > 0;) {
-            const ssize_t written = ::write(file_, next, size_t(bytes));
-            if (written < 0 && errno == EINTR) continue;
-            if (written < 0) fail();
-            next += written, bytes -= written;
-        }
+        if (std::fwrite(data, 1, size_t(bytes), file_) != size_t(bytes)) fail();
     }
     void finish() {  // waits until the bytes are on disk
-        if (::fsync(file_)) fail();
-        if (file_.close()) fail();
+        if (std::fflush(file_) || ::fsync(::fileno(file_))) fail();
+        if (std::fclose(std::exchange(file_, nullptr))) fail();
     }
 
 private:
@@ -131,7 +127,7 @@ private:
                     "); free some space, or give another folder with --out.");
     }
     std::string path_;
-    Descriptor file_;
+    FILE* file_;
 };
 
 inline void write_file(const std::string& path, const std::string& bytes) {

@@ -6,25 +6,6 @@
 namespace coat {
 namespace {
 
-// What a text contains if it is valid JSON, without parsing it.
-struct JsonCounts {
-    int depth = 0, deepest = 0;
-    int64_t values = 1, names = 0;
-
-    JsonCounts(const char* text, int64_t bytes) {
-        bool in_string = false;
-        for (int64_t i = 0; i < bytes; i++) {
-            const char c = text[i];
-            if (c == '"') in_string = !in_string;
-            if (in_string) i += c == '\\';  // skip the escaped character
-            else if (c == '{' || c == '[') deepest = std::max(deepest, ++depth), values++;
-            else if (c == '}' || c == ']') depth--;
-            else if (c == ',') values++;
-            else if (c == ':') names++;
-        }
-    }
-};
-
 // The names in all objects of a value. An object has each name once, so there are fewer than in the text if
 // one of them stands there twice.
 int64_t names_in(const nlohmann::json& value) {
@@ -39,10 +20,21 @@ int64_t names_in(const nlohmann::json& value) {
 nlohmann::json parse_json(const void* data, int64_t bytes, std::string* why, int64_t max_values) {
     constexpr int MAX_DEPTH = 32;
     const char* text = static_cast<const char*>(data);
-    const JsonCounts counts(text, bytes);
-    why->clear();
-    if (counts.deepest > MAX_DEPTH) *why = "is nested more than 32 levels deep";
-    else if (counts.values > max_values) *why = "has more than " + std::to_string(max_values) + " values";
+    // What the text contains if it is valid JSON, without parsing it.
+    int depth = 0, deepest = 0;
+    int64_t values = 1, names = 0;
+    bool in_string = false;
+    for (int64_t i = 0; i < bytes; i++) {
+        const char c = text[i];
+        if (c == '"') in_string = !in_string;
+        if (in_string) i += c == '\\';  // skip the escaped character
+        else if (c == '{' || c == '[') deepest = std::max(deepest, ++depth), values++;
+        else if (c == '}' || c == ']') depth--;
+        else if (c == ',') values++;
+        else if (c == ':') names++;
+    }
+    *why = deepest > MAX_DEPTH    ? concat("is nested more than ", MAX_DEPTH, " levels deep")
+           : values > max_values ? concat("has more than ", max_values, " values") : "";
     if (!why->empty()) return {};
     // The library takes a zero byte for the end of the text.
     const bool zero = bytes && std::memchr(text, 0, size_t(bytes));
@@ -50,7 +42,7 @@ nlohmann::json parse_json(const void* data, int64_t bytes, std::string* why, int
     if (!zero) value = nlohmann::json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
     if (!value.is_object()) *why = "is not a JSON object";
     // Parsers differ on which of two equal names counts.
-    else if (names_in(value) != counts.names) *why = "has a name twice in one object";
+    else if (names_in(value) != names) *why = "has a name twice in one object";
     return value;
 }
 

@@ -227,8 +227,6 @@ json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json
 // GPT-2 has sizes of other names, and defaults of transformers' GPT2Config.
 ModelConfig read_gpt2(const Fields& f) {
     require_implemented(f, GPT2_IMPLEMENTED);
-    if (!f.has("activation_function") && f.has("hidden_act"))
-        f.reject("hidden_act", "belongs to another architecture; give another model");
     ModelConfig c{};
     c.L = f.natural("n_layer");
     c.C = f.natural("n_embd");
@@ -335,39 +333,33 @@ uint32_t f32_bits(Format format, const uint8_t* data, int64_t i) {
 // GB each, and a tensor is in exactly one of them.
 struct WeightFiles {
     std::string folder;
-    std::vector<std::unique_ptr<Safetensors>> files;
+    std::map<std::string, Safetensors> files;           // by name
     std::map<std::string, const Safetensors*> file_of;  // by the name of the tensor
-
-    void add(const std::string& name) {
-        files.push_back(std::make_unique<Safetensors>(path_in(folder, name)));
-        const Safetensors& file = *files.back();
-        for (const Tensor& tensor : file.tensors())
-            if (!file_of.emplace(tensor.name, &file).second)
-                throw Error(file.path(), " has tensor ", escaped(tensor.name),
-                            ", which another shard also has; download the folder again.");
-    }
 };
 
 WeightFiles open_weights(const std::string& folder) {
     WeightFiles weights{folder, {}, {}};
-    const std::string index = path_in(folder, WEIGHTS_FILE + ".index.json");
-    if (fs::exists(path_in(folder, WEIGHTS_FILE))) return weights.add(WEIGHTS_FILE), std::move(weights);
-    if (!fs::exists(index)) throw Error(folder, " has no ", WEIGHTS_FILE, "; give a folder with it.");
+    const std::string one = path_in(folder, WEIGHTS_FILE), index = one + ".index.json";
     auto require = [&](bool ok, const auto&... what) {
         if (!ok) throw Error(index, " ", what..., "; download the folder again.");
     };
-    const json map = read_json(index).inner("weight_map").object;
-    require(!map.empty(), "has no weight_map");
-    std::set<std::string> shards;
+    json map = json::object();  // from a tensor to its file
+    if (fs::exists(one)) weights.files.try_emplace(WEIGHTS_FILE, one);
+    else if (fs::exists(index)) map = read_json(index).inner("weight_map").object;
+    else throw Error(folder, " has no ", WEIGHTS_FILE, "; give a folder with it.");
+    require(!map.empty() || !weights.files.empty(), "has no weight_map");
     for (const auto& [tensor, shard] : map.items()) {
         require(shard.is_string(), "names no file for tensor ", escaped(tensor));
-        shards.insert(shard.get<std::string>());
+        const std::string name = shard.get<std::string>();
+        require(!name.empty() && name.find('/') == std::string::npos,
+                "names ", escaped(name), ", which is not a file in the folder");
+        weights.files.try_emplace(name, path_in(folder, name));
     }
-    for (const std::string& shard : shards) {
-        require(!shard.empty() && shard.find('/') == std::string::npos,
-                "names ", escaped(shard), ", which is not a file in the folder");
-        weights.add(shard);
-    }
+    for (const auto& [name, file] : weights.files)
+        for (const Tensor& tensor : file.tensors())
+            if (!weights.file_of.emplace(tensor.name, &file).second)
+                throw Error(file.path(), " has tensor ", escaped(tensor.name),
+                            ", which another shard also has; download the folder again.");
     for (const auto& [tensor, shard] : map.items())
         require(weights.file_of.count(tensor), "says that ", Fields::excerpt(shard), " has tensor ",
                 escaped(tensor), ", but no file has it");
@@ -445,8 +437,6 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
 }  // namespace
 
 ModelConfig read_model_config(const std::string& folder) {
-    if (!fs::is_directory(folder))
-        throw Error(folder, " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
     std::vector<json> types;
     for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
@@ -501,11 +491,10 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
-    // transformers needs the format "pt".
-    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors, {{"format", "pt"}});
+    SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors);
     for (const StateTensor& t : weights) {
-        const std::vector<uint32_t> words = whole_tensor(model, t);
-        const auto* whole = reinterpret_cast<const uint16_t*>(words.data());
+        const Bytes bytes = whole_tensor(model, t);
+        const auto* whole = reinterpret_cast<const uint16_t*>(bytes.data());  // from new: aligned
         for (const Piece& piece : table) {
             if (piece.param.name != t.name) continue;
             std::vector<uint16_t> part(piece.size());
@@ -516,21 +505,21 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
     file.finish();
 }
 
-// Rank 0 reads its own part to the begin of the result; those of the others follow in the order of the ranks.
-std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t) {
+// Every rank sends its part to rank 0, unless rank 0 has the whole.
+Bytes whole_tensor(Model& model, const StateTensor& t) {
     const Setup& setup = model.setup();
-    const int64_t bytes = kept(setup, t).count * t.bytes;
-    std::vector<uint32_t> whole(setup.rank ? 0 : ceil_div(t.total_bytes(), 4));
-    if (setup.rank == 0) model.read(t.name, whole.data());
     Setup first = setup;
     first.rank = 0;
-    if (kept(first, t).count == t.size()) return whole;  // nothing to send
+    const bool sharded = kept(first, t).count < t.size();
+    Bytes mine(setup.rank == 0 || sharded ? kept(setup, t).count * t.bytes : 0);
+    if (!mine.empty()) model.read(t.name, mine.data());
+    if (!sharded) return mine;
     std::vector<Bytes> parts(setup.ranks);
-    if (setup.rank) parts[0].resize(bytes), model.read(t.name, parts[0].data());
-    parts = setup.group->exchange(std::move(parts));
-    auto* to = reinterpret_cast<uint8_t*>(whole.data()) + bytes;
-    for (const Bytes& part : parts)  // rank 0 sends itself nothing; elsewhere all are empty
-        to = std::copy(part.begin(), part.end(), to);
+    parts[0] = std::move(mine);
+    Bytes whole;  // in the order of the ranks; elsewhere all parts are empty
+    whole.reserve(setup.rank ? 0 : t.total_bytes());
+    for (const Bytes& part : setup.group->exchange(std::move(parts)))
+        whole.insert(whole.end(), part.begin(), part.end());
     return whole;
 }
 

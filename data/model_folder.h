@@ -44,7 +44,7 @@ void save_model_folder(const std::string& folder, Model& model, const Companions
 
 // The bytes of a tensor of which each rank has what it keeps: on rank 0 all of them, elsewhere none. Every
 // rank calls it at the same time.
-std::vector<uint32_t> whole_tensor(Model& model, const StateTensor& t);  // words: aligned for every dtype
+std::vector<uint8_t> whole_tensor(Model& model, const StateTensor& t);
 
 // Error that names the first field in which the folder's config.json differs from `config`.
 void require_same_config(const std::string& folder, const ModelConfig& config);

@@ -5,8 +5,6 @@
 // their own.
 #include "safetensors.h"
 
-#include <set>
-
 #include "../coat.h"
 #include "json.h"
 
@@ -117,23 +115,19 @@ const Tensor& Safetensors::require(const std::string& name, const std::string& d
     return *t;
 }
 
-SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
-                                     const std::map<std::string, std::string>& metadata)
+SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors)
     : file_(path) {
     // All offsets follow from the table, so the header is complete before the first byte of a tensor.
     // The outer object is written by hand: adding to an ordered_json takes quadratic time.
-    std::string text = metadata.empty() ? "" : "\"__metadata__\":" + Json(metadata).dump();
-    std::set<std::string> names;
+    std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
     for (const TensorInfo& t : tensors) {
         const int64_t bytes = bytes_of(t);
-        if (bytes < 0 || !names.insert(t.name).second)
-            throw std::logic_error("not a tensor of a file: " + t.name);
         const nlohmann::ordered_json entry = {
             {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
-        text += (text.empty() ? "" : ",") + Json(t.name).dump() + ":" + entry.dump();
+        text += "," + Json(t.name).dump() + ":" + entry.dump();
         left_ += bytes;
     }
-    text = "{" + text + "}";
+    text += "}";
     text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8
     const uint64_t length = text.size();
     file_.write(&length, sizeof length);

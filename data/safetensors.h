@@ -41,12 +41,11 @@ private:
     std::map<std::string, std::string> metadata_;
 };
 
-// Writes the header for a table of tensors; write() then takes their bytes in the order of the table, in
-// pieces of any size, so that memory holds no more than a piece.
+// Writes the header for a table of tensors with different names; write() then takes their bytes in the order
+// of the table, in pieces of any size, so that memory holds no more than a piece.
 class SafetensorsWriter {
 public:
-    SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors,
-                      const std::map<std::string, std::string>& metadata);
+    SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors);
     void write(const void* data, int64_t bytes);
     void finish();  // std::logic_error unless exactly the bytes of the table were written
 

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 import argparse
 import array
+import collections
 import fractions
 import functools
 import importlib
@@ -39,12 +40,14 @@ import os
 import re
 import time
 
+FILES = "train.bin", "val.bin"
 MAGICS = {"H": (20240520, 1), "I": (20240801, 1)}  # (magic, version) by the type code of array
 MAX_TOKENS = 2**31 - 1  # the number of tokens in the header is an int32
 MAX_VOCABULARY = 2**22  # as in coat.h
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 LINES = 256  # conversations that are sent to a process at once
 OPEN_WINDOWS = 64  # that the next conversation may still go into
+UNREADABLE = (ValueError, RecursionError)  # JSON that is wrong, nested too deep, or has too long a number
 
 
 class Wrong(Exception):
@@ -277,7 +280,7 @@ def read_config(folder, name):
     path = os.path.join(folder, name)
     try:
         config = json.loads(read_text(path) or "{}") if os.path.exists(path) else {}
-    except ValueError as problem:  # also a number with more digits than Python reads
+    except UNREADABLE as problem:
         raise Wrong(f"{path} is not JSON ({problem}); download the folder again.") from None
     return config if isinstance(config, dict) else {}
 
@@ -365,7 +368,8 @@ def tokens_of_row(tokenizer, row, folder, special, end):
     text, spans = answers_in(row, folder)
     if not spans:
         return None
-    chat = "messages" in row
+    text.encode()  # ValueError if JSON spelled half of a surrogate pair
+    chat = row.get("messages") is not None
     encoding = tokenizer.encode(text, add_special_tokens=not chat)
     tokens, mask = array.array("I", encoding.ids), bytearray(len(encoding.ids))
     for begin, stop in spans:
@@ -388,12 +392,12 @@ def tokenize_lines(tokenizer, lines, arguments, special, end):
         where, line = numbered
         try:
             return tokens_of_row(tokenizer, json.loads(line), arguments.tokenizer, special, end)
-        except ValueError as problem:
+        except UNREADABLE as problem:
             raise Wrong(f"{where} is not JSON ({problem}); give a conversation on each line.") from None
         except Wrong as problem:
             raise Wrong(f"{where}: {problem}") from None
 
-    found, counts, T = [], {"cut": 0, "late": 0, "empty": 0}, arguments.seq
+    found, counts, T = [], collections.Counter(), arguments.seq
     for row in in_parallel(of_line, lines, arguments.processes, LINES):
         tokens, mask = row or ([], b"")
         if any(mask[:T]):
@@ -438,7 +442,7 @@ def write(path, *content):
         raise Wrong(f"{path} cannot be written ({problem.strerror}); free some space, or give another --out.")
 
 
-def write_tokens(path, tokens, size, mask=None):
+def write_tokens(path, tokens, size, mask):
     if len(tokens) > MAX_TOKENS:
         raise Wrong(f"{path} would have more than {MAX_TOKENS} tokens; tokenize the text in parts.")
     width = "H" if size <= 1 << 16 else "I"
@@ -500,38 +504,39 @@ def require_model_has(tokens, arguments, pieces):
     print(f"{about}; the text uses none of the others.")
 
 
-def write_texts(tokenizer, arguments, parts, pieces, end):
-    os.makedirs(arguments.out, exist_ok=True)
-    for name, texts in zip(("train", "val"), parts):
+def tokenize_texts(tokenizer, arguments, parts, pieces, end):
+    """(tokens, no mask) of train.bin and val.bin."""
+    for name, texts in zip(FILES, parts):
         tokens = encode(tokenizer, texts, end, arguments.processes)
-        path = os.path.join(arguments.out, name + ".bin")
         require_model_has(tokens, arguments, pieces)
-        write_tokens(path, tokens, len(pieces))
         text, decoded = "".join(texts), b"".join(pieces[t] for t in tokens if t != end)
         each = len(text) / max(1, len(tokens))
-        print(f"{path}: {len(tokens):,} tokens for {len(text):,} characters, {each:.2f} characters a token")
+        print(f"{name}: {len(tokens):,} tokens for {len(text):,} characters, {each:.2f} characters a token")
         # SentencePiece adds a space at the start.
         if decoded.lstrip(b" ") != text.encode().lstrip(b" "):
-            print(f"{path}: this tokenizer changes the text; its tokens do not decode to what was read.")
+            print(f"{name}: this tokenizer changes the text; its tokens do not decode to what was read.")
+        yield tokens, None
 
 
-def write_conversations(tokenizer, arguments, pieces, special, end):
+def tokenize_conversations(tokenizer, arguments, pieces, special, end):
+    """(tokens, mask) of train.bin and val.bin."""
     named = tokenizer.token_to_id(named_tokens(arguments.tokenizer).get("eos_token", ""))
     end = end if named is None else named
     all_lines, repeated = read_lines(arguments.text)
-    packed, total = {}, {"repeated": repeated}
-    for name, lines in zip(("train", "val"), divide_whole(all_lines, arguments.hold_out)):
+    total = collections.Counter(repeated=repeated)
+    for name, lines in zip(FILES, divide_whole(all_lines, arguments.hold_out)):
         found, counts = tokenize_lines(tokenizer, lines, arguments, special, end)
         if not found:
-            about = f"None of the {len(lines)} conversations for {name}.bin"
+            about = f"None of the {len(lines)} conversations for {name}"
             raise Wrong(f"{about} has an answer within --seq tokens; give others, or a larger --seq.")
-        tokens, mask = packed[name] = pack(found, arguments.seq, end or 0)
+        tokens, mask = pack(found, arguments.seq, end or 0)
         require_model_has(tokens, arguments, pieces)
-        total.update({what: total.get(what, 0) + n for what, n in counts.items()})
+        total += counts
         windows = len(tokens) // arguments.seq
         text, counted = sum(len(c[0]) for c in found) / len(tokens), sum(mask) / len(tokens)
-        print(f"{name}.bin: {len(found):,} conversations in {windows:,} windows of {arguments.seq:,} tokens; "
+        print(f"{name}: {len(found):,} conversations in {windows:,} windows of {arguments.seq:,} tokens; "
               f"{text:.0%} of the tokens are text, {counted:.0%} count in the loss")
+        yield tokens, mask
     for what, about in {
         "repeated": "left out: the same line came before",
         "cut": f"longer than --seq {arguments.seq} and cut after so many tokens",
@@ -540,9 +545,6 @@ def write_conversations(tokenizer, arguments, pieces, special, end):
     }.items():
         if total[what]:
             print(f"{total[what]:,} conversations are {about}.")
-    os.makedirs(arguments.out, exist_ok=True)
-    for name, (tokens, mask) in packed.items():
-        write_tokens(os.path.join(arguments.out, name + ".bin"), tokens, len(pieces), mask)
 
 
 def run(arguments):
@@ -560,10 +562,12 @@ def run(arguments):
     end = end_of_text(tokenizer)
     if arguments.prompt is not None:
         return print(json.dumps({**table, "prompt": tokenizer.encode(arguments.prompt).ids}))
-    if is_text:
-        write_texts(tokenizer, arguments, parts, pieces, end)
-    else:
-        write_conversations(tokenizer, arguments, pieces, special, end)
+    # All of it before the first file is replaced: an error leaves the files of earlier data as they are.
+    tokenized = list(tokenize_texts(tokenizer, arguments, parts, pieces, end) if is_text else
+                     tokenize_conversations(tokenizer, arguments, pieces, special, end))
+    os.makedirs(arguments.out, exist_ok=True)
+    for name, (tokens, mask) in zip(FILES, tokenized):
+        write_tokens(os.path.join(arguments.out, name), tokens, len(pieces), mask)
     text = json.dumps(table, ensure_ascii=False, indent=0)
     write(os.path.join(arguments.out, "vocabulary.json"), text.encode())
     if arguments.train_bpe is not None:

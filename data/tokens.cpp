@@ -243,17 +243,18 @@ std::vector<std::string> files_under(const std::string& folder) {
     return paths;
 }
 
-// "text: 3 files, 900 bytes to train on, 100 held out (the last tenth)"
-std::string describe(const Corpus& c, const std::string& files, const char* unit, const char* held_out) {
-    return concat(files, ", ", c.train.size(), " ", unit, " to train on, ", c.validation.size(),
-                  " held out (", held_out, ")");
-}
-
-// The last tenth of what would be trained on becomes the validation data.
-void hold_out_the_end(Corpus& c) {
-    const int64_t held_out = ceil_div(c.train.size(), HELD_OUT_PART), rest = c.train.size() - held_out;
-    c.validation = c.train.part(rest, held_out);
-    c.train = c.train.part(0, rest);
+// Describes the corpus: "text: 3 files, 900 bytes to train on, 100 held out (the last tenth)". If no part was
+// chosen to be held out (null), it is the last tenth of all.
+void complete(Corpus& c, const std::string& files, const char* unit, const char* held_out) {
+    if (!held_out) {
+        c.train.append(c.validation);
+        const int64_t end = c.train.size() - ceil_div(c.train.size(), HELD_OUT_PART);
+        c.validation = c.train.part(end, c.train.size() - end);
+        c.train = c.train.part(0, end);
+        held_out = "the last tenth";
+    }
+    c.description = concat(files, ", ", c.train.size(), " ", unit, " to train on, ", c.validation.size(),
+                           " held out (", held_out, ")");
 }
 
 bool is_text(const MappedFile& file) {
@@ -287,11 +288,9 @@ Corpus text_corpus(const std::string& what, const std::vector<std::string>& path
     Corpus c;
     c.train = stream_of(std::move(train));
     c.validation = stream_of(std::move(validation));
-    if (!by_file) hold_out_the_end(c);
     c.vocabulary = Vocabulary::bytes();
     c.tokens_in_use = c.vocabulary.size();
-    c.description = describe(c, concat(what, ": ", texts.size(), " files"), "bytes",
-                             by_file ? "every 20th file" : "the last tenth");
+    complete(c, concat(what, ": ", texts.size(), " files"), "bytes", by_file ? "every 20th file" : nullptr);
     return c;
 }
 
@@ -362,10 +361,8 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
     }
     c.train.append(unnamed);
     const bool named = c.train.size() && c.validation.size();
-    if (!named) {
-        c.train.append(c.validation);
-        hold_out_the_end(c);
-    }
+    complete(c, concat(escaped(data), ": ", paths.size(), " token files"), "tokens",
+             named ? "the files named val" : nullptr);
     c.tokens_in_use = 1 + std::max(c.train.largest(), c.validation.largest());
 
     const std::string table = (fs::path(paths[0]).parent_path() / "vocabulary.json").string();
@@ -373,8 +370,6 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
     if (!c.vocabulary.empty() && c.vocabulary.size() < c.tokens_in_use)
         throw Error("--data ", paths[0], " has token ", c.tokens_in_use - 1, ", but ", table, " has only ",
                     c.vocabulary.size(), " tokens; write both again with data/tokenize.py.");
-    c.description = describe(c, concat(escaped(data), ": ", paths.size(), " token files"), "tokens",
-                             named ? "the files named val" : "the last tenth");
     return c;
 }
 
@@ -472,8 +467,6 @@ void Loader::next(int32_t* tokens, int32_t* targets) {
         stream_.mask(first + 1, T_, targets);
     }
 }
-
-void Loader::skip(int64_t batches) { at_ += batches * B_; }
 
 int64_t Loader::windows_without_target() const {
     int64_t without = 0;

@@ -94,10 +94,10 @@ public:
     Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed);
     // (B, T) each. A target is the token that follows, or NO_TARGET if the mask does not count it.
     void next(int32_t* tokens, int32_t* targets);
-    void skip(int64_t batches);                    // as next(), without reading
-    int64_t windows_without_target() const;        // of an epoch: those in which no target counts
-    void prefetch(int64_t batches) const;          // a hint that so many batches are read soon
-    int64_t windows() const { return windows_; }   // in an epoch
+    void skip(int64_t batches) { at_ += batches * B_; }  // as next(), without reading
+    int64_t windows_without_target() const;              // of an epoch: those in which no target counts
+    void prefetch(int64_t batches) const;                // a hint that so many batches are read soon
+    int64_t windows() const { return windows_; }         // in an epoch
     Position position() const { return {at_ / windows_, at_ % windows_}; }
     void seek(Position p);  // Error if the data have no such window
 

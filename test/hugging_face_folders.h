@@ -56,7 +56,7 @@ struct HuggingFaceFolder {
     void write_weights(const std::string& path, const std::vector<size_t>& which) const {
         std::vector<TensorInfo> tensors;
         for (size_t i : which) tensors.push_back({entries[i].name, entries[i].dtype, entries[i].shape});
-        SafetensorsWriter file(path, tensors, {});
+        SafetensorsWriter file(path, tensors);
         for (size_t i : which) {
             const std::string b = bytes(i);
             file.write(b.data(), static_cast<int64_t>(b.size()));

@@ -47,11 +47,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
 
 inline Snapshot whole_tensors(Model& model, const std::vector<StateTensor>& table) {
     Snapshot bytes;
-    for (const StateTensor& t : table) {
-        const std::vector<uint32_t> words = whole_tensor(model, t);
-        const auto* begin = reinterpret_cast<const uint8_t*>(words.data());
-        bytes[t.name].assign(begin, begin + (model.setup().rank ? 0 : t.total_bytes()));
-    }
+    for (const StateTensor& t : table) bytes[t.name] = whole_tensor(model, t);
     return bytes;
 }
 

@@ -139,6 +139,10 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
         completion("a<|us", "er|>b ") + completion("held", "out") + completion("c", "d<|end|> ");
     require_success(folder.tokenize(lines, "--seq 5 --hold-out 0.34"));
     CHECK(folder.windows(5) == "a[<|user|>b <|end|>]\nc[d<|end|>] [<|end|>]");
+    // A data set with rows of both kinds has null where a row lacks a field.
+    const std::string null = R"({"messages": null, "prompt": "a", "completion": "b"})";
+    require_success(folder.tokenize(null + "\n" + completion("held", "out"), "--seq 8"));
+    CHECK(folder.windows(8) == "a[b<|end|>]" + padded("", 3, 8));
 }
 
 TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
@@ -211,6 +215,8 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     check_failed(folder.run("text --out text/tokens"), "text/tokens", "Not a directory");
     rejected(completion("abc", "x"), "two conversations");
     rejected(good + "{\"messages\"\n", "c.jsonl:3", "JSON");
+    rejected(good + std::string(100000, '[') + "\n", "c.jsonl:3", "JSON");
+    rejected(good + completion("\\ud800", "x"), "c.jsonl:3", "surrogates not allowed");
     rejected(good + "[1]\n", "c.jsonl:3", "object");
     rejected(good + "{\"text\": \"abc\"}\n", "c.jsonl:3", "completion");
     rejected(good + "{\"messages\": [1]}\n", "c.jsonl:3", "role");
@@ -227,11 +233,17 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     rejected(chat + "\n" + good, "c.jsonl:1", "no chat_template");
     folder.write("model/chat_template.jinja", "messages[8]");  // counts before tokenizer_config.json
     rejected(chat + "\n" + good, "c.jsonl:1", "chat_template.jinja fails");
-    folder.write("model/tokenizer_config.json", "{");
-    rejected(good, "tokenizer_config.json");
+    for (const std::string& wrong : {std::string("{"), std::string(100000, '[')}) {
+        folder.write("model/tokenizer_config.json", wrong);
+        rejected(good, "tokenizer_config.json");
+    }
     folder.write("model/tokenizer_config.json", config_with(CHAT));
     folder.write("model/config.json", R"({"vocab_size": 200})");
     rejected(completion("\\u00e9", "x") + good, "tokens of the text", "config.json");
+    folder.write("model/config.json", R"({"vocab_size": 100})");
+    folder.write("text", std::string(80, 'a') + "\n\xC3\xA9\n");  // outside only in what is held out
+    check_failed(folder.run("--out tokens text"), "tokens of the text", "config.json");
+    CHECK(!fs::exists(folder.path / "tokens"));
     folder.write("model/config.json", R"({"vocab_size": 259})");
     folder.write("tokenizers.py", "raise ImportError()");
     rejected(good, "pip install tokenizers");

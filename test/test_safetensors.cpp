@@ -17,7 +17,7 @@ TEST_CASE("Safetensors: reads back names, types, shapes, bytes and metadata") {
                                              {"codes \"q\"", "F8_E4M3", {7}}};
     const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
     {
-        SafetensorsWriter file(path, tensors, {{"format", "pt"}});
+        SafetensorsWriter file(path, tensors);
         for (const std::string& b : bytes) file.write(b.data(), static_cast<int64_t>(b.size()));
         file.finish();
     }
@@ -37,9 +37,9 @@ TEST_CASE("Safetensors: reads back names, types, shapes, bytes and metadata") {
 TEST_CASE("SafetensorsWriter: leaves no file when it is not finished") {
     Folder folder;
     const std::string path = folder / "a.safetensors";
-    { SafetensorsWriter file(path, {{"x", "F32", {2}}}, {}); }
+    { SafetensorsWriter file(path, {{"x", "F32", {2}}}); }
     CHECK(!fs::exists(path));
-    SafetensorsWriter file(path, {{"x", "F32", {2}}}, {});
+    SafetensorsWriter file(path, {{"x", "F32", {2}}});
     CHECK_THROWS_AS(file.finish(), std::logic_error);
 }
 
