@@ -24,10 +24,11 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 struct Choice {
     const char *name, *about;
 };
+using Switch = bool Setup::*;  // a name of its own: nvcc writes the type with parentheses, a warning of GCC
 struct MemoryMode {
     const char* flag;
     bool changes_numbers;  // a checkpoint can only be resumed with the value that it was saved with
-    bool Setup::*setting;  // true is the first choice; null: the recipe's column `attention`
+    Switch setting;        // true is the first choice; null: the recipe's column `attention`
     std::vector<Choice> choices;
     bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }
     void choose(Setup& s, bool first) const {
