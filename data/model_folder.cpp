@@ -437,6 +437,9 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
 }  // namespace
 
 ModelConfig read_model_config(const std::string& folder) {
+    std::error_code ignored;  // also a link to itself is no folder
+    if (!fs::is_directory(folder, ignored))
+        throw Error(folder, " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
     std::vector<json> types;
     for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
