@@ -114,21 +114,18 @@ std::vector<Piece> pieces(const ModelConfig& c) {
 // config.json
 
 // Fields that change the arithmetic of a model, with the values that this program implements, if present.
-struct Implemented {
-    const char* field;
-    std::vector<json> values;
-};
-const std::vector<Implemented> LLAMA_IMPLEMENTED = {
+using Implemented = std::map<std::string, std::vector<json>>;
+const Implemented LLAMA_IMPLEMENTED = {
     {"hidden_act", {"silu", "swish"}}, {"attention_bias", {false}},   {"mlp_bias", {false}},
     {"partial_rotary_factor", {1.0}},  {"quantization_config", {}},
 };
-const std::vector<Implemented> GPT2_IMPLEMENTED = {
+const Implemented GPT2_IMPLEMENTED = {
     {"activation_function", {"gelu_new", "gelu_pytorch_tanh"}}, {"scale_attn_weights", {true}},
     {"scale_attn_by_inverse_layer_idx", {false}}, {"add_cross_attention", {false}},
     {"quantization_config", {}},
 };
 
-void require_implemented(const Fields& f, const std::vector<Implemented>& table) {
+void require_implemented(const Fields& f, const Implemented& table) {
     for (const auto& [field, values] : table) {
         if (!f.has(field) || std::count(values.begin(), values.end(), f.object[field])) continue;
         std::string known;
@@ -150,7 +147,7 @@ RopeScaling read_rope_scaling(const Fields& rope) {
     require_implemented(rope, {{"partial_rotary_factor", {1.0}}});
     const std::string field = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
     if (!rope.has(field)) return {};
-    require_implemented(rope, {{field.c_str(), {std::begin(ROPE_TYPES), std::end(ROPE_TYPES)}}});
+    require_implemented(rope, {{field, {std::begin(ROPE_TYPES), std::end(ROPE_TYPES)}}});
     RopeScaling s;
     while (rope.text(field) != ROPE_TYPES[s.type]) s.type = RopeScaling::Type(s.type + 1);
     if (s.type != RopeScaling::Default) s.factor = rope.positive("factor");
@@ -437,6 +434,9 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
 }  // namespace
 
 ModelConfig read_model_config(const std::string& folder) {
+    std::error_code ignored;  // also a link to itself is no folder
+    if (!fs::is_directory(folder, ignored))
+        throw Error(folder, " is not a folder; give a Hugging Face model folder.");
     const Fields f = read_json(path_in(folder, CONFIG_FILE));
     std::vector<json> types;
     for (const ConfigFormat& row : CONFIG_FORMATS) types.push_back(row.name);
