@@ -7,7 +7,7 @@
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
-# machine. OPT="-O2 -g" adds what debuggers and profilers need, in half as much time again.
+# machine. OPT="-O2 -g" adds what debuggers and profilers need; the build takes 1.5 times as long.
 
 CXX  ?= g++
 NVCC ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
@@ -18,7 +18,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell nproc)
 endif
 
-# Contraction (a * b + c as one instruction) stays on: without it the matrix products run at half the speed. The
+# Contraction (a * b + c as one instruction) stays on: without it the GEMMs run at half the speed. The
 # same binary gives the same bits every time; another compiler or processor may not. -ffast-math stays off: NaN
 # and infinity are part of the method. On the CPU, only the reference has long loops: it is compiled with -O3.
 CXXFLAGS  = -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
@@ -38,11 +38,11 @@ COAT_HEADERS += $(firstword $(wildcard $(CUDA)/include) $(wildcard /usr/include/
 endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)
-# FP8 arithmetic begins with compute capability 8.9; with an older GPU, or none, the program is built for Hopper
-# and says so when it runs. -O1 is for the code of the host, which launches kernels and computes nothing; nvcc
+# BF16 arithmetic begins with compute capability 8.0; with an older GPU, or none, the program is built for
+# Hopper. -O1 is for the code of the host, which launches kernels and computes nothing; nvcc
 # always optimizes kernels fully.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
-GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 89,$(FOUND_ARCH)),89,90a))
+GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 8%,$(FOUND_ARCH)),$(FOUND_ARCH),90a))
 NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end

@@ -474,9 +474,9 @@ struct ShardMode {
 inline const std::vector<ShardMode>& shard_modes() {
     static const std::vector<ShardMode> table = {
         {"none", "every GPU has all weights and moments, and updates all", Shard::None},
-        {"optimizer", "each GPU has and updates a part of moments and master weights (ZeRO-1)",
+        {"optimizer", "each GPU has and updates a part of moments and master weights (as ZeRO-2)",
          Shard::Optimizer},
-        {"all", "weights are sharded too, and gathered just before they are used (ZeRO-3)", Shard::All},
+        {"all", "weights are sharded too, and gathered just before they are used (as ZeRO-3)", Shard::All},
     };
     return table;
 }
