@@ -397,8 +397,7 @@ static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col
 // C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
 // the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
 template <class Real>
-void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C, bool accumulate) {
-    if (!accumulate) std::fill(C, C + M * N, Real(0));
+void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C) {
     for (int64_t k0 = 0; k0 < K; k0 += KC) {
         const int64_t depth = std::min(KC, K - k0);
         const auto a = pack(MR, A.data + k0 * A.col, A.row, A.col, M, depth);

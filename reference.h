@@ -100,12 +100,11 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // x, y: (N, C) row-major unless said otherwise. Backward functions add to parameter gradients and assign the
 // rest.
 
-// C (M, N) = A (M, K) B (K, N) (+ C if accumulate). Element (r, c) of an operand is data[r * row + c * col],
-// so a transpose costs nothing.
+// C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose costs
+// nothing.
 template <class Real> struct Matrix { const Real* data; int64_t row, col; };
 template <class Real>
-void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C,
-            bool accumulate = false);
+void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
 
 // RMSNorm: y = x / rms(x) * weight; bias and dbias are null. LayerNorm: y = (x - mean) / std * weight + bias.
 template <class Real>
