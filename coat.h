@@ -330,30 +330,25 @@ inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of FP32 logits fits
 
 // Throws Error if the shape is not supported, before anything is allocated.
 inline void validate(const ModelConfig& c) {
-    auto require = [&](bool ok, const std::string& what) {
-        if (!ok) throw Error("Model " + c.name + " is not supported: " + what + ".");
+    auto require = [&](bool ok, const auto&... what) {
+        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
-    auto text = [](int64_t n) { return std::to_string(n); };
-    require(c.L > 0 && c.C > 0 && c.NH > 0 && c.NKV > 0 && c.F > 0 && c.V > 0 && c.max_T > 0,
-            "layers, sizes, heads, vocabulary and positions must all be at least 1");
-    require(c.L <= 1 << 12 && c.C <= 1 << 14 && c.F <= 1 << 20 && c.NH <= 1 << 15 && c.NKV <= 1 << 15 &&
-                c.V <= MAX_VOCABULARY && c.max_T <= 1 << 21,
-            "a size is above the limit (layers 2^12, hidden size 2^14, heads 2^15, feed-forward size 2^20, "
-            "vocabulary 2^22, positions 2^21)");
+    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows.
+    const struct { const char* name; int64_t value, limit; } sizes[] = {
+        {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
+        {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
+        {"vocabulary", c.V, MAX_VOCABULARY}, {"number of positions", c.max_T, 1 << 21}};
+    for (const auto& [name, value, limit] : sizes)
+        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
-    require(c.C % side == 0 && c.F % side == 0,
-            "hidden size " + text(c.C) + " and feed-forward size " + text(c.F) + " must be multiples of " +
-                text(side) + ", as FP8 GEMMs and groups need");
+    require(c.C % side == 0 && c.F % side == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
+            " must be multiples of ", side, ", as FP8 GEMMs and groups need");
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
-    require(c.HS() % 8 == 0 && c.HS() <= 256,
-            "head size " + text(c.HS()) + " must be a multiple of 8 up to 256");
-    require(c.q_cols() <= 1 << 20, "heads x head size is " + text(c.q_cols()) + ", above the limit of 2^20");
+    require(c.HS() % 8 == 0 && c.HS() <= 256, "head size ", c.HS(), " must be a multiple of 8 up to 256");
+    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
     require(c.q_cols() % side == 0 && c.kv_cols() % side == 0,
-            "heads x head size must be a multiple of " + text(side) + ", as FP8 GEMMs and groups need");
+            "heads x head size must be a multiple of ", side, ", as FP8 GEMMs and groups need");
     require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
-    const double layer = double(c.C) * (2.0 * c.q_cols() + 2.0 * c.kv_cols() + 3.0 * c.F);
-    const double parameters = double(c.L) * layer + 2.0 * c.C * (double(c.V) + c.max_T);
-    require(parameters < 0x1p50, "it has more parameters than the limit of 2^50");
 }
 
 // -----------------------------------------------------------------------------------------------------------

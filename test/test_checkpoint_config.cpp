@@ -177,6 +177,10 @@ TEST_CASE("read_model_config: an unsupported config.json is rejected by the name
     auto read = [&] { read_model_config(folder.path.string()); };
     check_error(read, "hidden size 40", "multiples of 16, as FP8");
     f.config["hidden_size"] = 32;
+    f.config["num_hidden_layers"] = 5000;
+    write_file(path, f.config.dump());
+    check_error(read, "layers is 5000", "from 1 to 4096");
+    f.config["num_hidden_layers"] = 1;
     f.config["num_key_value_heads"] = 3;
     write_file(path, f.config.dump());
     check_error([&] { read_model_config(folder.path.string()); }, folder.path.string(), "heads");
