@@ -185,13 +185,10 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
     }
     // The first pass gives every block its scale. The second one writes the codes of x * (1 / s).
     const int64_t height = q.block_rows(), width = q.block_cols();
-    const int64_t across = quant.scale_cols(cols), blocks = quant.scales(rows, cols);
+    const int64_t across = quant.scale_cols(cols), blocks = scale ? 0 : quant.scales(rows, cols);
+    if (scale) put(quant.scale_format, q.scales.data(), 0, *scale);
 #pragma omp parallel for if (blocks > 1 && rows * cols > 1 << 14)
     for (int64_t b = 0; b < blocks; b++) {
-        if (scale) {  // a given scale needs no amax
-            put(quant.scale_format, q.scales.data(), b, *scale);
-            continue;
-        }
         const int64_t r0 = b / across * height, c0 = b % across * width;
         float largest = 0;
         for (int64_t r = r0; r < std::min(rows, r0 + height); r++)
@@ -713,10 +710,12 @@ public:
             index_[p.name] = weights.size();
             weights.emplace_back(p.size());
             gradients.emplace_back(p.size());
+            if (p.role.linear && recipe.scaling == Scaling::Delayed)
+                for (DelayedScale& d : delayed[index_[p.name]]) d.history.resize(recipe.history);
         }
-        for (const StateTensor& t : scaling_tensors(config, recipe))
-            for (DelayedScale& d : delayed[t.param]) d.history.resize(recipe.history);
     }
+
+    QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
 
     // Before a step, or a forward pass on its own.
     void begin() {
@@ -754,7 +753,7 @@ public:
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
         Tensor dhead(V * C), dy(N_ * C);
         matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weights[head()].data(), C, 1}, dy.data());
+        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weight(head()).data(), C, 1}, dy.data());
         add_gradient(head(), dhead);
         Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
         done("final_norm.weight");
@@ -766,8 +765,8 @@ public:
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
             if (!config.arch.rope) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T * C]);
         }
-        add_gradient(index("embedding"), dembedding);
-        if (!config.arch.rope) add_gradient(index("positions"), dpositions);
+        add_gradient("embedding", dembedding);
+        if (!config.arch.rope) add_gradient("positions", dpositions);
         done("embedding");
         return loss;
     }
@@ -776,7 +775,7 @@ public:
     Tensor head_forward(const Tensor& y) const {
         const int64_t rows = int64_t(y.size()) / config.C, V = config.padded_V(), C = config.C;
         Tensor logits(rows * V);
-        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weights[head()].data(), 1, C}, logits.data());
+        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
         return rounded(logits);
     }
 
@@ -811,8 +810,7 @@ private:
     size_t index(const std::string& name) const { return index_.at(name); }
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
-    size_t head() const { return index(config.tied ? "embedding" : "head"); }
-    QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
+    std::string head() const { return config.tied ? "embedding" : "head"; }
     void done(const std::string& name) const {  // with the bucket of this parameter
         if (bucket_done) bucket_done(params[index(name)].bucket);
     }
@@ -823,9 +821,10 @@ private:
         return z;
     }
     // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
-    void add_gradient(size_t i, const Tensor& contribution) {
-        gradients[i] = sum(gradients[i], contribution);
-        if (gradient_format(setup_) == recipe.compute) gradients[i] = rounded(gradients[i]);
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients[index(name)];
+        gradient = sum(gradient, contribution);
+        if (gradient_format(setup_) == recipe.compute) gradient = rounded(gradient);
     }
 
     // An FP8 code saturates and so hides an infinity: every tensor is checked before it is quantized to FP8.
@@ -895,12 +894,12 @@ private:
         if (!formats_.g.granularity.symmetric())  // its blocks run along the reduction: over tokens now
             g8 = linear_operand(LinearOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g8.data(), 1, out}, {x8.data(), in, 1}, dw.data());  // wgrad: dw = g^T x
-        add_gradient(i, dw);
+        add_gradient(name, dw);
         if (has_bias(name)) {  // sums g; with FP8 GEMMs dy itself, which is more precise than its codes
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g8;
             for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
-            add_gradient(index(name + ".bias"), dbias);
+            add_gradient(name + ".bias", dbias);
         }
         return rounded(dx);
     }
@@ -910,8 +909,8 @@ private:
         norm_backward<Real>(config.arch.rms, Real(config.norm_eps), N_, config.C, x.data(),
                             weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
                             dbias.data());
-        add_gradient(index(name + ".weight"), dweight);
-        if (!config.arch.rms) add_gradient(index(name + ".bias"), dbias);
+        add_gradient(name + ".weight", dweight);
+        if (!config.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
     }
 
@@ -1052,7 +1051,7 @@ public:
             if (skipped) return;
             for (size_t i : parameters_of(bucket)) {
                 const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
-                update(states_[i], i, f, rounding_key(setup_.seed, adamw.step), nullptr);
+                update(states_[i], i, f, rounding_key(setup_.seed, adamw.step));
                 refresh(i);
             }
         };
@@ -1112,7 +1111,7 @@ public:
                 State s = states_[i];
                 report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
                 report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-                update(s, i, adamw_factors({1, 0.0f}, false, 0), 0, report.kinds);
+                update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
             }
             if (!setup_.keep_gradients) clear_gradients(bucket);
         };
@@ -1237,15 +1236,15 @@ private:
 
     // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
     // the parameter, or a copy.
-    void update(State& s, size_t i, const AdamWFactors& f, uint64_t key, QuantStats* stats) const {
+    void update(State& s, size_t i, const AdamWFactors& f, uint64_t key) const {
         const auto [first, n] = kept_state(setup_, params[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(f, n, gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), false, stats ? stats + int(Kind::Moment1) : nullptr);
-        s.v.store(v.data(), setup_.optimizer.keep_positive, stats ? stats + int(Kind::Moment2) : nullptr);
+        s.m.store(m.data(), false, stats_of(Kind::Moment1));
+        s.v.store(v.data(), setup_.optimizer.keep_positive, stats_of(Kind::Moment2));
         for (int64_t e = 0, at = first; e < n; e++, at++)
             if (setup_.master) split_master(master[e], &s.weight[at], &s.remainder[at]);
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
