@@ -121,15 +121,6 @@ struct Quant {
     }
 };
 
-// A quantized tensor: value(r, c) = codes(r, c) * the scale of its block. GPU operators take these views.
-// Moments have (max, k) in place of a scale (reference.h).
-struct QuantizedView {
-    void* codes;   // (rows, cols) of quant.format
-    void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
-    int64_t rows, cols;
-    Quant quant;
-};
-
 // -----------------------------------------------------------------------------------------------------------
 // Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table, never a branch
 // in the code. A combination that a GPU does not support is an error (plan.cpp, validate).

@@ -23,12 +23,12 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---
-// A QuantizedView that owns its memory. In F32 and BF16 the codes are the values, and there are no scales.
+// A tensor (rows, cols): value(r, c) = codes(r, c) * the scale of its block. In F32 and BF16 the codes are the
+// values, and there are no scales.
 struct Quantized {
     std::vector<uint8_t> codes, scales;
     int64_t rows = 0, cols = 0;
     Quant quant{Format::F32};
-    QuantizedView view() { return {codes.data(), scales.data(), rows, cols, quant}; }
     // The elements of a block share a scale. A granularity of 0 means all rows or columns.
     int64_t block_rows() const { return quant.granularity.rows ? quant.granularity.rows : rows; }
     int64_t block_cols() const { return quant.granularity.cols ? quant.granularity.cols : cols; }

@@ -20,7 +20,14 @@
 
 namespace coat::gpu {
 
-using View = QuantizedView;  // a tensor on the GPU; null codes mean "no tensor" (but see Operand)
+// A tensor on the GPU: value(r, c) = codes(r, c) * the scale of its block. Null codes mean "no tensor" (but
+// see Operand).
+struct View {
+    void* codes;   // (rows, cols) of quant.format
+    void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
+    int64_t rows, cols;
+    Quant quant;
+};
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
 // GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
