@@ -398,8 +398,7 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     const double max = info(f).max;
     const float log_max = static_cast<float>(std::log2(max)),
                 log_range = static_cast<float>(std::log2(max / info(f).min));
-    return {f == Format::E5M2, o.expands(f),  o.granularity == PER_TENSOR, o.keep_positive,
-            info(f).max,       log_max,       log_range};
+    return {f == Format::E5M2, o.expands(f), o.group == 0, o.keep_positive, info(f).max, log_max, log_range};
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
@@ -889,7 +888,7 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
 template <class W>
 void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
     const int64_t sms = multiprocessors();
-    const bool measures = !a.state, per_tensor = optimizer.granularity == PER_TENSOR;
+    const bool measures = !a.state, per_tensor = optimizer.group == 0;
     const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
     if (!measures || per_tensor) next_maxima(a, false, s);
     if (a.groups == 0) return;
@@ -929,7 +928,7 @@ void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments argu
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
-    const bool per_tensor = optimizer.granularity == PER_TENSOR;
+    const bool per_tensor = optimizer.group == 0;
     require(format == Format::F32 || format == w.format,
             "gradients are FP32, or in the format of the weights");
     require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,

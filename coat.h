@@ -200,22 +200,20 @@ inline const std::vector<Accumulation>& accumulations() {
 }
 
 // The optimizer's moments (paper section 4). FP8 moments have one scale for a group of 128 consecutive
-// elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313). The granularity sees a parameter as a
-// matrix of one row.
+// elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313).
 inline constexpr int MOMENT_GROUP = 128;
-inline constexpr Granularity PER_MOMENT_GROUP{1, MOMENT_GROUP};
 
 struct OptimizerFormat {
     const char* name;
     Format m, v;
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
-    Granularity granularity = PER_MOMENT_GROUP;
+    int64_t group = MOMENT_GROUP;  // elements that share a scale; 0: all of the tensor
     bool keep_positive = true;  // no positive second moment is rounded to zero
 
     bool expands(Format f) const { return expand && is_fp8(f); }
     int64_t scales(Format f, int64_t n) const {  // of n elements
-        return is_scaled(f) ? Quant{f, granularity}.scale_cols(n) : 0;
+        return !is_scaled(f) ? 0 : group ? ceil_div(n, group) : 1;
     }
 };
 
@@ -224,7 +222,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
         {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
-         PER_TENSOR, false},
+         0, false},
         {"bf16", Format::BF16, Format::BF16, false, "BF16 moments"},
         {"fp32", Format::F32, Format::F32, false, "FP32 moments"},
     };
@@ -582,7 +580,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
         if (s.master) table.push_back({p.name + ".remainder", "I16", 2, {p.rows, p.cols}, i});
         for (const auto& [moment, wanted] : {std::pair{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment(wanted);
-            const int64_t scales = s.optimizer.scales(f, p.size()), per = s.optimizer.granularity.cols;
+            const int64_t scales = s.optimizer.scales(f, p.size()), per = s.optimizer.group;
             table.push_back({p.name + moment, info(f).safetensors, info(f).bytes, {p.rows, p.cols}, i});
             if (scales) table.push_back({p.name + moment + ".max", "F32", 4, {scales}, i, per});
             if (s.optimizer.expands(f)) table.push_back({p.name + moment + ".k", "F32", 4, {scales}, i, per});

@@ -124,7 +124,7 @@ void validate(const Setup& s) {
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
-    if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.granularity == PER_TENSOR)
+    if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.group == 0)
         throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, which --shard cannot share "
                     "out; use --shard none, or another --optimizer.");
 }
@@ -176,7 +176,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     };
     if (!c.arch.rope) table.erase(table.begin() + 3);
     const OptimizerFormat& o = s.optimizer;
-    const std::string of = o.granularity == PER_TENSOR ? "tensor" : "group of 128";
+    const std::string of = o.group == 0 ? "tensor" : "group of 128";
     for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
         const std::string scales = (o.expands(f) ? "fp32 max and k per " : "fp32 max per ") + of;
         table.push_back({"update", name, info(f).name, none, info(f).name, is_scaled(f) ? scales : none});
@@ -334,7 +334,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
     auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
-                                      s.optimizer.granularity == PER_TENSOR ? " per tensor" : " per group");
+                                      s.optimizer.group == 0 ? " per tensor" : " per group");
     const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
     const int64_t weights = kept_elements(s, kept_weight) * info(compute).bytes,
                   gradients = gradient_elements(s) * gradient_bytes(s);
@@ -650,7 +650,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     for (const auto& [places, wanted] : moments)
         for (const Param& p : params)
             places->push_back({take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
-    const int64_t first_scale = end, copies = o.granularity == PER_TENSOR ? 2 : 1;
+    const int64_t first_scale = end, copies = o.group == 0 ? 2 : 1;
     for (const auto& [places, wanted] : moments)
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
@@ -825,7 +825,7 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 
 // Each why_unsupported() returns the problem, then a remedy; "" if there is no problem.
 std::string why_unsupported(const OptimizerFormat& o) {
-    const bool per_tensor = o.granularity == PER_TENSOR;
+    const bool per_tensor = o.group == 0;
     for (auto [flag, format] : {std::pair{"--m-format ", o.m}, {"--v-format ", o.v}}) {
         if (format == Format::F16 && !per_tensor)
             return concat(flag, info(format).name, " in groups of 128 is supported only on the CPU; use "

@@ -295,22 +295,19 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-void Moment::init(Format f, bool expansion, int64_t count, Granularity g) {
-    format = f, granularity = g, n = count;
+void Moment::init(Format f, bool expansion, int64_t count, int64_t group_size) {
+    format = f, n = count, group = group_size;
     expand = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
-    max.assign(is_scaled(f) ? Quant{f, g}.scale_cols(n) : 0, 0.0f);
+    max.assign(!is_scaled(f) ? 0 : group ? ceil_div(n, group) : 1, 0.0f);
     k.assign(expand ? max.size() : 0, 1.0f);
 }
-
-// Elements that share (max, k): 128, or all of them.
-int64_t Moment::group_size() const { return granularity.cols ? granularity.cols : std::max<int64_t>(n, 1); }
 
 // Dequantizes one element. FP32 and BF16 have no scale.
 float Moment::value(int64_t i) const {
     const float y = get(format, codes.data(), i);
     if (!is_scaled(format)) return y;
-    const int64_t g = i / group_size();
+    const int64_t g = group ? i / group : 0;
     if (expand) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * scale_of({format}, max[g]);
 }
@@ -323,11 +320,11 @@ void Moment::load(float* x) const {
 // Quantizes: each group gets its max and k, then its codes (equation 4). A group that is not expanded is
 // divided by its scale; FP32 and BF16 are stored as they are. The groups are independent.
 void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
-    const int64_t group = group_size();
     const bool scaled = is_scaled(format);
+    const int64_t size = group ? group : std::max<int64_t>(n, 1);  // of a group
 #pragma omp parallel for if (n > 1 << 14)
-    for (int64_t first = 0; first < n; first += group) {
-        const int64_t g = first / group, last = std::min(n, first + group);
+    for (int64_t first = 0; first < n; first += size) {
+        const int64_t g = first / size, last = std::min(n, first + size);
         float largest = 0, smallest = INFINITY;  // of the magnitudes that are not zero
         for (int64_t i = first; i < last; i++) {
             largest = std::max(largest, std::abs(x[i]));
@@ -1014,8 +1011,8 @@ public:
             const OptimizerFormat& o = setup.optimizer;
             const int64_t live = live_elements(setup.config, p), kept = kept_state(setup, p).count;
             State& s = states_[i];
-            s.m.init(p.moment(o.m), o.expand, kept, o.granularity);
-            s.v.init(p.moment(o.v), o.expand, kept, o.granularity);
+            s.m.init(p.moment(o.m), o.expand, kept, o.group);
+            s.v.init(p.moment(o.v), o.expand, kept, o.group);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float first = initial(p.init_std, p.role.weight, live, setup.seed, i, e);

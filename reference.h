@@ -23,8 +23,8 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---
-// A tensor (rows, cols): value(r, c) = codes(r, c) * the scale of its block. In F32 and BF16 the codes are the
-// values, and there are no scales.
+// A tensor (rows, cols): value(r, c) = codes(r, c) * the scale of its block. In F32 and BF16 the codes are
+// the values, and there are no scales.
 struct Quantized {
     std::vector<uint8_t> codes, scales;
     int64_t rows = 0, cols = 0;
@@ -66,25 +66,23 @@ float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)
 
-// One moment of one parameter, in any format. MOMENT_GROUP consecutive elements share (max, k); the last
-// group may be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
+// One moment of one parameter, in any format. `group` consecutive elements share (max, k); the last group may
+// be short. FP8-LM has a single group, the whole tensor. A group of zeros has max = 0 and k = 1.
 //   expanded:  code = encode(expand(x)),  x = contract(decode(code))
 //   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::F32;
-    Granularity granularity = PER_MOMENT_GROUP;
     bool expand = false;
-    int64_t n = 0;
+    int64_t n = 0, group = MOMENT_GROUP;  // group 0: all n elements
     std::vector<uint8_t> codes;  // n elements of format
     std::vector<float> max, k;   // one for each group; empty if the format has no scales
-    void init(Format f, bool expansion, int64_t count, Granularity g = PER_MOMENT_GROUP);  // all zero
+    void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
     // Dequantizes or quantizes all elements. keep_positive is for second moments: a positive value gets at
     // least the smallest code, because a zero there makes the update explode.
     void load(float* x) const;
     void store(const float* x, bool keep_positive, QuantStats* stats = nullptr);
 
 private:
-    int64_t group_size() const;
     float value(int64_t i) const;
 };
 
@@ -100,8 +98,8 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 // x, y: (N, C) row-major unless said otherwise. Backward functions add to parameter gradients and assign the
 // rest.
 
-// C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose costs
-// nothing.
+// C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose
+// costs nothing.
 template <class Real> struct Matrix { const Real* data; int64_t row, col; };
 template <class Real>
 void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);

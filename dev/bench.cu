@@ -594,9 +594,8 @@ private:
 
         const double count = static_cast<double>(total) / static_cast<double>(n);
         auto state_bytes = [&](Format f) {
-            return info(f).bytes + (is_scaled(f) && o.granularity == PER_MOMENT_GROUP
-                                        ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP
-                                        : 0);
+            const double scales = is_scaled(f) && o.group ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP : 0;
+            return info(f).bytes + scales;
         };
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;

@@ -32,9 +32,9 @@ struct DeviceMoment {
     DeviceMoment(const reference::Moment& m, int64_t padded)
         : codes(padded * info(m.format).bytes),
           // With one scale per tensor, a second element receives the maximum of the new moment.
-          max(static_cast<int64_t>(m.max.size()) * (m.granularity == PER_TENSOR ? 2 : 1)),
+          max(static_cast<int64_t>(m.max.size()) * (m.group == 0 ? 2 : 1)),
           k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand),
-          per_tensor(m.granularity == PER_TENSOR) {
+          per_tensor(m.group == 0) {
         codes.zero();
         codes.write(m.codes);
         max.write(m.max);
@@ -68,7 +68,7 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
     }
     const double fmax = info(m.format).max, range = std::log2(fmax / info(m.format).min);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t g = m.granularity == PER_TENSOR ? 0 : i / MOMENT_GROUP;
+        const int64_t g = m.group == 0 ? 0 : i / MOMENT_GROUP;
         const double k = m.expand ? m.k[g] : 1, code = decode_any(m.format, code_at(m.format, m.codes, i));
         const double magnitude = m.max[g] * std::pow(std::abs(code) / fmax, 1 / k);
         x[i] = code == 0 || m.max[g] == 0 ? 0.0 : std::copysign(magnitude, code);
@@ -170,10 +170,10 @@ inline const OptimizerFormat OPTIMIZERS[] = {
     {"e5m2 and e4m3", Format::E5M2, Format::E4M3, false, ""},
     {"e5m2, expanded", Format::E5M2, Format::E5M2, true, ""},
     {"bf16", Format::BF16, Format::BF16, false, ""},
-    {"fp8lm", Format::E4M3, Format::F16, false, "", PER_TENSOR, false},
-    {"per-tensor e5m2 and e4m3", Format::E5M2, Format::E4M3, false, "", PER_TENSOR, false},
-    {"per-tensor fp16, and fp32", Format::F16, Format::F32, false, "", PER_TENSOR, false},
-    {"bf16, and per-tensor fp16", Format::BF16, Format::F16, false, "", PER_TENSOR, false},
+    {"fp8lm", Format::E4M3, Format::F16, false, "", 0, false},
+    {"per-tensor e5m2 and e4m3", Format::E5M2, Format::E4M3, false, "", 0, false},
+    {"per-tensor fp16, and fp32", Format::F16, Format::F32, false, "", 0, false},
+    {"bf16, and per-tensor fp16", Format::BF16, Format::F16, false, "", 0, false},
     {"fp32", Format::F32, Format::F32, false, ""},
     {"fp32, and expanded e4m3", Format::F32, Format::E4M3, true, ""},
     {"expanded e4m3, and bf16", Format::E4M3, Format::BF16, true, ""},
@@ -200,8 +200,8 @@ struct AdamRun {
         for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
             HostParam p{size, total, size % 3 != 0, o.m, o.v, {}, {}};
             if (size == 130 || size == 127) p.m_format = p.v_format = Format::F32;  // as for norm weights
-            p.m.init(p.m_format, o.expand, size, o.granularity);
-            p.v.init(p.v_format, o.expand, size, o.granularity);
+            p.m.init(p.m_format, o.expand, size, o.group);
+            p.v.init(p.v_format, o.expand, size, o.group);
             if (old_state) {
                 Floats m(size), v(size);
                 for (int64_t i = 0; i < size; i++) {

@@ -38,7 +38,7 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
                     const DeviceMoment& got = second ? *r.v[i] : *r.m[i];
                     if (!is_scaled(got.format)) continue;
                     reference::Moment expected;
-                    expected.init(got.format, o.expand, p.size, o.granularity);
+                    expected.init(got.format, o.expand, p.size, o.group);
                     expected.store(second ? square.data() : g, second && o.keep_positive);
                     const Bytes codes = got.codes.read();
                     const Floats max = got.maxima(), k = o.expand ? got.k.read() : Floats(max.size(), 1.0f);

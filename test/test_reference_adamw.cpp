@@ -41,8 +41,8 @@ struct State {
 
     State(const OptimizerFormat& o, const std::vector<float>& start)
         : weight(start.size()), remainder(start.size()), keep_positive(o.keep_positive) {
-        m.init(o.m, o.expand, int64_t(start.size()), o.granularity);
-        v.init(o.v, o.expand, int64_t(start.size()), o.granularity);
+        m.init(o.m, o.expand, int64_t(start.size()), o.group);
+        v.init(o.v, o.expand, int64_t(start.size()), o.group);
         put(start);
     }
     void put(const std::vector<float>& w) {
@@ -80,7 +80,7 @@ const std::vector<OptimizerFormat>& optimizer_rows() {  // those of the table, a
         r.push_back({"coat, E5M2", Format::E4M3, Format::E5M2, true, ""});
         r.push_back({"fp8, E5M2", Format::E4M3, Format::E5M2, false, ""});
         r.push_back({"coat, FP16", Format::E4M3, Format::F16, true, ""});
-        r.push_back({"fp8lm, FP16 both", Format::F16, Format::F16, false, "", PER_TENSOR, false});
+        r.push_back({"fp8lm, FP16 both", Format::F16, Format::F16, false, "", 0, false});
         return r;
     }();
     return rows;

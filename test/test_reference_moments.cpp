@@ -48,7 +48,7 @@ namespace {
 // A moment of FP8-LM: one scale for all elements, value = code * max / FMAX.
 Moment per_tensor(Format f, bool positive, const std::vector<float>& x, QuantStats* stats = nullptr) {
     Moment moment;
-    moment.init(f, false, int64_t(x.size()), PER_TENSOR);
+    moment.init(f, false, int64_t(x.size()), 0);
     moment.store(x.data(), positive, stats);
     return moment;
 }
@@ -100,7 +100,7 @@ TEST_CASE("Moment: per-tensor scaling starts at zero, and stores its own values 
         for (bool positive : {false, true}) {
             const Moment whole = per_tensor(f, positive, x);
             Moment zero;
-            zero.init(f, false, n, PER_TENSOR);
+            zero.init(f, false, n, 0);
             CHECK(norm(loaded(zero, x.size())) == 0);
             const std::vector<float> values = loaded(whole, x.size());
             const Moment again = per_tensor(f, positive, values);

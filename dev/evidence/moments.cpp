@@ -99,7 +99,7 @@ std::vector<Moments> read(const std::string& checkpoint, const ModelConfig& conf
 
 void through(const Coding& c, bool second, int group, const float* x, int64_t n, float* out) {
     reference::Moment moment;
-    moment.init(c.format, c.expand, n, {1, group});
+    moment.init(c.format, c.expand, n, group);
     moment.store(x, second);
     moment.load(out);
 }
