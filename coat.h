@@ -190,14 +190,11 @@ struct Accumulation {
     bool fast[3];  // as Recipe::fast_accumulation
     const char* about;
 };
-inline const std::vector<Accumulation>& accumulations() {
-    static const std::vector<Accumulation> table = {
-        {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
-        {"exact", {false, false, false}, "exact in all GEMMs"},
-        {"fast", {true, true, true}, "fast in all GEMMs"},
-    };
-    return table;
-}
+inline constexpr Accumulation ACCUMULATIONS[] = {
+    {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
+    {"exact", {false, false, false}, "exact in all GEMMs"},
+    {"fast", {true, true, true}, "fast in all GEMMs"},
+};
 
 // The optimizer's moments (paper section 4). FP8 moments have one scale for a group of 128 consecutive
 // elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313).
@@ -209,7 +206,7 @@ struct OptimizerFormat {
     bool expand;  // dynamic range expansion, for FP8 moments
     const char* about;
     int64_t group = MOMENT_GROUP;  // elements that share a scale; 0: all of the tensor
-    bool keep_positive = true;  // no positive second moment is rounded to zero
+    bool keep_positive = true;     // no positive second moment is rounded to zero
 
     bool expands(Format f) const { return expand && is_fp8(f); }
     int64_t scales(Format f, int64_t n) const {  // of n elements
@@ -453,17 +450,12 @@ COAT_HD inline float initial(float std, bool weight, int64_t live, uint64_t seed
 enum class Shard : uint8_t { None, Optimizer, All };
 struct ShardMode {
     const char *name, *about;
-    Shard shard;
 };
-inline const std::vector<ShardMode>& shard_modes() {
-    static const std::vector<ShardMode> table = {
-        {"none", "every GPU has all weights and moments, and updates all", Shard::None},
-        {"optimizer", "each GPU has and updates a part of moments and master weights (as ZeRO-2)",
-         Shard::Optimizer},
-        {"all", "weights are sharded too, and gathered just before they are used (as ZeRO-3)", Shard::All},
-    };
-    return table;
-}
+inline constexpr ShardMode SHARD_MODES[] = {  // by Shard
+    {"none", "every GPU has all weights and moments, and updates all"},
+    {"optimizer", "each GPU has and updates a part of moments and master weights (as ZeRO-2)"},
+    {"all", "weights are sharded too, and gathered just before they are used (as ZeRO-3)"},
+};
 
 class Ranks;  // ranks.h: the processes of a run, and how they exchange bytes
 

@@ -208,11 +208,11 @@ void print_help() {
     for (const ModelConfig& c : models())
         std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
                     c.L, c.C, c.max_T);
-    print_choices("shard", shard_modes());
+    print_choices("shard", SHARD_MODES);
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
-    print_choices("accumulation", accumulations());
+    print_choices("accumulation", ACCUMULATIONS);
     print_choices("schedule", schedules());
 }
 

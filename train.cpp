@@ -118,17 +118,17 @@ void choose_rows(Flags& flags, Setup& setup) {
     }
     bool* const fast = setup.recipe.fast_accumulation;
     if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
-        for (const Accumulation& row : accumulations())
+        for (const Accumulation& row : ACCUMULATIONS)
             if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
     } else {
-        const Accumulation& row = find_row(accumulations(), flags.text("accumulation"), "--accumulation");
+        const Accumulation& row = find_row(ACCUMULATIONS, flags.text("accumulation"), "--accumulation");
         std::copy(row.fast, row.fast + 3, fast);
     }
     for (const MemoryMode& mode : memory_modes()) {
         const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
-    setup.shard = find_row(shard_modes(), flags.text("shard"), "--shard").shard;
+    setup.shard = Shard(&find_row(SHARD_MODES, flags.text("shard"), "--shard") - SHARD_MODES);
     find_row(schedules(), flags.text("schedule"), "--schedule");
 }
 
