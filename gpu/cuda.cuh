@@ -1,5 +1,5 @@
 // gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, pinned memory, recorded
-// graphs.
+// graphs; and functions of the driver.
 #pragma once
 #include "tensor.cuh"
 
@@ -77,6 +77,16 @@ public:
     T* get() const { return static_cast<T*>(handle); }
     T* operator->() const { return get(); }
 };
+
+// A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.
+template <class F>
+F driver_function(const char* name) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
+          "Asking the driver for a function failed");
+    return reinterpret_cast<F>(function);
+}
 
 inline void clear(void* p, int64_t bytes, cudaStream_t s) {
     check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed");
