@@ -4,7 +4,7 @@
 //   ready    "my places for exchange n are free"       the receiver sets it at the sender
 //   arrived  "what I send in exchange n is there"      the sender sets it at the receiver
 // Streams set flags and wait for them by themselves (the driver's stream memory operations).
-#include <dlfcn.h>
+#include <cuda.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -15,22 +15,10 @@
 #include <random>
 
 #include "comm.cuh"
+#include "cuda.cuh"
 
 namespace coat::gpu {
 namespace {
-
-// cuStreamWriteValue32 and cuStreamWaitValue32 of the driver's interface.
-struct StreamFlags {
-    using Operation = int (*)(cudaStream_t, uint64_t address, uint32_t value, unsigned flags);
-    Operation write = nullptr, wait = nullptr;  // wait: until the flag is at least the value (flags 0)
-
-    StreamFlags() {
-        void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-        if (!driver) return;
-        write = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWriteValue32_v2"));
-        wait = reinterpret_cast<Operation>(dlsym(driver, "cuStreamWaitValue32_v2"));
-    }
-};
 
 // What a rank tells the others, so that they can map its memory.
 struct Address {
@@ -76,7 +64,7 @@ public:
         memory_ = static_cast<uint8_t*>(memory);
         const Address mine = address_of(memory_, flags_);
         const std::vector<Address> addresses = group_.all_gather(mine);
-        bool mapped = stream_.write && stream_.wait && mine.machine[0];
+        bool mapped = write_ && wait_ && mine.machine[0];
         for (int r = 0; r < ranks_ && mapped; r++)
             mapped = r == group_.rank() ||
                      (!std::strcmp(addresses[r].machine, mine.machine) && map(addresses[r], mine, peers_[r]));
@@ -91,18 +79,18 @@ public:
         const std::vector<uint8_t*>& places = places_of(key, transfers);
         const int me = group_.rank();
         number_++;
-        for (int i = 1; i < ranks_; i++) flag(stream_.write, peers_[(me + i) % ranks_].flags + me, s);
+        for (int i = 1; i < ranks_; i++) flag(write_, peers_[(me + i) % ranks_].flags + me, s);
         for (int i = 1; i < ranks_; i++) {  // each rank begins with another one
             const int to = (me + i) % ranks_;
-            flag(stream_.wait, flags_ + to, s);
+            flag(wait_, flags_ + to, s);
             for (size_t t = 0; t < transfers.size(); t++)
                 if (transfers[t].rank == to && transfers[t].send_bytes)
                     check(cudaMemcpyAsync(places[t], transfers[t].send, transfers[t].send_bytes,
                                           cudaMemcpyDeviceToDevice, s),
                           "Copying to another GPU failed");
-            flag(stream_.write, peers_[to].flags + ranks_ + me, s);
+            flag(write_, peers_[to].flags + ranks_ + me, s);
         }
-        for (int i = 1; i < ranks_; i++) flag(stream_.wait, flags_ + ranks_ + (me + i) % ranks_, s);
+        for (int i = 1; i < ranks_; i++) flag(wait_, flags_ + ranks_ + (me + i) % ranks_, s);
     }
 
 private:
@@ -117,7 +105,10 @@ private:
     uint8_t* memory_ = nullptr;
     uint32_t* flags_ = nullptr;
     uint32_t number_ = 0;  // of the exchange; flags only grow
-    const StreamFlags stream_{};
+    // Sets a flag; waits until a flag is at least the value (with the option 0).
+    using StreamFlag = decltype(&cuStreamWriteValue32);
+    const StreamFlag write_ = driver_function<StreamFlag>("cuStreamWriteValue32");
+    const StreamFlag wait_ = driver_function<StreamFlag>("cuStreamWaitValue32");
     struct Places {
         std::vector<int64_t> receives;  // offsets here
         std::vector<uint8_t*> sends;    // addresses in the others' memory
@@ -140,8 +131,8 @@ private:
         if (!peer.mapped) cudaIpcCloseMemHandle(peer.memory);
         return peer.mapped;
     }
-    void flag(StreamFlags::Operation operation, uint32_t* at, cudaStream_t s) const {
-        if (operation(s, reinterpret_cast<uint64_t>(at), number_, 0) != 0)
+    void flag(StreamFlag operation, uint32_t* at, cudaStream_t s) const {
+        if (operation(s, reinterpret_cast<CUdeviceptr>(at), number_, 0) != CUDA_SUCCESS)
             throw Error("The GPUs cannot signal each other; set COAT_NCCL=libnccl.so.2 to use NCCL instead.");
     }
     // Where each transfer's bytes go in the other's memory. It tells us the first time that a key is used.

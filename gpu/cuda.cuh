@@ -1,5 +1,5 @@
 // gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, pinned memory, recorded
-// graphs.
+// graphs; and functions of the driver.
 #pragma once
 #include "tensor.cuh"
 
@@ -7,38 +7,36 @@ namespace coat::gpu {
 
 // A handle of CUDA's that `destroy` gives back. (Given back when null, it would leave an error behind.)
 template <class T, cudaError_t (*destroy)(T)>
-class Owned {
-public:
+struct Owned {
+    T handle = nullptr;
+
     Owned() = default;
     ~Owned() {
-        if (handle_) destroy(handle_);
+        if (handle) destroy(handle);
     }
     Owned(const Owned&) = delete;
     Owned& operator=(const Owned&) = delete;
-
-protected:
-    T handle_ = nullptr;
 };
 
 class Stream : Owned<cudaStream_t, cudaStreamDestroy> {
 public:
     Stream() {
-        check(cudaStreamCreateWithFlags(&handle_, cudaStreamNonBlocking), "Creating a CUDA stream failed");
+        check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "Creating a CUDA stream failed");
     }
-    operator cudaStream_t() const { return handle_; }
-    void wait() const { check(cudaStreamSynchronize(handle_), "The GPU failed"); }
+    operator cudaStream_t() const { return handle; }
+    void wait() const { check(cudaStreamSynchronize(handle), "The GPU failed"); }
 };
 
 // A point in a stream that another stream can wait for.
 class Event : Owned<cudaEvent_t, cudaEventDestroy> {
 public:
     Event() {
-        check(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming), "Creating a CUDA event failed");
+        check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "Creating a CUDA event failed");
     }
-    void record(cudaStream_t s) { check(cudaEventRecord(handle_, s), "Recording a CUDA event failed"); }
+    void record(cudaStream_t s) { check(cudaEventRecord(handle, s), "Recording a CUDA event failed"); }
     // What is launched on s from now on waits for the point; not at all if none has been recorded.
     void make_wait(cudaStream_t s) const {
-        check(cudaStreamWaitEvent(s, handle_, 0), "Waiting for a CUDA event failed");
+        check(cudaStreamWaitEvent(s, handle, 0), "Waiting for a CUDA event failed");
     }
 };
 
@@ -48,57 +46,47 @@ class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work>
     void run(cudaStream_t s, Work work) {
-        if (!handle_) record(s, work);
-        check(cudaGraphLaunch(handle_, s), "Launching a CUDA graph failed");
+        if (!handle) record(s, work);
+        check(cudaGraphLaunch(handle, s), "Launching a CUDA graph failed");
     }
 
 private:
-    struct Capture : Owned<cudaGraph_t, cudaGraphDestroy> {  // ends also when an exception leaves its scope
-        const cudaStream_t stream;
-        bool open = true;
-
-        explicit Capture(cudaStream_t s) : stream(s) {
-            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
-                  "Recording a CUDA graph failed");
-        }
-        ~Capture() {
-            if (!open) return;
-            cudaStreamEndCapture(stream, &handle_);
-            cudaGetLastError();  // an exception is on its way already
-        }
-        cudaGraph_t end() {
-            open = false;
-            check(cudaStreamEndCapture(stream, &handle_), "Recording a CUDA graph failed");
-            return handle_;
-        }
-    };
-
     template <class Work>
     void record(cudaStream_t s, Work work) {
-        Capture capture(s);
-        work();
-        check(cudaGraphInstantiate(&handle_, capture.end(), 0), "Making a CUDA graph failed");
+        Owned<cudaGraph_t, cudaGraphDestroy> graph;
+        check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
+        try {
+            work();
+        } catch (...) {
+            cudaStreamEndCapture(s, &graph.handle);
+            cudaGetLastError();  // the exception says what has failed
+            throw;
+        }
+        check(cudaStreamEndCapture(s, &graph.handle), "Recording a CUDA graph failed");
+        check(cudaGraphInstantiate(&handle, graph.handle, 0), "Making a CUDA graph failed");
     }
 };
 
 // Host memory that the GPU can copy from and to without waiting.
 template <class T>
-class Pinned {
+class Pinned : Owned<void*, cudaFreeHost> {
 public:
     explicit Pinned(int64_t n) {
-        T* p = nullptr;
-        check(cudaMallocHost(&p, n * sizeof(T)), "Allocating pinned memory failed");
-        data_.reset(p);
+        check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
     }
-    T* get() const { return data_.get(); }
-    T* operator->() const { return data_.get(); }
-
-private:
-    struct Free {
-        void operator()(T* p) const { cudaFreeHost(p); }
-    };
-    std::unique_ptr<T, Free> data_;
+    T* get() const { return static_cast<T*>(handle); }
+    T* operator->() const { return get(); }
 };
+
+// A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.
+template <class F>
+F driver_function(const char* name) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
+          "Asking the driver for a function failed");
+    return reinterpret_cast<F>(function);
+}
 
 inline void clear(void* p, int64_t bytes, cudaStream_t s) {
     check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed");
