@@ -328,7 +328,7 @@ def gap():
          *(f"steps {end - tenth} to {end}" for end in ends), "tokens/s"],
         [[name, f"`{rows[name]['flags']}`", *(minus_bf16(rows, name, end) for end in ends),
           f"{rows[name]['tokens_per_second']:,.0f}"] for name in variants])
-    to_the_end = ("te", "coat", "coat-e4m3", "coat-e4m3 exact", "coat-down-e4m3")
+    to_the_end = ("te", "coat", "coat-e4m3", "coat-forward-e4m3", "coat-e4m3 exact", "coat-down-e4m3")
     pairs = [(recipe, seed, rows[f"{recipe} seed {seed}"], rows[f"bf16 seed {seed}"])
              for recipe in to_the_end for seed in (2, 3, 4) if f"{recipe} seed {seed}" in rows]
     return lines + paired(pairs, 10)
