@@ -892,7 +892,11 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
-        for (int p = 0; p < PLANES; p++) to[p].store(row_offset(i, PLANES * x.width), v[p], live);
+        for (int p = 0; p < PLANES; p++) {
+            Values saved;
+            for (int j = 0; j < CHUNK; j++) saved[j] = v[p][j];
+            to[p].store(row_offset(i, PLANES * x.width), saved, live);
+        }
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
     });

@@ -175,6 +175,8 @@ inline const std::vector<Recipe>& recipes() {
          "BF16 tensors, FP32 accumulation"},
         {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
+        {"coat-forward-e4m3", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, {true, false, false},
+         "coat with E4M3 gradients; groups are read by backward alone", "coat"},
         {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, {true, false, false},
          "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
         {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, true, true},

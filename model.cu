@@ -950,7 +950,7 @@ private:
 
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
         // input, while its codes are made.
-        linear_forward(b.qkv, norm(norm1), qkv);
+        linear_forward(b.qkv, norm(unrounded(norm1)), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         save_attention(qkv, saved_qkv);
@@ -965,9 +965,10 @@ private:
 
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
-        gate_up_forward(b, norm(norm2), gate_up);
+        gate_up_forward(b, norm(unrounded(norm2)), gate_up);
         // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
-        linear_forward(b.down, activation(gated, gate_up), branch);
+        const View whole = gate_up.quant.fp8() ? compute_view(Work::GateUp, gate_up.cols) : gate_up;
+        linear_forward(b.down, activation(gated, whole), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
         residual_forward(norm2, branch, next, last ? nullptr : amax_target(layers_[l + 1].qkv.x_scale));
     }
@@ -1171,6 +1172,7 @@ private:
     View residual(const Norm& n) const {
         return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
+    Norm unrounded(Norm n) const { return n.in = residual(n), n; }
     View residual_out(const Norm& n) const { return n.in.quant.fp8() ? residual(n) : View{}; }
     // The input of `next` is saved; the amax of its output goes to y_amax.
     void residual_forward(const Norm& before, const View& branch, const Norm& next, TensorScale* y_amax) {

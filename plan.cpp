@@ -510,7 +510,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "attention's output"}}},
         {W(GateUp), groups ? (per_tensor ? std::min(N, GATE_UP_TOKENS) : N) * U * compute : 0,
-         {{FORWARD_GATE_UP, "gate and up, before they are quantized in groups"}}},
+         {{FORWARD_GATE_UP | FORWARD_DOWN, "gate and up, before they are quantized in groups"}}},
         {W(Branch), N * std::max(C, Q) * compute,
          {{FORWARD_OUT | FORWARD_DOWN, "what is added to the residual stream"},
           {HEAD, "gradient of the final norm's output"},

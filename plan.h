@@ -185,7 +185,7 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 bool gate_up_gradient_in_place(const Setup& s);
 // Two tensors never exist for all tokens at once: the logits, and (with per-tensor scaling) the activation's
 // input before it is quantized in groups.
-inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
+inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 1 << 30;
 // The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
 // than four times.
 inline bool head_sum_apart(Format gradient, int64_t tokens) {

@@ -934,7 +934,7 @@ private:
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
-        Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", load(s.norm1_input)));
+        Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", rounded(residual)));
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
@@ -951,11 +951,11 @@ private:
         s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor gate_up = linear_forward(layer + "gate_up", norm(layer + "norm2", load(s.norm2_input)));
+        const Tensor gate_up = linear_forward(layer + "gate_up", norm(layer + "norm2", rounded(middle)));
         s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
+        return sum(rounded(middle), linear_forward(layer + "down", activation(gate_up)));
     }
 
     // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the

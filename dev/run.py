@@ -222,6 +222,10 @@ GROUPS = {
         [converge(f"{r} seed {n}", f"--recipe {r} --seed {n}")
          for r in ("bf16", "coat", "te") for n in (2, 3)],
         f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
+    "gap": Group(
+        "GPT-2 on the text of `seeds`: a forward pass that reads unrounded inputs of norms and activations",
+        [converge(f"coat-forward-e4m3 seed {n}", f"--recipe coat-forward-e4m3 --seed {n}") for n in (2, 3)],
+        f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
     "passes": Group(
         "the default run of a GPU over two passes of its text, three seeds; each run 40 seconds",
         [Job(f"{r} seed {n}", f"--recipe {r} --seed {n}")

@@ -109,7 +109,11 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.store(i, sum, live);
-        in.store(i, v[c], live);  // v becomes what the norm will read
+        Values saved;
+        for (int j = 0; j < CHUNK; j++) saved[j] = v[c][j], v[c][j] = x_out.data ? round_to_bf16(v[c][j]) : v[c][j];
+        in.store(i, saved, live);
+        if (!x_out.data)
+            for (int j = 0; j < CHUNK; j++) v[c][j] = saved[j];
     }
     const float2 st = row_stats(v, C, rms, eps);
     if (row < a.rows && threadIdx.x == 0) stats[row] = st;

@@ -22,6 +22,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat"},
+        {"coat-forward-e4m3",
+         "bf16 | e4m3 tensor, e4m3 tensor, e4m3 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat"},
         {"te",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
         {"colossal",
