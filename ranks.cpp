@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <system_error>
 #include <thread>
@@ -137,9 +138,8 @@ int listen_at(const Launch& launch) {
     if (bind(fd, reinterpret_cast<sockaddr*>(&at), sizeof(at)) == 0 && listen(fd, SOMAXCONN) == 0) return fd;
     const int why = errno;
     close(fd);
-    if (why == EADDRINUSE)
-        throw Error("Port ", launch.port, " is in use by another run; choose another with COAT_PORT.");
-    throw std::system_error(why, std::generic_category(), "listen");
+    throw Error("Port ", launch.port, " is in use by another run, or cannot be opened (", std::strerror(why),
+                "); choose another with COAT_PORT.");
 }
 
 }  // namespace

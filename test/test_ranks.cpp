@@ -9,6 +9,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <optional>
 #include <thread>
 #include <fcntl.h>
@@ -245,6 +246,18 @@ TEST_CASE("Ranks: a port in use, a missing rank 0 and a missing rank are errors"
     const auto start = std::chrono::steady_clock::now();
     check_error([&] { Ranks({0, 3, 0, "127.0.0.1", free_port()}, nullptr, 1); }, "(1, 2)", "COAT_PORT");
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(3));
+}
+
+TEST_CASE("Ranks: a port that this user may not open is an error that names COAT_PORT") {
+    int first_free = 0;  // root may open all of them, so it becomes another user for a moment
+    std::ifstream("/proc/sys/net/ipv4/ip_unprivileged_port_start") >> first_free;
+    const uid_t user = geteuid();
+    if (first_free < 2 || (user == 0 && seteuid(65534) != 0)) {
+        MESSAGE("Every user may open every port here, so this is not tested.");
+        return;
+    }
+    check_error([] { Ranks({0, 2, 0, "127.0.0.1", 1}, nullptr, 1); }, "Permission denied", "COAT_PORT");
+    CHECK(seteuid(user) == 0);
 }
 
 TEST_CASE(FAULTS.c_str()) {
