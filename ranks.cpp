@@ -112,7 +112,7 @@ void limit_waiting(int fd, int seconds) {  // 0: no limit
 // The first message of each connection, and the answer of rank 0.
 enum Channel : uint32_t { DATA, ALARM };
 struct Hello {
-    uint32_t magic = 0x54414F43, version = 1, rank = 0, ranks = 0, channel = DATA;
+    uint32_t magic = 0x54414F43, rank = 0, ranks = 0, channel = DATA;
 };
 enum Answer : uint32_t { WELCOME = 0x4B4F5243, REJECTED = 0x4F4E5243 };
 
@@ -187,7 +187,6 @@ struct Ranks::Connections {
     std::vector<pollfd> watched;   // of alarm: those that may still have a message; else -1
     std::vector<pid_t> children;   // by rank, if rank 0 has started them
     int listening = -1;
-    uint64_t exchanges = 0;
     std::thread listener;
     bool goodbye = false;              // of rank 0; only for the listener
     std::atomic<bool> failing{false};  // a failure is being reported
@@ -274,7 +273,7 @@ struct Ranks::Connections {
         Hello hello;
         limit_waiting(fd, 1);  // another program may say nothing
         const bool ours = receive_all(fd, &hello, sizeof(hello)) && hello.magic == Hello().magic &&
-                          hello.version == Hello().version && hello.channel <= ALARM;
+                          hello.channel <= ALARM;
         if (!ours) return close(fd), false;
         limit_waiting(fd, 0);
         auto& sockets = hello.channel == DATA ? data : alarm;
@@ -434,27 +433,24 @@ struct Ranks::Connections {
 
     // ---- exchange ----
 
-    // The number of this exchange, the sizes, then the bytes.
+    // The sizes, then the bytes.
     void send_frame(int to, const std::vector<Bytes>& parts) {
-        std::vector<uint64_t> head = {exchanges};
-        for (const Bytes& part : parts) head.push_back(part.size());
-        bool sent = send_all(data[to], head.data(), head.size() * sizeof(uint64_t), MSG_MORE);
+        std::vector<uint64_t> sizes;
+        for (const Bytes& part : parts) sizes.push_back(part.size());
+        bool sent = send_all(data[to], sizes.data(), sizes.size() * sizeof(uint64_t), MSG_MORE);
         for (size_t p = 0; p < parts.size() && sent; p++)
             sent = send_all(data[to], parts[p].data(), parts[p].size(), MSG_MORE);
         set_option(data[to], IPPROTO_TCP, TCP_NODELAY, 1);  // sends what MSG_MORE has kept back
         if (!sent) end_of(to);
     }
 
-    // As send_frame() sent it. Different numbers of exchanges are a defect of the program, not of a network.
     std::vector<Bytes> receive_frame(int from) {
-        std::vector<uint64_t> head(1 + data.size());
-        if (!receive_all(data[from], head.data(), head.size() * sizeof(uint64_t))) end_of(from);
-        if (head[0] != exchanges) throw std::logic_error("the ranks are in different calls of exchange()");
+        std::vector<uint64_t> sizes(data.size());
+        bool received = receive_all(data[from], sizes.data(), sizes.size() * sizeof(uint64_t));
         std::vector<Bytes> parts;
-        for (size_t p = 1; p < head.size(); p++) {
-            parts.emplace_back(head[p]);
-            if (!receive_all(data[from], parts.back().data(), parts.back().size())) end_of(from);
-        }
+        for (size_t p = 0; p < sizes.size() && received; p++)
+            received = receive_all(data[from], parts.emplace_back(sizes[p]).data(), sizes[p]);
+        if (!received) end_of(from);
         return parts;
     }
 
@@ -483,7 +479,6 @@ std::vector<Bytes> Ranks::exchange(std::vector<Bytes> to) {
     Bytes own;
     own.swap(to[me]);  // does not travel
     Connections& peers = *connections_;
-    peers.exchanges++;
     std::vector<Bytes> from;
     if (me != 0) {
         peers.send_frame(0, to);
