@@ -32,8 +32,8 @@ const std::vector<Flag>& flag_table() {
         {"accumulation", TEXT, SAME, "",
          "precision of the sums in FP8 GEMMs on Hopper; default: the recipe's"},
         {"data", TEXT, DEFAULT, "",
-         "text files, folders of them, or token files (.bin), with commas; default: headers of C++ and of CUDA; "
-         "attention crosses from one text or conversation into the next"},
+         "text files, folders of them, or token files (.bin), with commas; default: headers of C++ and of "
+         "CUDA; attention crosses from one text or conversation into the next"},
         {"batch", COUNT, SAME, "16", "sequences per micro-batch", 1, 1 << 20, "32"},
         {"seq", COUNT, SAME, "128", "tokens per sequence", 1, 1 << 24, "1024"},
         {"accumulate", COUNT, SAME, "1", "micro-batches per step, on each rank", 1, 1 << 20},
@@ -47,7 +47,8 @@ const std::vector<Flag>& flag_table() {
         {"clip", REAL, SAME, "1", "clip gradients to this global norm; 0: do not clip", 0, 1e9},
         {"seed", COUNT, SAME, "1", "seed of initial weights, the order of the data, the samples", 0, MOST},
         {"out", TEXT, IGNORE, "out", "folder for checkpoints; \"\": save none"},
-        {"save-every", COUNT, DEFAULT, "0", "steps between checkpoints; 0: only at the end, or after Ctrl-C", 0, MOST},
+        {"save-every", COUNT, DEFAULT, "0",
+         "steps between checkpoints; 0: only at the end, or after Ctrl-C", 0, MOST},
         {"resume", TEXT, IGNORE, "", "a checkpoint, or a folder of them: continue the newest"},
         {"eval-every", COUNT, DEFAULT, "50",
          "steps between validations; 0: only first and last", 0, MOST, "150"},

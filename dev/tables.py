@@ -146,7 +146,7 @@ def bench():
                 MODELS[run["model"]], name, f"{1e3 * seconds:.1f}", f"{100 * seconds / step['seconds']:.0f}%",
                 cell("{:.1f}", floor and 1e3 * floor),
                 cell("{:.2f}", floor and seconds / floor)])
-    runs, slow = measured["runs"], {}  # kernels below 85% of a copy's rate: their share of it in each model
+    runs, slow = measured["runs"], {}  # kernels below 85% of copy bandwidth: their share of it
     for i, run in enumerate(runs):
         for o in run["operators"]:
             if o["ceiling"] == "copy" and o["floor"] < 0.85 * o["seconds"]:
@@ -155,7 +155,7 @@ def bench():
                 for c in measured["ceilings"]]
     return origin("bench", result) + paragraph("Ceilings: " + "; ".join(ceilings) + ".") + table(
         ["model", "kind of work", "ms a step", "of the step", "floor, ms", "time / floor"], rows) + table(
-            ["kernel below 85% of the rate of a copy", *(MODELS[run["model"]] for run in runs)],
+            ["kernel below 85% of copy bandwidth", *(MODELS[run["model"]] for run in runs)],
             [[name, *shares] for name, shares in slow.items()])
 
 
