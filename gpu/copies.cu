@@ -7,6 +7,7 @@
 #include <cuda.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -109,9 +110,10 @@ private:
     using StreamFlag = decltype(&cuStreamWriteValue32);
     const StreamFlag write_ = driver_function<StreamFlag>("cuStreamWriteValue32");
     const StreamFlag wait_ = driver_function<StreamFlag>("cuStreamWaitValue32");
+    using Receive = std::array<int64_t, 2>;  // the rank that sends, and the offset in memory_
     struct Places {
-        std::vector<int64_t> receives;  // offsets here
-        std::vector<uint8_t*> sends;    // addresses in the others' memory
+        std::vector<Receive> receives;
+        std::vector<uint8_t*> sends;  // addresses in the others' memory
     };
     std::map<int64_t, Places> places_;  // by key
 
@@ -137,27 +139,22 @@ private:
     }
     // Where each transfer's bytes go in the other's memory. It tells us the first time that a key is used.
     const std::vector<uint8_t*>& places_of(int64_t key, const std::vector<Transfer>& transfers) {
-        std::vector<int64_t> receives;
-        for (const Transfer& t : transfers) receives.push_back(static_cast<uint8_t*>(t.receive) - memory_);
-        if (const auto found = places_.find(key); found != places_.end()) {
-            require(found->second.receives == receives, "a key of exchange() stands for other transfers");
-            return found->second.sends;
+        std::vector<Receive> receives;
+        for (const Transfer& t : transfers)
+            receives.push_back({t.rank, static_cast<uint8_t*>(t.receive) - memory_});
+        const auto [found, first_time] = places_.try_emplace(key);
+        Places& places = found->second;
+        if (first_time) {
+            places.receives = receives;
+            const std::vector<std::vector<Receive>> all = group_.all_gather(receives);
+            std::vector<size_t> next(all.size());  // by rank: the first of its receives that is still to come
+            for (const Transfer& t : transfers) {
+                size_t& i = next[t.rank];
+                while (all[t.rank].at(i)[0] != group_.rank()) i++;
+                places.sends.push_back(peers_[t.rank].memory + all[t.rank][i++][1]);
+            }
         }
-        std::vector<Bytes> offsets(static_cast<size_t>(ranks_));
-        for (size_t t = 0; t < transfers.size(); t++) {
-            const auto* bytes = reinterpret_cast<const uint8_t*>(&receives[t]);
-            Bytes& to = offsets[transfers[t].rank];
-            to.insert(to.end(), bytes, bytes + sizeof receives[t]);
-        }
-        const std::vector<Bytes> theirs = group_.exchange(offsets);
-        std::vector<size_t> next(theirs.size());
-        Places& places = places_[key];
-        places.receives = receives;
-        for (const Transfer& t : transfers) {
-            int64_t offset = 0;
-            std::memcpy(&offset, theirs.at(t.rank).data() + sizeof offset * next[t.rank]++, sizeof offset);
-            places.sends.push_back(peers_[t.rank].memory + offset);
-        }
+        require(places.receives == receives, "a key of exchange() stands for other transfers");
         return places.sends;
     }
 };
