@@ -162,14 +162,18 @@ private:
 }  // namespace
 
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory) {
-    const bool chosen = std::getenv("COAT_NCCL");
-    auto copies = chosen ? nullptr : std::make_unique<Copies>(group);
-    if (copies && copies->map_others(memory)) return copies;
-    copies.reset();
+    const char* const set = std::getenv("COAT_NCCL");
+    const std::string library = set ? set : "";
+    bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
+    for (const std::string& theirs : group.all_gather(library)) chosen = chosen || !theirs.empty();
+    if (!chosen) {
+        auto copies = std::make_unique<Copies>(group);
+        if (copies->map_others(memory)) return copies;
+    }
     if (group.rank() == 0)
         std::printf("The GPUs send through NCCL: %s.\n",
                     chosen ? "COAT_NCCL is set" : "they do not reach each other's memory");
-    return make_nccl(group);
+    return make_nccl(group, library.empty() ? "libnccl.so.2" : library);
 }
 
 }  // namespace coat::gpu

@@ -26,17 +26,15 @@ struct Library {  // loaded by the constructor
     int (*receive)(void*, size_t, int type, int peer, void* communicator, cudaStream_t);
     const char* (*error_text)(int);
 
-    Library() {
-        const char* const chosen = std::getenv("COAT_NCCL");
-        void* const library = dlopen(chosen ? chosen : "libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    explicit Library(const std::string& file) {
+        void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!library)
-            throw Error(
-                std::string("NCCL (") + (chosen ? escaped(chosen) : "libnccl.so.2") +
-                ") was not found, and GPUs that do not reach each other's memory need it: install the "
-                "package libnccl2, or name the file in the environment variable COAT_NCCL.");
+            throw Error("NCCL (", escaped(file), ") was not found, and GPUs that do not reach each other's "
+                        "memory need it: install the package libnccl2, or name the file in the environment "
+                        "variable COAT_NCCL.");
         auto find = [&](auto& function, const char* name) {
             void* const address = dlsym(library, name);
-            if (!address) throw Error(std::string("The NCCL that was found has no ") + name + "; update it.");
+            if (!address) throw Error("The NCCL that was found has no ", name, "; update it.");
             std::memcpy(&function, &address, sizeof address);
         };
         find(get_unique_id, "ncclGetUniqueId");
@@ -50,14 +48,14 @@ struct Library {  // loaded by the constructor
     }
     void check(int result, const char* what) const {
         if (result == SUCCESS || result == IN_PROGRESS) return;
-        throw Error(std::string("NCCL: ") + what + " failed (" + error_text(result) +
+        throw Error("NCCL: ", what, " failed (", error_text(result),
                     "); NCCL_DEBUG=WARN in the environment makes it say more.");
     }
 };
 
 class Nccl : public Comm {
 public:
-    explicit Nccl(Ranks& group) {
+    Nccl(Ranks& group, const std::string& library) : nccl_(library) {
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
@@ -72,13 +70,10 @@ public:
     // circle.
     void exchange(int64_t, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         nccl_.check(nccl_.group_start(), "starting a group");
-        for (const Transfer& t : transfers) {
-            const int peer = static_cast<int>(t.rank);
-            const size_t sent = static_cast<size_t>(t.send_bytes),
-                         received = static_cast<size_t>(t.receive_bytes);
-            if (sent) nccl_.check(nccl_.send(t.send, sent, BYTE, peer, communicator_, s), "sending");
+        for (const auto& [peer, send, sent, receive, received] : transfers) {
+            if (sent) nccl_.check(nccl_.send(send, sent, BYTE, peer, communicator_, s), "sending");
             if (received)
-                nccl_.check(nccl_.receive(t.receive, received, BYTE, peer, communicator_, s), "receiving");
+                nccl_.check(nccl_.receive(receive, received, BYTE, peer, communicator_, s), "receiving");
         }
         nccl_.check(nccl_.group_end(), "a group of transfers");
     }
@@ -90,6 +85,8 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Comm> make_nccl(Ranks& group) { return std::make_unique<Nccl>(group); }
+std::unique_ptr<Comm> make_nccl(Ranks& group, const std::string& library) {
+    return std::make_unique<Nccl>(group, library);
+}
 
 }  // namespace coat::gpu
