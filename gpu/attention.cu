@@ -83,13 +83,19 @@ __global__ void delta_kernel(Heads d, unsigned lanes, const Real* out, const Rea
     if (t < d.T && first == 0) delta[d.row(b, h) + t] = sum;
 }
 
+// The typed arguments of a backward pass, with delta in the workspace.
 template <class Real>
-void compute_delta(const AttentionShape& s, const Real* out, const Real* dout, float* delta,
-                   cudaStream_t stream) {
+BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
+                              const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
     unsigned lanes = 1;
     while (lanes * CHUNK < s.HS) lanes *= 2;
+    float* const delta = static_cast<float*>(workspace);
+    const BackwardArgs<Real> args{static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
+                                  static_cast<Real*>(dqkv)};
     const dim3 grid(blocks(s.T * s.NH * lanes, 256), unsigned(s.B));
-    launch(delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes, out, dout, delta);
+    launch(delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes, static_cast<const Real*>(out),
+           args.dout, delta);
+    return args;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -582,15 +588,6 @@ AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     if (wanted == AttentionKernel::Hopper && !hopper())
         throw Error("AttentionKernel::Hopper needs a Hopper GPU; use AttentionKernel::Best.");
     return wanted;
-}
-
-template <class Real>
-BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
-                              const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
-    float* delta = static_cast<float*>(workspace);  // (B, NH, T)
-    compute_delta(s, static_cast<const Real*>(out), static_cast<const Real*>(dout), delta, stream);
-    return {static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
-            static_cast<Real*>(dqkv)};
 }
 
 }  // namespace
