@@ -84,7 +84,7 @@ F driver_function(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
-          "Asking the driver for a function failed");
+          concat("Asking the driver for ", name, " failed").c_str());
     return reinterpret_cast<F>(function);
 }
 
