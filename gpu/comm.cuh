@@ -32,8 +32,8 @@ public:
 };
 
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
-// multiprocessor from the computation. Otherwise, or if the environment variable COAT_NCCL of a rank names a
-// library (libnccl.so.2, or a path), NCCL does. Every receive is in the one allocation that begins at `memory`.
+// multiprocessor from the computation. Otherwise NCCL does, or if a rank's environment variable COAT_NCCL
+// names a library (libnccl.so.2, or a path). Every receive is in the one allocation that begins at `memory`.
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory);
 std::unique_ptr<Comm> make_nccl(Ranks& group, const std::string& library);  // nccl.cu
 
