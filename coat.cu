@@ -875,7 +875,7 @@ namespace {
 
 // The input of the activation is quantized in groups. The same pass takes the amax of the activation's
 // output.
-template <class Producer>
+template <bool READS_SAVED, class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, TensorScale* act) {
     constexpr int PLANES = Producer::PLANES;
@@ -886,9 +886,13 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
 #pragma unroll
+        for (int j = 0; !READS_SAVED && j < CHUNK; j++)
+            top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+#pragma unroll
         for (int p = 0; p < PLANES; p++) to[p].store(row_offset(i, PLANES * x.width), v[p], live);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+        for (int j = 0; READS_SAVED && j < CHUNK; j++)
+            top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
     });
     // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_block<TILE_THREADS>(&act->amax, at.col < x.width ? magnitude(top) : 0);
@@ -923,8 +927,8 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
 
 }  // namespace
 
-void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
-                      cudaStream_t s) {
+void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
+                      QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
                 x.cols == groups.cols,
             "quantize_gate_up is from BF16 to groups of the same shape");
@@ -932,8 +936,10 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
     auto launch = [&](auto producer) {
-        quantize_gate_up_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(
-            producer, x.rows, groups_of(groups), act_amax);
+        const auto kernel = reads_saved ? quantize_gate_up_kernel<true, decltype(producer)>
+                                        : quantize_gate_up_kernel<false, decltype(producer)>;
+        kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(producer, x.rows, groups_of(groups),
+                                                                          act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
     if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});

@@ -49,9 +49,10 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 
 // The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups; and the amax of the
-// activation's output, the next GEMM's operand, is taken in the same pass. act_amax may be null.
-void quantize_gate_up(bool gated, const View& x, const View& groups, TensorScale* act_amax, QuantStats* stats,
-                      cudaStream_t s);
+// activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups, or
+// x (coat.h, forward_reads_saved). act_amax may be null.
+void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
+                      QuantStats* stats, cudaStream_t s);
 
 // Adds to *stats what quantizing x in groups loses, without quantizing it. Nothing where stats is null.
 void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s);

@@ -869,7 +869,8 @@ private:
         exchange_.use(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_out(norm1), norm1, amax_target(blocks_[0].qkv.x_scale), cuda_);
+                          residual_out(norm1), norm1, reads_saved(norm1),
+                          amax_target(blocks_[0].qkv.x_scale), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -947,7 +948,7 @@ private:
 
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
         // input, while its codes are made.
-        linear_forward(b.qkv, norm(norm1), qkv);
+        linear_forward(b.qkv, norm(read(norm1)), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         save_attention(qkv, saved_qkv);
@@ -962,9 +963,12 @@ private:
 
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
-        gate_up_forward(b, norm(norm2), gate_up);
-        // SiLU(gate) x up, or GELU, computed from what was saved; down projection: (N, F) -> (N, C)
-        linear_forward(b.down, activation(gated, gate_up), branch);
+        gate_up_forward(b, norm(read(norm2)), gate_up);
+        // SiLU(gate) x up, or GELU, computed from what was saved, or from what was quantized then; down
+        // projection: (N, F) -> (N, C)
+        const bool from_saved = recipe_.forward_reads_saved || !gate_up.quant.fp8();
+        const View input = from_saved ? gate_up : compute_view(Work::GateUp, gate_up.cols);
+        linear_forward(b.down, activation(gated, input), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
         residual_forward(norm2, branch, next, last ? nullptr : amax_target(blocks_[l + 1].qkv.x_scale));
     }
@@ -1033,7 +1037,7 @@ private:
     // --- The three GEMMs of a linear layer. x8, w8 and g8 are operands as the GEMM reads them: FP8 codes, or
     // BF16 and FP32 in recipes without FP8.
     void linear_forward(const Linear& w, const Lazy& x, const View& y) {
-        const Operand w8 = weight_operand(w, Gemm::Fprop), x8 = input_operand(w, x, Gemm::Fprop);
+        const Operand x8 = input_operand(w, x, Gemm::Fprop), w8 = weight_operand(w, Gemm::Fprop);
         gemms_.run(Gemm::Fprop, x8, w8, gemm_rows(y), false, bias(w), cuda_);
     }
     void dgrad(const Linear& w, const Operand& g8, const View& dx) {
@@ -1057,13 +1061,14 @@ private:
                       w8 = weight_operand(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
         const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
+        const View whole = compute_view(Work::GateUp, gate_up.cols);  // all of it if the activation reads it
         for (int64_t first = 0; first < N_; first += step) {
             const int64_t n = std::min(step, N_ - first);
-            const View part = compute_view(device_.work(Work::GateUp), n, gate_up.cols);
+            const View part = rows(whole, recipe_.forward_reads_saved ? 0 : first, n);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        bias(b.gate_up), cuda_);
-            quantize_gate_up(gated, part, rows(gate_up, first, n), act, stats_of(Kind::ActivationInput),
-                             cuda_);
+            quantize_gate_up(gated, part, rows(gate_up, first, n), recipe_.forward_reads_saved, act,
+                             stats_of(Kind::ActivationInput), cuda_);
         }
     }
 
@@ -1168,10 +1173,16 @@ private:
     View residual(const Norm& n) const {
         return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
+    // Whether the forward pass computes the norm from what is saved, and the norm as it computes it.
+    bool reads_saved(const Norm& n) const { return recipe_.forward_reads_saved || !n.in.quant.fp8(); }
+    Norm read(Norm n) const {
+        if (!reads_saved(n)) n.in = residual(n);
+        return n;
+    }
     View residual_out(const Norm& n) const { return n.in.quant.fp8() ? residual(n) : View{}; }
     // The input of `next` is saved; the amax of its output goes to y_amax.
     void residual_forward(const Norm& before, const View& branch, const Norm& next, TensorScale* y_amax) {
-        residual_add(residual(before), branch, residual_out(next), next, y_amax, cuda_);
+        residual_add(residual(before), branch, residual_out(next), next, reads_saved(next), y_amax, cuda_);
         measure_norm_input(next);
     }
     void measure_norm_input(const Norm& n) const {

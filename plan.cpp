@@ -127,6 +127,9 @@ void validate(const Setup& s) {
     if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.group == 0)
         throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, which --shard cannot share "
                     "out; use --shard none, or another --optimizer.");
+    if (!s.recompute && !s.recipe.forward_reads_saved)
+        throw Error("--recompute off saves what the forward pass computes, but in --recipe ", s.recipe.name,
+                    " backward computes from other values; use --recompute on.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -140,6 +143,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
     // What residual adds write.
     const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
+    const std::string read = r.forward_reads_saved ? nonlinear : compute;
     const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
     const std::string layers = concat("each of ", c.L, " layers");
     const std::string up = c.arch.gated ? "gate and up" : "up";
@@ -151,15 +155,15 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const std::string activation = c.arch.gated ? "SiLU(gate) x up" : "GELU";
     std::vector<PrecisionRow> table = {
         {"", "embedding", "tokens", compute, sum, none},
-        {layers, "norm 1", nonlinear, compute, x, saved},
+        {layers, "norm 1", read, compute, x, saved},
         {layers, linear("q, k, v projection"), x, q.w.text(), c.arch.rope ? compute : attention, none},
         {layers, "rotary positions", compute, none, attention, none},
         {layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp"},
         {layers, linear("attention output projection"), x, q.w.text(), compute, none},
         {layers, "residual add", compute, none, sum, none},
-        {layers, "norm 2", nonlinear, compute, x, saved},
+        {layers, "norm 2", read, compute, x, saved},
         {layers, linear(up + " projection"), x, q.w.text(), compute, none},
-        {layers, activation, nonlinear, none, x, saved},
+        {layers, activation, read, none, x, saved},
         {layers, linear("down projection"), x, q.w.text(), compute, none},
         {layers, "residual add", compute, none, sum, none},
         {"", "final norm", compute, compute, compute, compute + " input"},
@@ -385,11 +389,12 @@ Setup bf16_baseline(Setup s) {
 // FP32 sums of attention's backward. All layers go through the same phases. pack() gives each buffer its
 // place.
 
-const char* const PHASE_NAMES[18] = {
+const char* const PHASE_NAMES[19] = {
     "forward: norm 1, q, k, v projection, attention",
     "forward: attention output projection, residual add",
     "forward: norm 2, gate and up projection",
-    "forward: activation, down projection, residual add",
+    "forward: activation",
+    "forward: down projection, residual add",
     "head and loss, forward and backward",
     "backward: down projection, wgrad",
     "backward: down projection, dgrad",
@@ -409,16 +414,18 @@ const char* const PHASE_NAMES[18] = {
 namespace {
 
 enum Phase : uint32_t {  // in the order of PHASE_NAMES
-    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_GATE_UP = 1 << 2, FORWARD_DOWN = 1 << 3,
-    HEAD = 1 << 4,
-    DOWN_WGRAD = 1 << 5, DOWN_DGRAD = 1 << 6,
-    ACTIVATION_BACKWARD = 1 << 7, GATE_UP_DGRAD = 1 << 8, GATE_UP_WGRAD = 1 << 9,
-    OUT_WGRAD = 1 << 10, OUT_DGRAD = 1 << 11,
-    ATTENTION_BACKWARD = 1 << 12, ROPE_BACKWARD = 1 << 13, QKV_DGRAD = 1 << 14, QKV_WGRAD = 1 << 15,
-    EMBEDDING_BACKWARD = 1 << 16, UPDATE = 1 << 17
+    FORWARD_ATTENTION = 1 << 0, FORWARD_OUT = 1 << 1, FORWARD_GATE_UP = 1 << 2,
+    FORWARD_ACTIVATION = 1 << 3, FORWARD_DOWN = 1 << 4,
+    HEAD = 1 << 5,
+    DOWN_WGRAD = 1 << 6, DOWN_DGRAD = 1 << 7,
+    ACTIVATION_BACKWARD = 1 << 8, GATE_UP_DGRAD = 1 << 9, GATE_UP_WGRAD = 1 << 10,
+    OUT_WGRAD = 1 << 11, OUT_DGRAD = 1 << 12,
+    ATTENTION_BACKWARD = 1 << 13, ROPE_BACKWARD = 1 << 14, QKV_DGRAD = 1 << 15, QKV_WGRAD = 1 << 16,
+    EMBEDDING_BACKWARD = 1 << 17, UPDATE = 1 << 18
 };
 constexpr uint32_t ALWAYS = (1u << std::size(PHASE_NAMES)) - 1;
-constexpr uint32_t FORWARD = FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_DOWN;
+constexpr uint32_t FORWARD =
+    FORWARD_ATTENTION | FORWARD_OUT | FORWARD_GATE_UP | FORWARD_ACTIVATION | FORWARD_DOWN;
 constexpr uint32_t DGRADS = DOWN_DGRAD | GATE_UP_DGRAD | OUT_DGRAD | QKV_DGRAD;
 constexpr uint32_t GATE_UP_BACKWARD = ACTIVATION_BACKWARD | GATE_UP_DGRAD | GATE_UP_WGRAD;
 constexpr uint32_t QKV_BACKWARD = ROPE_BACKWARD | QKV_DGRAD | QKV_WGRAD;
@@ -467,7 +474,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols();
     const int64_t compute = info(r.compute).bytes, params = int64_t(parameters(c).size());
     const LinearFormats q = linear_formats(s);
-    const bool fp8 = q.x.fp8(), per_tensor = r.x.granularity == PER_TENSOR;
+    const bool fp8 = q.x.fp8(), pieces = r.x.granularity == PER_TENSOR && r.forward_reads_saved;
     const bool groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const bool gate_up_in_place = gate_up_gradient_in_place(s), cached = facts.cache_fp8_weights;
     const std::string transposed = fp8 ? ", transposed" : "";
@@ -526,16 +533,17 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
           {FORWARD_OUT, "operand x: attention's output"},
           {QKV_WGRAD | OUT_WGRAD | GATE_UP_WGRAD, "the same operands again" + transposed + " for wgrad"}}},
         {W(ActivationOperand), either_way(q.x, N, F),
-         {{FORWARD_DOWN, "operand x: the activation's output"},
+         {{FORWARD_ACTIVATION | FORWARD_DOWN, "operand x: the activation's output"},
           {DOWN_WGRAD, "the same operand again" + transposed + " for wgrad"}}},
         {W(WeightOperand), cached ? 0 : weight,
-         {{FORWARD, "operand w of one GEMM"}, {DGRADS, "operand w, transposed for dgrad"}}},
+         {{FORWARD & ~FORWARD_ACTIVATION, "operand w of one GEMM"}, {DGRADS, "operand w, transposed for dgrad"}}},
         {W(Qkv), attention_groups ? N * QKV * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "q, k, v"}}},
         {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "attention's output"}}},
-        {W(GateUp), groups ? (per_tensor ? std::min(N, GATE_UP_TOKENS) : N) * U * compute : 0,
-         {{FORWARD_GATE_UP, "gate and up, before they are quantized in groups"}}},
+        {W(GateUp), groups ? (pieces ? std::min(N, GATE_UP_TOKENS) : N) * U * compute : 0,
+         {{FORWARD_GATE_UP | (r.forward_reads_saved ? 0u : FORWARD_ACTIVATION),
+           "gate and up, before they are quantized in groups"}}},
         {W(Branch), N * std::max(C, Q) * compute,
          {{FORWARD_OUT | FORWARD_DOWN, "what is added to the residual stream"},
           {HEAD, "gradient of the final norm's output"},

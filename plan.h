@@ -167,7 +167,7 @@ struct BufferRow {
     Place place;
     uint32_t phases;  // bit i: PHASE_NAMES[i]
 };
-extern const char* const PHASE_NAMES[18];
+extern const char* const PHASE_NAMES[19];
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts);
 
 // Every FP8 operand of every GEMM of a layer: its format, what takes its amax and what makes its codes

@@ -839,6 +839,10 @@ private:
             return quantize(x.data(), N_, cols, q, stats_of(kind));
         }
     }
+    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_saved).
+    Tensor read(const Tensor& x, const SavedActivation& saved) const {
+        return recipe.forward_reads_saved ? load(saved) : rounded(x);
+    }
     static Tensor load(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
@@ -929,7 +933,7 @@ private:
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
-        Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", load(s.norm1_input)));
+        Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", read(residual, s.norm1_input)));
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
@@ -946,11 +950,13 @@ private:
         s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor gate_up = linear_forward(layer + "gate_up", norm(layer + "norm2", load(s.norm2_input)));
+        const Tensor norm2 = norm(layer + "norm2", read(middle, s.norm2_input));
+        const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
         s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        return sum(rounded(middle), linear_forward(layer + "down", activation(load(s.gate_up))));
+        const Tensor act = activation(read(gate_up, s.gate_up));
+        return sum(rounded(middle), linear_forward(layer + "down", act));
     }
 
     // dresidual (N, C): gradient of the residual stream after the block -> before the block. It reaches the

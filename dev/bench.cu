@@ -435,8 +435,8 @@ private:
         const void *weight = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
         const Norm n{random(N_, c_.C, q),          weight,      bias,
                      memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
-        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, nullptr,
-                     nullptr);  // leaves stats
+        residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, true,
+                     nullptr, nullptr);  // leaves stats
         return n;
     }
     void norms() {
@@ -445,7 +445,7 @@ private:
         const View dweight = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
         float* workspace = memory_.take<float>(static_cast<int64_t>(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
-             [&] { residual_add(x, a, groups_ ? out : View{}, n, slot_, nullptr); });
+             [&] { residual_add(x, a, groups_ ? out : View{}, n, true, slot_, nullptr); });
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
@@ -483,7 +483,7 @@ private:
                        saved = memory_.place(n, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
                  layers_ * static_cast<double>(N_) / static_cast<double>(n), size(u) + size(saved),
-                 [&] { quantize_gate_up(c_.arch.gated, u, saved, slot_, nullptr, nullptr); });
+                 [&] { quantize_gate_up(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
         } else {
             amax_pass(name, layers_, h);
         }
@@ -541,8 +541,8 @@ private:
         const EmbeddingChunk* pieces = upload(order.chunks);
         float* workspace = floats(chunks * c_.C);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, slot_,
-                              nullptr);
+            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true,
+                              slot_, nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * static_cast<double>(distinct * c_.C * info(stream_).bytes),

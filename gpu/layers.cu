@@ -83,7 +83,7 @@ struct Sum {
 
 // Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
 // statistics and the amax of its output.
-template <class Storage, class T = typename Storage::Compute>
+template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Sum<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
                     bool rms, float eps, TensorScale* y_amax) {
@@ -109,7 +109,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.store(i, sum, live);
-        in.store(i, v[c], live);  // v becomes what the norm will read
+        in.store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
+        if (!READS_SAVED)
+            for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     const float2 st = row_stats(v, C, rms, eps);
     if (row < a.rows && threadIdx.x == 0) stats[row] = st;
@@ -127,29 +129,34 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 }
 
 void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
-                     const Norm& n, TensorScale* y_amax, cudaStream_t s) {
+                     const Norm& n, bool reads_saved, TensorScale* y_amax, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
+    require(reads_saved || in_groups(n.in.quant), "only groups differ from the residual stream");
     const dim3 block = row_block(C);
     with_storage(n.in, [&](auto in) {
         using F = typename decltype(in)::Compute;
         const Sum<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
-        residual_kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.codes), in, parameters,
-                                                                n.stats, n.rms, n.eps, y_amax);
+        auto kernel = residual_kernel<decltype(in), true>;
+        if constexpr (std::is_same_v<decltype(in), Groups>)
+            if (!reads_saved) kernel = residual_kernel<Groups, false>;
+        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.codes), in, parameters, n.stats,
+                                                       n.rms, n.eps, y_amax);
         CHECK_LAUNCH("residual");
     });
 }
 
 }  // namespace
 
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
-                  cudaStream_t s) {
-    launch_residual(x, branch, nullptr, 1, x_out, next, y_amax, s);
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
+                  TensorScale* y_amax, cudaStream_t s) {
+    launch_residual(x, branch, nullptr, 1, x_out, next, reads_saved, y_amax, s);
 }
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
-                       const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s) {
-    launch_residual(embedding, positions, tokens, T, x_out, next, y_amax, s);
+                       const View& x_out, const Norm& next, bool reads_saved, TensorScale* y_amax,
+                       cudaStream_t s) {
+    launch_residual(embedding, positions, tokens, T, x_out, next, reads_saved, y_amax, s);
 }
 
 // ===========================================================================================================

@@ -13,12 +13,14 @@ namespace coat::gpu {
 
 // sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
 // is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
-// the norm's output there.
-void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, TensorScale* y_amax,
-                  cudaStream_t s);
+// the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
+// (coat.h, forward_reads_saved).
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
+                  TensorScale* y_amax, cudaStream_t s);
 // The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
-                       const View& x_out, const Norm& next, TensorScale* y_amax, cudaStream_t s);
+                       const View& x_out, const Norm& next, bool reads_saved, TensorScale* y_amax,
+                       cudaStream_t s);
 
 // g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
 // C). g_in may be no tensor, g_out may be g_in. Leaves n.stats again and, if g_amax is not null, the amax of

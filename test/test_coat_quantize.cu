@@ -273,16 +273,21 @@ GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the 
             CAPTURE(s.cols);
             CAPTURE(gated);
             const Tensor gate_up(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
-            const Tensor groups(s.rows, s.cols, Q_GROUP), expected(s.rows, s.cols, Q_GROUP);
-            // Only their amax is used, that of the activation's output.
-            const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
+            const Tensor expected(s.rows, s.cols, Q_GROUP);
             gpu::quantize(gpu::stored(gate_up.view()), expected.operand(), nullptr, 0);
-            gpu::amax(gpu::activation(gated, expected.view()), separate.tensor_scale(), 0);
-            gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), fused.tensor_scale(), nullptr, 0);
-            CHECK(same_bytes(groups.codes.read(), expected.codes.read()));
-            CHECK(same_bytes(groups.scales.read(), expected.scales.read()));
-            CHECK(groups.intact());
-            CHECK(fused.amax() == separate.amax());
-            CHECK(fused.amax() > 0);
+            for (bool reads_saved : {true, false}) {
+                const Tensor groups(s.rows, s.cols, Q_GROUP);
+                // Only their amax is used, that of the activation's output.
+                const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
+                const View read = reads_saved ? expected.view() : gate_up.view();
+                gpu::amax(gpu::activation(gated, read), separate.tensor_scale(), 0);
+                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved, fused.tensor_scale(),
+                                      nullptr, 0);
+                CHECK(same_bytes(groups.codes.read(), expected.codes.read()));
+                CHECK(same_bytes(groups.scales.read(), expected.scales.read()));
+                CHECK(groups.intact());
+                CHECK(fused.amax() == separate.amax());
+                CHECK(fused.amax() > 0);
+            }
         }
 }

@@ -14,7 +14,8 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer + (r.x.power_of_two ? " | power of two" : "");
+        return text + "| " + r.optimizer + (r.x.power_of_two ? " | power of two" : "") +
+               (r.forward_reads_saved ? "" : " | forward reads unrounded");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -22,6 +23,9 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"coat",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
          "| coat"},
+        {"coat-saved",
+         "bf16 | e4m3 tensor, e4m3 tensor, e4m3 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | forward reads unrounded"},
         {"te",
          "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
         {"colossal",

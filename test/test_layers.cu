@@ -48,7 +48,7 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
             Tensor x(N, C, compute);
             NormCase c(rng, formats, true, N, C);
             gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{},
-                                   T, x.view(), c.norm(), nullptr, 0);
+                                   T, x.view(), c.norm(), true, nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++) {
                 const int64_t n = i / C, col = i % C;

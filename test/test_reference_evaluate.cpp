@@ -60,6 +60,20 @@ TEST_CASE("next_logits: equal the logits of the loss, for any length") {
     }
 }
 
+TEST_CASE("evaluate: where only backward reads groups, the loss is that of a recipe without groups") {
+    for (const char* name : {"coat", "coat-saved"}) {
+        Training training(setup_of(name));
+        training.text.next(4, 32, &training.tokens, &training.targets);
+        Setup without_groups = training.model->setup();
+        without_groups.recipe.nonlinear = Q_BF16;
+        const std::unique_ptr<Model> other = make_reference(without_groups);
+        auto loss = [&](Model& model) {
+            return model.evaluate(training.tokens.data(), training.targets.data());
+        };
+        CHECK((loss(*training.model) == loss(*other)) == !training.model->setup().recipe.forward_reads_saved);
+    }
+}
+
 TEST_CASE("quantization: the report measures every kind of tensor and changes nothing") {
     // A uniform relative error of half a step of E4M3 has an rms of 2^-4 / sqrt(3), which is 28.8 dB; of E5M2
     // 22.8 dB. With per-tensor scales small elements have larger relative errors, but little weight in the

@@ -76,7 +76,7 @@ Json amax_times() {
         auto producer = [&](TensorScale* left) {
             return milliseconds([&] {
                 clear(slot.get());
-                residual_add(x.view(), a.view(), sum.view(), next, left, nullptr);
+                residual_add(x.view(), a.view(), sum.view(), next, true, left, nullptr);
             });
         };
         rows.push_back({{"columns", C},

@@ -219,7 +219,7 @@ public:
                 break;
             case 5:
                 // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
-                gpu::residual_add(x_view(device_x_), x_view(zeros_), {}, norm_, scale_.get(), nullptr);
+                gpu::residual_add(x_view(device_x_), x_view(zeros_), {}, norm_, true, scale_.get(), nullptr);
                 gpu::quantize(gpu::norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, Q_E4M3}}, nullptr,
                               nullptr);
                 break;
