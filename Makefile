@@ -39,8 +39,8 @@ endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)
 # BF16 arithmetic begins with compute capability 8.0; with an older GPU, or none, the program is built for
-# Hopper. -O1 is for the code of the host, which launches kernels and computes nothing; nvcc
-# always optimizes kernels fully.
+# Hopper. -O1 is for the code of the host, which launches kernels and computes nothing; nvcc always optimizes
+# kernels fully.
 FOUND_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1))
 GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(filter 8%,$(FOUND_ARCH)),$(FOUND_ARCH),90a))
 NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \

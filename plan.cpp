@@ -536,7 +536,8 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          {{FORWARD_ACTIVATION | FORWARD_DOWN, "operand x: the activation's output"},
           {DOWN_WGRAD, "the same operand again" + transposed + " for wgrad"}}},
         {W(WeightOperand), cached ? 0 : weight,
-         {{FORWARD & ~FORWARD_ACTIVATION, "operand w of one GEMM"}, {DGRADS, "operand w, transposed for dgrad"}}},
+         {{FORWARD & ~FORWARD_ACTIVATION, "operand w of one GEMM"},
+          {DGRADS, "operand w, transposed for dgrad"}}},
         {W(Qkv), attention_groups ? N * QKV * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "q, k, v"}}},
         {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
@@ -579,11 +580,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
 #undef W
 }
 
-// Packs the buffers, large ones first: each goes to the lowest offset where it overlaps no buffer that is
-// used in one of its phases. Returns the size of the whole.
-int64_t pack(std::vector<WorkRow> rows, Place* places) {
-    auto larger = [](const WorkRow& a, const WorkRow& b) { return a.bytes > b.bytes; };
-    std::stable_sort(rows.begin(), rows.end(), larger);
+// Gives each buffer in turn the lowest offset where it overlaps no buffer that is used in one of its phases.
+// Returns the size of the whole.
+int64_t place_in_order(const std::vector<WorkRow>& rows, Place* places) {
     int64_t end = 0;
     for (size_t i = 0; i < rows.size(); i++) {
         Place& here = places[int(rows[i].work)];
@@ -598,6 +597,20 @@ int64_t pack(std::vector<WorkRow> rows, Place* places) {
         end = std::max(end, here.offset + here.bytes);
     }
     return end;
+}
+
+// Packs the buffers, large ones first. That leaves gaps. So each buffer in turn is tried as the first one,
+// and stays there if the whole becomes smaller.
+int64_t pack(std::vector<WorkRow> rows, Place* places) {
+    std::stable_sort(rows.begin(), rows.end(), [](auto& a, auto& b) { return a.bytes > b.bytes; });
+    int64_t smallest = place_in_order(rows, places);
+    for (size_t i = 1; i < rows.size(); i++) {
+        std::vector<WorkRow> other = rows;
+        std::rotate(other.begin(), other.begin() + int64_t(i), other.begin() + int64_t(i) + 1);
+        const int64_t bytes = place_in_order(other, places);
+        if (bytes < smallest) smallest = bytes, rows = other, i = 0;
+    }
+    return place_in_order(rows, places);
 }
 
 // -----------------------------------------------------------------------------------------------------------

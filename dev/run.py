@@ -81,8 +81,10 @@ def plain(names, flags="--recipe {}"):
 
 def speed(model, flags):
     """Runs of one model, all on the same GPU."""
+    saved = "--recipe coat-saved"
     rows = {
-        "coat": "", "bf16": BF16, "coat, leanest": LEAN, "coat, fast accumulation": "--accumulation fast",
+        "coat": "", "coat-saved": saved, "coat again": "", "coat-saved again": saved, "bf16": BF16,
+        "coat, leanest": LEAN, "coat, fast accumulation": "--accumulation fast",
         "coat, recompute off": KEPT, "coat, recompute off, fast accumulation": f"{KEPT} --accumulation fast",
         "bf16, recompute off": f"{BF16} {KEPT}"}
     return [Job(f"{model} {name}", f"{flags} {extra}".strip(), model) for name, extra in rows.items()
@@ -218,9 +220,10 @@ GROUPS = {
          *group_sizes({"moments": 32}, until=PART)],  # the kernels have 16 activations in a group
         f"{LONG} --eval-every {STEPS // 20} --sample-every 0", text="python"),
     "seeds": Group(
-        "GPT-2 on 0.2 billion tokens, seeds 2 and 3; each run five minutes",
+        "GPT-2 on 0.2 billion tokens, other seeds; each run five minutes",
         [converge(f"{r} seed {n}", f"--recipe {r} --seed {n}")
-         for r in ("bf16", "coat", "te") for n in (2, 3)],
+         for r, numbers in (("bf16", (2, 3, 4)), ("coat", (2, 3)), ("te", (2, 3)), ("coat-saved", (2, 3, 4)))
+         for n in numbers],
         f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
     "passes": Group(
         "the default run of a GPU over two passes of its text, three seeds; each run 40 seconds",

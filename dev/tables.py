@@ -6,7 +6,7 @@ import statistics
 import textwrap
 
 DEV = os.path.dirname(os.path.abspath(__file__))
-RECIPES = ["bf16", "te", "colossal", "rowwise", "deepseek", "coat"]
+RECIPES = ["bf16", "te", "colossal", "rowwise", "deepseek", "coat", "coat-saved"]
 MODELS = {
     "gpt2": "GPT-2 124M", "llama-tiny": "llama-tiny", "llama-2-7b": "Llama-2-7B",
     "tinyllama-1.1b": "TinyLlama 1.1B"}
@@ -298,9 +298,9 @@ def paired(pairs, part):
 
 def seeds():
     result, pairs = load("seeds"), []
-    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3))):
+    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3, 4))):
         rows = load(group)["rows"]
-        for recipe in ("coat", "te"):
+        for recipe in ("coat", "te", "coat-saved"):
             for n in numbers:
                 row, base = (rows.get(r + (f" seed {n}" if n > 1 else "")) for r in (recipe, "bf16"))
                 pairs += [(recipe, n, row, base)] if row and base else []

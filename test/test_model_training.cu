@@ -24,7 +24,7 @@ GPU_TEST_CASE("check: a CUDA error is reported once") {
 }
 
 GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one rounding") {
-    for (const char* recipe : {"bf16", "coat", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"bf16", "coat", "coat-saved", "rowwise", "deepseek", "mxfp8"})
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)})
             check_sums(make_gpu, tiny_setup(config, recipe, "fp32"));
 }
@@ -56,7 +56,7 @@ GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
 GPU_TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
     // evaluate and next_logits use GEMMs of different shapes, which may sum in different orders: a few
     // roundings of BF16 or FP8.
-    for (const char* recipe : {"bf16", "coat", "te", "colossal", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"bf16", "coat", "coat-saved", "te", "colossal", "rowwise", "deepseek", "mxfp8"})
         for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_gpu, recipe, arch, 0.1);
 }
 
@@ -66,7 +66,7 @@ GPU_TEST_CASE("next_logits: falls back to BF16 if the training batch does, for a
 }
 
 GPU_TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
-    for (const char* recipe : {"te", "colossal", "coat", "rowwise", "mxfp8", "bf16"}) {
+    for (const char* recipe : {"te", "colossal", "coat", "coat-saved", "rowwise", "mxfp8", "bf16"}) {
         Training training = training_on(make_gpu, setup_of(recipe));
         check_infinite_evaluation(training);
     }
