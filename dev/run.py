@@ -65,6 +65,7 @@ BF16, KEPT = "--recipe bf16 --optimizer bf16", "--recompute off"
 SEVEN = "--model llama-2-7b --batch 8 --seq 2048 --lr 1e-4"
 TINYLLAMA = "--model tinyllama-1.1b --batch 16 --seq 2048 --lr 1e-4"
 TABLE_7 = "--seq 2048 --lr 1e-4 --warmup 10 --steps 10 --sample-every 0 --eval-every 0"
+SPEED = "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"
 GPT2 = "--model gpt2 --batch 64 --seq 1024 --accumulate 8 --lr 1e-4"
 TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
 HEADERS = f"--data {corpus.FOLDER}/headers/train.bin,{corpus.FOLDER}/headers/val.bin"
@@ -81,10 +82,8 @@ def plain(names, flags="--recipe {}"):
 
 def speed(model, flags):
     """Runs of one model, all on the same GPU."""
-    saved = "--recipe coat-saved"
     rows = {
-        "coat": "", "coat-saved": saved, "coat again": "", "coat-saved again": saved, "bf16": BF16,
-        "coat, leanest": LEAN, "coat, fast accumulation": "--accumulation fast",
+        "coat": "", "bf16": BF16, "coat, leanest": LEAN, "coat, fast accumulation": "--accumulation fast",
         "coat, recompute off": KEPT, "coat, recompute off, fast accumulation": f"{KEPT} --accumulation fast",
         "bf16, recompute off": f"{BF16} {KEPT}"}
     return [Job(f"{model} {name}", f"{flags} {extra}".strip(), model) for name, extra in rows.items()
@@ -177,7 +176,12 @@ GROUPS = {
         [*speed("7b", SEVEN), *speed("tinyllama", TINYLLAMA), *speed("gpt2", GPT2),
          Job("13b coat", "--model llama-2-13b --batch 1 --seq 2048 --lr 1e-4"),
          Job("30b coat, leanest", f"--model llama-30b --batch 1 --seq 2048 --lr 1e-5 {LEAN}")],
-        "--sample-every 0 --eval-every 0 --steps 22 --warmup 22"),
+        SPEED),
+    "saved": Group(
+        "coat and coat-saved in turn on the same GPU, twice; four minutes",
+        [Job(f"{model} {recipe}{again}", f"{flags}{more}", "saved")
+         for model, flags in (("7b", SEVEN), ("gpt2", GPT2)) for again in ("", " again")
+         for recipe, more in (("coat", ""), ("coat-saved", " --recipe coat-saved"))], SPEED),
     "peers": Group(
         "./train and PyTorch in turn on the same GPU; six minutes",
         [*peers("llama-2-7b", 8), *peers("tinyllama-1.1b", 16)], "--sample-every 0 --eval-every 0"),
@@ -222,7 +226,8 @@ GROUPS = {
     "seeds": Group(
         "GPT-2 on 0.2 billion tokens, other seeds; each run five minutes",
         [converge(f"{r} seed {n}", f"--recipe {r} --seed {n}")
-         for r, numbers in (("bf16", (2, 3, 4)), ("coat", (2, 3)), ("te", (2, 3)), ("coat-saved", (2, 3, 4)))
+         for r, numbers in (("bf16", (2, 3, 4, 5)), ("coat", (2, 3)), ("te", (2, 3)),
+                            ("coat-saved", (2, 3, 4, 5)))
          for n in numbers],
         f"{LONG} --eval-every {STEPS // 2} --sample-every 0", text="python"),
     "passes": Group(

@@ -107,14 +107,18 @@ def figures(x):
 # ------------------------------------------------------------------------------------------------------------
 # Speed and loss
 
-def speed():
-    result = load("speed")
+def speed(group="speed"):
+    result = load(group)
     rows = [[
         name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.0f}",
         memory_of(row), f"{row['train'][0]:.2f} -> {row['train'][-1]:.2f}", row["commit"]]
             for name, row in result["rows"].items()]
     head = ["run", "flags", "tokens/s", "ms a step", "GPU memory in use", "training loss", "commit"]
-    return origin("speed", result) + table(head, rows)
+    return origin(group, result) + table(head, rows)
+
+
+def saved():
+    return speed("saved")
 
 
 def peers():
@@ -298,7 +302,7 @@ def paired(pairs, part):
 
 def seeds():
     result, pairs = load("seeds"), []
-    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3, 4))):
+    for group, numbers in (("convergence", (1, )), ("seeds", (2, 3, 4, 5))):
         rows = load(group)["rows"]
         for recipe in ("coat", "te", "coat-saved"):
             for n in numbers:
@@ -517,7 +521,7 @@ def layer():
              for r in row["rows"]}
     for (hidden, seq, batch), paper in PAPER_TABLE_6.items():
         base, theirs = found[hidden, seq, batch, "bf16"], sum(paper["bf16"][:2]) if paper else 0
-        for recipe in RECIPES:
+        for recipe in RECIPES[:-1]:  # without coat-saved
             cells, r = [f"{hidden}, {batch} x {seq}", recipe, "", ""], found[hidden, seq, batch, recipe]
             if recipe in paper:
                 forward, backward, cells[3] = paper[recipe]
@@ -597,8 +601,8 @@ def architectures():
 
 TABLES = {
     f.__name__.replace("_", " "): f
-    for f in (speed, peers, bench, cpu, default, gpt2, convergence, seeds, gap, passes, ablations, finetune, ranges,
-              moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
+    for f in (speed, saved, peers, bench, cpu, default, gpt2, convergence, seeds, gap, passes, ablations, finetune,
+              ranges, moment_errors, activations, amax, memory, gemms, layer, models, ranks, h100, architectures)}
 
 
 def renew_page():
