@@ -274,7 +274,7 @@ Factors factors(const AdamW& a) {
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
 //   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
-// On entry m and v still lack the scale of their group: m's value is scale * m, and keep_m = b1 * scale.
+// On entry m and v still lack the scale of their group: the true moment is scale * m, so keep_m = b1 * scale.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
@@ -520,7 +520,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 // maximum and the minimum of m and of v) share one butterfly: after the first exchange even lanes go on with
 // m and odd lanes with v; after the second, half of those with the maximum and half with the minimum. At the
 // end each lane computes the scale of its moment and exchanges it with its neighbour. Minima are found as
-// maxima of ~(bits - 1), so that zeros do not count.
+// maxima of ~(bits - 1): for a zero, bits - 1 wraps around to the largest number, so zeros do not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
     const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;

@@ -68,7 +68,7 @@ struct Granularity {
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
 inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
-inline constexpr Granularity PER_1x32{1, 32};  // of GEMM operands too, but Hopper has no such GEMM
+inline constexpr Granularity PER_1x32{1, 32};  // GEMM operands too, which Hopper decodes to BF16
 inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -139,7 +139,7 @@ struct Recipe {
     const char* name;
     Format compute;       // compute dtype: residual stream, attention, outputs of GEMMs, gradients, head
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;      // inputs of norms and activation functions, which are saved for backward
+    Quant nonlinear;      // inputs of norms and of activation functions, as they are saved for backward
     Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
     Scaling scaling;      // of x, w and g
     bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
@@ -148,7 +148,9 @@ struct Recipe {
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
-    // as in the paper, or the tensors in the compute dtype. Backward reads the quantized ones in any case.
+    // as in the paper, or the tensors in the compute dtype. Backward reads the quantized ones in any case. On
+    // a GPU its operands keep the scales of the forward pass, which the CPU computes anew: a value computed
+    // from groups can be a few percent above that amax, and then saturates.
     bool forward_reads_saved = true;
 };
 
@@ -362,7 +364,7 @@ struct Param {
     int64_t rows, cols;  // (out, in); a vector is (1, n)
     float init_std;
     int64_t offset;      // in the flat order of all parameters; a multiple of MOMENT_GROUP
-    int64_t bucket;      // gradients of a bucket are complete at the same time; backward ends with 0
+    int64_t bucket;      // in the order of forward; its gradients are complete at the same time
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -504,8 +506,8 @@ inline Slice kept_weight(const Setup& s, const Param& p) {
 }
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
-// four additions: one for each micro-batch, or two if the head is the embedding. More are summed in FP32.
-// What the ranks computed of one micro-batch each is added in FP32 and then rounded once.
+// four additions: one for each micro-batch, or two if the head is also the embedding. More are summed in
+// FP32. What the ranks computed of one micro-batch each is added in FP32 and then rounded once.
 inline Format gradient_format(const Setup& s) {
     return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }

@@ -947,7 +947,7 @@ private:
                    out = attention_view(saved_out, Work::AttentionOutput);
 
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
-        // input, while its codes are made.
+        // input (in coat-saved from the residual stream) while its codes are made.
         linear_forward(b.qkv, norm(read(norm1)), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
@@ -1112,8 +1112,9 @@ private:
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight_operand(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        const int64_t before = w.bucket > 1 ? w.bucket - 1 : Exchange::NONE;
-        exchange_.use(w.bucket, use == Gemm::Dgrad ? before : w.bucket + 1, stats_of(Kind::Weight));
+        const int64_t next_in_backward = w.bucket > 1 ? w.bucket - 1 : Exchange::NONE;
+        const int64_t next = use == Gemm::Dgrad ? next_in_backward : w.bucket + 1;
+        exchange_.use(w.bucket, next, stats_of(Kind::Weight));
         void* codes = device_.work(Work::WeightOperand);
         void* transposed = nullptr;
         const View whole = state_.weight(w.param);

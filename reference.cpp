@@ -673,15 +673,16 @@ template auto instantiate<double>();
 // ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Four results are handed
-// in FP32 to the function that quantizes them: the residual sum, the outputs of norms, the activation's
-// output, and the gradient of its input. In the recipe coat:
+// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Four results are
+// quantized from FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the
+// activation's output, and the gradient of its input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
-// the same quantized values, so that the gradient is that of the computed loss.
+// the same quantized values, so that the gradient is that of the computed loss. (Not in coat-saved: see
+// read().)
 
 namespace {
 
@@ -929,7 +930,7 @@ private:
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups; the norm reads what backward will read
+        // Residual sum -> norm 1 input, saved in groups; the norm reads them, or in coat-saved the sum in BF16
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE

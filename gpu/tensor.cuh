@@ -7,8 +7,9 @@
 //   values()  converts a fetched chunk to FP32;
 //   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
 //
-// Determinism: every sum has a fixed order. The only atomics on values are maxima; counters are integers, so
-// their order does not matter. The quantization report alone adds up its sums with atomics.
+// Determinism: every sum has a fixed order. Atomics on values are maxima, and counters are integers: their
+// order does not matter. (Attention on Hopper adds up dq in memory too, but its blocks wait for their turn.)
+// The quantization report alone adds up its sums with atomics.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
