@@ -182,15 +182,14 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
 
 // -----------------------------------------------------------------------------------------------------------
 // Folders. OUT/step-000300 is a complete checkpoint. step-000300.tmp is being written or removed, and never
-// read. step-000300.old is the complete one that a new step-000300 replaces; step-000300.other belongs to
-// another run.
+// read. step-000300.old is the complete one that a new step-000300 replaces. step-000300.other is set aside:
+// it belongs to another run, or this run was resumed from an earlier step.
 
 namespace {
 
 struct Checkpoint {
     fs::path folder;
     LoopState state;
-    fs::file_time_type written;
 };
 
 // Whether the name of a folder is "step-", digits, and this end.
@@ -202,8 +201,8 @@ bool is_step(const fs::path& folder, const std::string& end) {
 
 std::set<fs::path> entries(const std::string& folder) { return {fs::directory_iterator(folder), {}}; }
 
-// All checkpoints in a folder that can be read, in the order in which they were written. (A run may resume
-// from an earlier step, so the order of the steps is another one.)
+// All checkpoints in a folder that can be read, in the order of their names: step-000300 before
+// step-000300.old.
 std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn = {}) {
     std::vector<Checkpoint> found;
     for (const fs::path& path : entries(folder)) {
@@ -211,16 +210,12 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
         try {
             read_model_config(path.string());
             for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE}) Safetensors(path / file);
-            const LoopState state = read_loop_state(path.string());
-            found.push_back({path, state, fs::last_write_time(path / TRAINER_FILE)});
+            found.push_back({path, read_loop_state(path.string())});
         } catch (const std::exception& e) {
             if (warn && is_step(path, ""))
                 warn(path.string() + " cannot be read as a checkpoint and is skipped: " + e.what());
         }
     }
-    std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) {
-        return std::pair(a.written, a.state.step) < std::pair(b.written, b.state.step);
-    });
     return found;
 }
 
@@ -238,27 +233,31 @@ void remove_leftovers(const std::string& out) {  // of runs that were killed
             if (is_step(path, end)) fs::remove_all(path, ignored);
 }
 
+void set_aside(const fs::path& folder, const std::string& end) {
+    fs::path name = folder.string() + end;
+    while (has_entry(name.string())) name += ".other";
+    fs::rename(folder, name);
+}
+
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
-// run, so that one of the two names always has a complete checkpoint, and otherwise to .other.
-void move_into_place(const std::string& complete, const std::string& folder, const std::string& run) {
+// run, so that one of the two names always has a complete checkpoint, and otherwise to .other. So are this
+// run's checkpoints of later steps: then the one with the largest step is the newest.
+void move_into_place(const std::string& complete, const std::string& folder, const LoopState& state) {
     const std::string out = fs::path(folder).parent_path().string();
-    if (has_entry(folder)) {
-        bool own = false;
-        for (const Checkpoint& c : checkpoints(out)) {
-            if (c.state.run != run) continue;
-            own |= c.folder == folder;
-            if (c.folder == folder + ".old") remove_checkpoint(c);
-        }
-        std::string aside = folder + (own ? ".old" : ".other");
-        while (has_entry(aside)) aside += ".other";
-        fs::rename(folder, aside);
+    bool own = false;
+    for (const Checkpoint& c : checkpoints(out)) {
+        if (c.state.run != state.run) continue;
+        own |= c.folder == folder;
+        if (own && c.folder == folder + ".old") remove_checkpoint(c);
+        else if (c.state.step > state.step) set_aside(c.folder, ".other");
     }
+    if (has_entry(folder)) set_aside(folder, own ? ".old" : ".other");
     fs::rename(complete, folder);
     sync_folder(out);
 }
 
 // Removes this run's checkpoints of earlier steps, except the one with the lowest validation loss, if that is
-// below the new checkpoint's. Those of later steps stay: the run was resumed from a step before them.
+// below the new checkpoint's.
 void remove_older(const std::string& out, const LoopState& state) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {
@@ -302,7 +301,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         write_tensors(temporary, model, companions);
         save_loop_state(temporary, state, setup);
         sync_folder(temporary);
-        move_into_place(temporary, folder, state.run);
+        move_into_place(temporary, folder, state);
     } catch (...) {
         std::error_code ignored;  // the first error is the one to report
         fs::remove_all(temporary, ignored);
@@ -320,9 +319,12 @@ std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
         throw Error(folder, " is not a folder; give a checkpoint, or a folder of them.");
     if (fs::exists(path_in(folder, TRAINER_FILE))) return folder;
     const std::vector<Checkpoint> found = checkpoints(folder, warn);
-    if (found.empty())
+    const auto newest = std::max_element(found.begin(), found.end(), [](auto& a, auto& b) {
+        return a.state.step < b.state.step;  // of equal steps the first
+    });
+    if (newest == found.end())
         throw Error(folder, " has no complete checkpoint; give a folder that a run wrote with --out.");
-    return found.back().folder.string();
+    return newest->folder.string();
 } catch (const fs::filesystem_error& e) {
     throw with_advice(e, folder);
 }

@@ -29,13 +29,14 @@ struct LoopState {
 
 // Saves to the folder OUT/step-000300 and returns its path; a kill or a power failure at any moment leaves
 // the last complete checkpoint. Then removes the older checkpoints of this run, except the one with the
-// lowest validation loss; those of other runs stay. Error if the disk is full: then the older checkpoints
-// stay and no partial one is left. Every rank calls it and sends what it keeps; rank 0 alone writes, so that
-// files do not tell how many ranks there were.
+// lowest validation loss; those of other runs stay. If the run was resumed from an earlier step, its
+// checkpoints of later steps are renamed to step-000400.other. Error if the disk is full: then the older
+// checkpoints stay and no partial one is left. Every rank calls it and sends what it keeps; rank 0 alone
+// writes, so that files do not tell how many ranks there were.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const Companions& companions = {});
 
-// The folder itself if it is a checkpoint; otherwise the checkpoint in it that was written last. Skips those
+// The folder itself if it is a checkpoint; otherwise the checkpoint in it of the largest step. Skips those
 // that cannot be read, and passes one sentence about each to `warn`. Error if there is none.
 using Warn = std::function<void(const std::string&)>;
 std::string find_checkpoint(const std::string& folder, const Warn& warn = {});

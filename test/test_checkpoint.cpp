@@ -350,7 +350,25 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
     }
 }
 
-TEST_CASE("checkpoint: older ones are removed; later ones and other files stay") {
+TEST_CASE("checkpoint: the newest is that of the largest step, whatever the times of its files are") {
+    Folder folder;
+    MemoryModel model(small_setup(LLAMA), 1);
+    const std::string out = folder / "out";
+    // The first has the lowest loss, so it stays.
+    const std::string best = save_checkpoint(out, model, some_state(10, "0123456789abcdef", 1.0)),
+                      last = save_checkpoint(out, model, some_state(20, "0123456789abcdef", 2.0));
+    // As after a copy of the folder.
+    for (const auto& file : fs::directory_iterator(last))
+        fs::last_write_time(file, fs::file_time_type::clock::now() - std::chrono::hours(1));
+    CHECK(find_checkpoint(out) == last);
+    // As after a kill while step 20 was saved a second time.
+    fs::copy(last, last + ".old", fs::copy_options::recursive);
+    CHECK(find_checkpoint(out) == last);
+    fs::remove_all(last);
+    CHECK(find_checkpoint(out) == last + ".old");
+}
+
+TEST_CASE("checkpoint: older ones are removed; later ones are set aside, and other files stay") {
     Folder folder;
     MemoryModel model(small_setup(LLAMA), 1);
     const std::string out = folder / "out";
@@ -368,13 +386,13 @@ TEST_CASE("checkpoint: older ones are removed; later ones and other files stay")
     fs::create_directory(out + "/step-000099.tmp");  // left by a run that was killed
     write_file(out + "/log", "mine");
     save_checkpoint(out, model, some_state(25));
-    CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
+    CHECK(names() == Names{"log", "step-000025", "step-000030.other", "step-notes"});
     CHECK(find_checkpoint(out) == out + "/step-000025");  // the last one written
     MemoryModel changed(small_setup(LLAMA), 7), loaded(small_setup(LLAMA), 8);
     save_checkpoint(out, changed, some_state(25));  // replaces the checkpoint of the same step
-    CHECK(names() == Names{"log", "step-000025", "step-000030", "step-notes"});
+    CHECK(names() == Names{"log", "step-000025", "step-000030.other", "step-notes"});
     load_checkpoint(out + "/step-000025", loaded);
     CHECK(loaded.tensors() == changed.tensors());
     save_checkpoint(out, model, some_state(1234567));
-    CHECK(names() == Names{"log", "step-1234567", "step-notes"});
+    CHECK(names() == Names{"log", "step-000030.other", "step-1234567", "step-notes"});
 }
