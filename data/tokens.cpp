@@ -365,10 +365,19 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
              named ? "the files named val" : nullptr);
     c.tokens_in_use = 1 + std::max(c.train.largest(), c.validation.largest());
 
-    const std::string table = (fs::path(paths[0]).parent_path() / "vocabulary.json").string();
-    if (fs::exists(table)) c.vocabulary = Vocabulary::read(table);
+    std::string table;  // of tokens: that of every folder which has one
+    for (const std::string& path : paths) {
+        const std::string beside = fs::path(path).replace_filename("vocabulary.json").string();
+        if (beside == table || !fs::exists(beside)) continue;
+        const Vocabulary found = Vocabulary::read(beside);
+        if (!table.empty() && !(found == c.vocabulary))
+            throw Error("--data has ", table, " and ", beside, ", which differ; make all token files with one "
+                        "tokenizer (data/tokenize.py).");
+        c.vocabulary = found;
+        table = beside;
+    }
     if (!c.vocabulary.empty() && c.vocabulary.size() < c.tokens_in_use)
-        throw Error("--data ", paths[0], " has token ", c.tokens_in_use - 1, ", but ", table, " has only ",
+        throw Error("--data ", data, " has token ", c.tokens_in_use - 1, ", but ", table, " has only ",
                     c.vocabulary.size(), " tokens; write both again with data/tokenize.py.");
     return c;
 }

@@ -59,6 +59,7 @@ public:
     static Vocabulary of(const nlohmann::json& table, const std::string& path);  // path: for errors
     int64_t size() const { return static_cast<int64_t>(pieces_.size()); }
     bool empty() const { return pieces_.empty(); }
+    bool operator==(const Vocabulary& o) const { return pieces_ == o.pieces_ && special_ == o.special_; }
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token without text becomes <17>
     std::vector<int32_t> encode(const std::string& text) const;    // longest piece first; Error if none fits
     // Bytes of the text that these tokens stand for; special tokens stand for none. -1 if the table does not
@@ -80,7 +81,7 @@ struct Corpus {
 // data: "" for the compiler's headers; otherwise text files, folders of them, or token files (*.bin), by
 // commas. Token files with "val" but not "train" in their names are held out. If there are none, the last
 // tenth is. Of text, every 20th file is held out, or the last tenth if there are fewer. Error if a file is
-// missing, empty or damaged.
+// missing, empty or damaged, or if two token files have different vocabularies.
 Corpus load_corpus(const std::string& data);
 
 // Cuts a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random order,

@@ -250,6 +250,29 @@ TEST_CASE("vocabulary: the table has the bytes of every piece") {
     CHECK(load_corpus(path).tokens_in_use == 9);
     folder.write("vocabulary.json", table(R"(["a", "b"])", "2"));
     check_data_error(path, "8");  // the table has no such token
+    const std::string fits = folder.write("a.bin", token_file(std::vector<uint16_t>{0, 1, 0, 1}));
+    check_data_error(fits + "," + path, "x.bin");
+}
+
+TEST_CASE("load_corpus: token files of several folders must have the same vocabulary") {
+    Folder folder;
+    const std::vector<uint16_t> tokens = {0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1};
+    const std::string a = folder.write("a/x.bin", token_file(tokens)),
+                      b = folder.write("b/x.bin", token_file(tokens)),
+                      c = folder.write("c/x.bin", token_file(tokens));
+    const std::string one = table(R"(["a", "b"])", "2"), two = table(R"(["a", "c"])", "2"),
+                      special = one.substr(0, one.size() - 1) + R"(, "special": [1]})";
+    folder.write("a/vocabulary.json", one);
+    for (const std::string& data : {a + "," + c, c + "," + a})  // c has none
+        CHECK(load_corpus(data).vocabulary.decode({1}) == "b");
+    folder.write("b/vocabulary.json", one + "\n");
+    CHECK(load_corpus(folder.path.string()).vocabulary.size() == 2);
+    for (const std::string& other : {two, special, table(R"(["a", "b", "c"])", "3")}) {
+        folder.write("b/vocabulary.json", other);
+        for (const std::string& data : {a + "," + b, b + "," + a, a + "," + c + "," + b})
+            check_error([&] { load_corpus(data); }, folder / "a/vocabulary.json",
+                        folder / "b/vocabulary.json");
+    }
 }
 
 TEST_CASE("Loader: each epoch gives every window once, in another order for each epoch and seed") {
