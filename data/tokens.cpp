@@ -371,8 +371,8 @@ Corpus load_tokens(const std::string& data, const std::vector<std::string>& path
         if (beside == table || !fs::exists(beside)) continue;
         const Vocabulary found = Vocabulary::read(beside);
         if (!table.empty() && !(found == c.vocabulary))
-            throw Error("--data has ", table, " and ", beside, ", which differ; make all token files with one "
-                        "tokenizer (data/tokenize.py).");
+            throw Error("--data has ", table, " and ", beside, ", which differ; make all token files with "
+                        "one tokenizer (data/tokenize.py).");
         c.vocabulary = found;
         table = beside;
     }
