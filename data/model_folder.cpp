@@ -22,51 +22,39 @@ namespace {
 // Names. Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two. They
 // follow each other in the tables as in the parameter. Weight and bias have the same name but for its end.
 
-using RowCount = int64_t (*)(const ModelConfig&, const Param&);
-
-// A vector counts as a column: a bias of q, k and v has their rows, too.
-int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
-// Without the rows that pad our vocabulary.
-int64_t all(const ModelConfig& c, const Param& p) { return live_elements(c, p) / cols_of(p); }
-int64_t q(const ModelConfig& c, const Param&) { return c.q_cols(); }
-int64_t kv(const ModelConfig& c, const Param&) { return c.kv_cols(); }
-int64_t half(const ModelConfig& c, const Param&) { return c.F; }  // of gate_up
-
-struct Name {
-    const char *ours, *theirs;
-    RowCount rows = all;
-};
-
 struct Family {
     std::string layers;                // what stands before the number of a layer
     std::string prefix;                // files of the bare model leave it out of the names
     bool conv1d;                       // GPT-2's Conv1D stores the weight of a linear layer as (in, out)
-    std::vector<Name> names;
+    std::map<std::string, std::vector<std::string>> names;  // our name -> theirs
     std::vector<std::string> ignored;  // ends of the names of buffers, which are not learned
 };
 
 const Family LLAMA_FAMILY = {"model.layers.", "model.", false, {
-    {"embedding", "model.embed_tokens"},
-    {"norm1", "input_layernorm"},
-    {"qkv", "self_attn.q_proj", q}, {"qkv", "self_attn.k_proj", kv}, {"qkv", "self_attn.v_proj", kv},
-    {"attention_out", "self_attn.o_proj"},
-    {"norm2", "post_attention_layernorm"},
-    {"gate_up", "mlp.gate_proj", half}, {"gate_up", "mlp.up_proj", half},
-    {"down", "mlp.down_proj"},
-    {"final_norm", "model.norm"},
-    {"head", "lm_head"},
+    {"embedding", {"model.embed_tokens"}},
+    {"norm1", {"input_layernorm"}},
+    {"qkv", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}},
+    {"attention_out", {"self_attn.o_proj"}},
+    {"norm2", {"post_attention_layernorm"}},
+    {"gate_up", {"mlp.gate_proj", "mlp.up_proj"}},
+    {"down", {"mlp.down_proj"}},
+    {"final_norm", {"model.norm"}},
+    {"head", {"lm_head"}},
 }, {".rotary_emb.inv_freq"}};
 
 const Family GPT2_FAMILY = {"transformer.h.", "transformer.", true, {
-    {"embedding", "transformer.wte"},
-    {"positions", "transformer.wpe"},
-    {"norm1", "ln_1"}, {"qkv", "attn.c_attn"}, {"attention_out", "attn.c_proj"},
-    {"norm2", "ln_2"}, {"gate_up", "mlp.c_fc"}, {"down", "mlp.c_proj"},
-    {"final_norm", "transformer.ln_f"},
-    {"head", "lm_head"},
+    {"embedding", {"transformer.wte"}},
+    {"positions", {"transformer.wpe"}},
+    {"norm1", {"ln_1"}}, {"qkv", {"attn.c_attn"}}, {"attention_out", {"attn.c_proj"}},
+    {"norm2", {"ln_2"}}, {"gate_up", {"mlp.c_fc"}}, {"down", {"mlp.c_proj"}},
+    {"final_norm", {"transformer.ln_f"}},
+    {"head", {"lm_head"}},
 }, {".attn.bias", ".attn.masked_bias"}};
 
 const Family& family(const ModelConfig& c) { return c.arch.rope ? LLAMA_FAMILY : GPT2_FAMILY; }
+
+// A vector counts as a column: a bias of q, k and v has their rows, too.
+int64_t cols_of(const Param& p) { return p.rows == 1 ? 1 : p.cols; }
 
 // One tensor of a Hugging Face file: rows [first, first + rows) of one parameter.
 struct Piece {
@@ -98,14 +86,17 @@ std::vector<Piece> pieces(const ModelConfig& c) {
         const std::string layer = p.name.substr(number, begin - number),
                           ours = p.name.substr(begin, p.name.find('.', begin) - begin),
                           end = ends_with(p.name, ".bias") ? ".bias" : ".weight";
+        const std::vector<std::string>& names = f.names.at(ours);
+        // The rows of each: q, k, v; gate, up; or all without those that pad our vocabulary.
+        const std::vector<int64_t> rows =
+            names.size() == 3   ? std::vector<int64_t>{c.q_cols(), c.kv_cols(), c.kv_cols()}
+            : names.size() == 2 ? std::vector<int64_t>{c.F, c.F}
+                                : std::vector<int64_t>{live_elements(c, p) / cols_of(p)};
         int64_t first = 0;
-        for (const Name& name : f.names) {
-            if (name.ours != ours) continue;
-            const std::string theirs = (number ? f.layers + layer : "") + name.theirs + end;
-            result.push_back({theirs, p, first, name.rows(c, p), f.conv1d && p.role.linear});
-            first += result.back().rows;
+        for (size_t i = 0; i < names.size(); first += rows[i++]) {
+            const std::string theirs = (number ? f.layers + layer : "") + names[i] + end;
+            result.push_back({theirs, p, first, rows[i], f.conv1d && p.role.linear});
         }
-        if (!first) throw std::logic_error("no Hugging Face name for parameter " + p.name);
     }
     return result;
 }
