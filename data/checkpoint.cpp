@@ -24,14 +24,15 @@ const std::string OPTIMIZER_FILE = "optimizer.safetensors", TRAINER_FILE = "trai
 // -----------------------------------------------------------------------------------------------------------
 // optimizer.safetensors: the tensors of optimizer_tensors() (coat.h), byte for byte as the model has them.
 
-void save_optimizer(const std::string& path, Model& model) {
-    std::vector<StateTensor> table = optimizer_tensors(model.setup());
-    // Tensors with larger elements first, so that every element is aligned, as PyTorch's reader requires.
+// In the order of the file. Tensors with larger elements come first, so that every element is aligned, as
+// PyTorch's reader requires.
+std::vector<StateTensor> file_order(std::vector<StateTensor> table) {
     std::stable_sort(table.begin(), table.end(), [](auto& a, auto& b) { return a.bytes > b.bytes; });
-    if (model.setup().rank) {  // sends what it keeps
-        for (const StateTensor& t : table) whole_tensor(model, t);
-        return;
-    }
+    return table;
+}
+
+void save_optimizer(const std::string& path, Model& model) {
+    const std::vector<StateTensor> table = file_order(optimizer_tensors(model.setup()));
     std::vector<TensorInfo> tensors;
     for (const StateTensor& t : table) tensors.push_back({t.name, t.dtype, t.shape});
     SafetensorsWriter file(path, tensors);
@@ -114,11 +115,6 @@ Fields read_trainer(const std::string& checkpoint) {
         f.reject("format", "must be \"coat checkpoint\"; give a checkpoint");
     if (f.natural("version") != 2) f.reject("version", "must be 2; use the program that wrote it");
     return f;
-}
-
-void write_tensors(const std::string& folder, Model& model, const Companions& companions) {
-    save_model_folder(folder, model, companions);
-    save_optimizer(path_in(folder, OPTIMIZER_FILE), model);
 }
 
 // Returns when all ranks are here. If one of them has failed, this one ends, too.
@@ -291,14 +287,19 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     std::snprintf(name, sizeof name, "step-%06ld", state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
     const Setup& setup = model.setup();
-    if (setup.rank) return write_tensors("", model, {}), wait_for_ranks(setup), folder;
+    if (setup.rank) {  // sends what it keeps, in the order in which rank 0 writes
+        for (const auto& table : {weight_tensors(setup.config), file_order(optimizer_tensors(setup))})
+            for (const StateTensor& t : table) whole_tensor(model, t);
+        return wait_for_ranks(setup), folder;
+    }
     std::error_code failed;
     create_folders(out, failed);
     if (failed) throw fs::filesystem_error("", out, failed);
     remove_leftovers(out);
     try {
         fs::create_directory(temporary);
-        write_tensors(temporary, model, companions);
+        save_model_folder(temporary, model, companions);
+        save_optimizer(path_in(temporary, OPTIMIZER_FILE), model);
         save_loop_state(temporary, state, setup);
         sync_folder(temporary);
         move_into_place(temporary, folder, state);

@@ -472,18 +472,13 @@ Companions read_companions(const std::string& folder) {
 
 void save_model_folder(const std::string& folder, Model& model, const Companions& companions) {
     const ModelConfig& c = model.setup().config;
-    const std::vector<StateTensor> weights = weight_tensors(c);
-    if (model.setup().rank) {  // sends what it keeps
-        for (const StateTensor& t : weights) whole_tensor(model, t);
-        return;
-    }
     write_json(path_in(folder, CONFIG_FILE), merged_config(c, companions.config));
     for (const auto& [name, bytes] : companions.files) write_file(path_in(folder, name), bytes);
     const std::vector<Piece> table = pieces(c);
     std::vector<TensorInfo> tensors;
     for (const Piece& piece : table) tensors.push_back({piece.theirs, "BF16", piece.shape()});
     SafetensorsWriter file(path_in(folder, WEIGHTS_FILE), tensors);
-    for (const StateTensor& t : weights) {
+    for (const StateTensor& t : weight_tensors(c)) {
         const Bytes bytes = whole_tensor(model, t);
         const auto* whole = reinterpret_cast<const uint16_t*>(bytes.data());  // from new: aligned
         for (const Piece& piece : table) {

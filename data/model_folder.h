@@ -38,8 +38,8 @@ struct Companions {
 Companions read_companions(const std::string& folder);
 
 // Writes config.json, model.safetensors (BF16) and the companions into an existing folder. Of the companions'
-// config.json, it keeps the special tokens and the fields that this program does not write. Every rank calls
-// it; rank 0 writes.
+// config.json, it keeps the special tokens and the fields that this program does not write. Rank 0 calls it,
+// and the others meanwhile call whole_tensor() of weight_tensors(), in their order.
 void save_model_folder(const std::string& folder, Model& model, const Companions& companions = {});
 
 // The bytes of a tensor of which each rank has what it keeps: on rank 0 all of them, elsewhere none. Every
