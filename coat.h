@@ -145,13 +145,13 @@ struct Recipe {
     bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
-    int history = 1024, margin = 0;
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
     // as in the paper, or the tensors in the compute dtype. Backward reads the quantized ones in any case. On
     // a GPU its operands keep the scales of the forward pass, which the CPU computes anew: a value computed
     // from groups can be a few percent above that amax, and then saturates.
     bool forward_reads_saved = true;
+    // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
+    int history = 1024, margin = 0;
 };
 
 inline constexpr Quant Q_F32{Format::F32}, Q_BF16{Format::BF16};
@@ -172,7 +172,7 @@ inline const std::vector<Recipe>& recipes() {
         {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
          "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
         {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, {true, false, false},
-         "coat with E4M3 gradients, and with groups that only backward reads", "coat", 1024, 0, false},
+         "coat with E4M3 gradients, and with groups that only backward reads", "coat", false},
         {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, {true, false, false},
          "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
         {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, true, true},
