@@ -47,21 +47,6 @@ int64_t bytes_of(const TensorInfo& t) {
     return bytes;
 }
 
-// A tensor of the header, by its bytes [begin, end) after the header.
-using Range = std::pair<int64_t, int64_t>;
-std::pair<Range, TensorInfo> parse_entry(const std::string& path, const std::string& name,
-                                         const Json& entry) {
-    const Fields f{path + ": tensor '" + escaped(name) + "'", entry};
-    const TensorInfo info{name, f.text("dtype"), f.naturals("shape")};
-    const std::vector<int64_t> offsets = f.naturals("data_offsets");
-    const int64_t bytes = bytes_of(info);
-    if (offsets.size() != 2 || bytes < 0 || offsets[1] - offsets[0] != bytes)
-        f.reject("data_offsets", "must be a range of the bytes of dtype '", escaped(info.dtype),
-                 "' and shape ", shape_text(info.shape), ", not ", Fields::excerpt(entry["data_offsets"]),
-                 "; download it again");
-    return {{offsets[0], offsets[1]}, info};
-}
-
 }  // namespace
 
 Safetensors::Safetensors(const std::string& path) : file_(path) {
@@ -73,28 +58,37 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
     const auto start = LENGTH_BYTES + int64_t(length);
     if (start > file_.bytes()) reject(path, header_has, "but the file has ", file_.bytes());
     const uint8_t* text = file_.data() + LENGTH_BYTES;
-    if (length == 0 || text[0] != '{') reject(path, "its header is not a JSON object");
     std::string why;
     Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
     if (!why.empty()) reject(path, "its header ", why);
 
     const Fields metadata = Fields{path, header}.inner("__metadata__");
-    for (const auto& [key, value] : metadata.object.items()) metadata_[key] = metadata.text(key);
+    for (const auto& [key, value] : metadata.object.items()) metadata.text(key);  // Error if it is no text
     header.erase("__metadata__");
     if (header.size() > MAX_TENSORS)
         reject(path, "it has ", header.size(), " tensors, and at most ", MAX_TENSORS, " are supported");
+    std::multimap<std::vector<int64_t>, TensorInfo> by_range;  // of bytes after the header: begin, end
+    for (const auto& [name, entry] : header.items()) {
+        const Fields f{path + ": tensor '" + escaped(name) + "'", entry};
+        const TensorInfo info{name, f.text("dtype"), f.naturals("shape")};
+        const std::vector<int64_t> range = f.naturals("data_offsets");
+        const int64_t bytes = bytes_of(info);
+        if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes)
+            f.reject("data_offsets", "must be a range of the bytes of dtype '", escaped(info.dtype),
+                     "' and shape ", shape_text(info.shape), ", not ", Fields::excerpt(f.at("data_offsets")),
+                     "; download it again");
+        by_range.insert({range, info});
+    }
     // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
     // file. So no byte belongs to two tensors or to none.
-    std::multimap<Range, TensorInfo> by_range;
-    for (const auto& [name, entry] : header.items()) by_range.insert(parse_entry(path, name, entry));
     int64_t end = 0;  // of the tensors so far
     for (const auto& [range, info] : by_range) {
-        if (range.first != end)
+        if (range[0] != end)
             reject(path, "tensor '", escaped(info.name), "' ",
-                   range.first < end ? "overlaps the one before" : "begins after a gap");
-        end = range.second;
+                   range[0] < end ? "overlaps the one before" : "begins after a gap");
+        end = range[1];
         index_[info.name] = tensors_.size();
-        tensors_.push_back({info, file_.data() + start + range.first, range.second - range.first});
+        tensors_.push_back({info, file_.data() + start + range[0], range[1] - range[0]});
     }
     if (end != file_.bytes() - start)
         reject(path, "its tensors have ", end, " bytes, but ", file_.bytes() - start, " follow the header");

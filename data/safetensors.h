@@ -28,7 +28,6 @@ public:
     explicit Safetensors(const std::string& path);  // Error if the header does not describe the file
     const std::string& path() const { return file_.path(); }
     const std::vector<Tensor>& tensors() const { return tensors_; }  // in the order of their bytes
-    const std::map<std::string, std::string>& metadata() const { return metadata_; }
     const Tensor* find(const std::string& name) const;  // null if there is none
     // The tensor of this name; Error unless the file has it with this dtype and shape.
     const Tensor& require(const std::string& name, const std::string& dtype,
@@ -38,7 +37,6 @@ private:
     MappedFile file_;
     std::vector<Tensor> tensors_;
     std::map<std::string, size_t> index_;
-    std::map<std::string, std::string> metadata_;
 };
 
 // Writes the header for a table of tensors with different names; write() then takes their bytes in the order

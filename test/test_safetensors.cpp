@@ -22,7 +22,7 @@ TEST_CASE("Safetensors: reads back names, types, shapes, bytes and metadata") {
         file.finish();
     }
     const Safetensors file(path);
-    CHECK(file.metadata() == std::map<std::string, std::string>{{"format", "pt"}});
+    CHECK(read_file(path).find(R"({"__metadata__":{"format":"pt"},)") == 8);  // after the header's length
     REQUIRE(file.tensors().size() == tensors.size());
     for (size_t i = 0; i < tensors.size(); i++) {
         const Tensor* t = file.find(tensors[i].name);
