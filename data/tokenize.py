@@ -485,8 +485,8 @@ def parse_arguments():
             raise Wrong(f"{about}: give --tokenizer FOLDER, the folder of the model.")
     if arguments.prompt is not None and arguments.tokenizer is None:
         raise Wrong("--prompt needs --tokenizer; give both.")
-    if not 0 < arguments.hold_out < 1:
-        raise Wrong(f"--hold-out {arguments.hold_out} is not between 0 and 1; give a part such as 0.1.")
+    if not 0.001 <= arguments.hold_out <= 0.999:
+        raise Wrong(f"--hold-out {arguments.hold_out} is not between 0.001 and 0.999; give a part like 0.1.")
     return arguments
 
 
@@ -508,6 +508,8 @@ def tokenize_texts(tokenizer, arguments, parts, pieces, end):
     """(tokens, no mask) of train.bin and val.bin."""
     for name, texts in zip(FILES, parts):
         tokens = encode(tokenizer, texts, end, arguments.processes)
+        if not tokens:
+            raise Wrong(f"No text is left for {name}; give more text, or another --hold-out.")
         require_model_has(tokens, arguments, pieces)
         text, decoded = "".join(texts), b"".join(pieces[t] for t in tokens if t != end)
         each = len(text) / max(1, len(tokens))

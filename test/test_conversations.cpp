@@ -212,6 +212,11 @@ TEST_CASE("tokenize.py: conversations that cannot be read are rejected in one se
     check_failed(folder.run("text", "--tokenizer bare "), "bare", "no tokenizer.json");
     check_failed(folder.run("text binary"), "binary", "not UTF-8 text");
     check_failed(folder.run("text empty"), "empty", "give text");
+    folder.write("letter", "x");  // all of it would be held out
+    check_failed(folder.run("letter"), "train.bin", "give more text");
+    check_failed(folder.run("text --hold-out 1e-20"), "--hold-out", "0.001");
+    check_failed(folder.run("c.jsonl --seq 32 --hold-out 0.9999"), "--hold-out", "0.999");
+    CHECK(!fs::exists(folder.path / "tokens"));
     check_failed(folder.run("text --out text/tokens"), "text/tokens", "Not a directory");
     rejected(completion("abc", "x"), "two conversations");
     rejected(good + "{\"messages\"\n", "c.jsonl:3", "JSON");
