@@ -408,8 +408,10 @@ std::vector<std::string> files_of(const std::string& path) {
 Corpus load_corpus(const std::string& data) {
     if (data.empty()) return load_headers(COAT_HEADERS);
     std::vector<std::string> paths;
+    std::set<std::string> seen;  // a file that is named twice is read once
     for (const std::string& path : split(data, ','))
-        for (const std::string& file : files_of(path)) paths.push_back(file);
+        for (const std::string& file : files_of(path))
+            if (seen.insert(file).second) paths.push_back(file);
     const auto token_files = std::count_if(paths.begin(), paths.end(), is_token_file);
     if (token_files && token_files < int64_t(paths.size()))
         throw Error("--data ", data, " mixes token files (*.bin) and text; give one kind.");

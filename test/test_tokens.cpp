@@ -170,8 +170,11 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {
         CHECK(tokens_of(corpus.validation) == std::vector<int32_t>(wide.begin(), wide.end()));
     }
     CHECK(tokens_of(load_corpus(more + "," + val).train) == std::vector<int32_t>{1, 2, 3});
-    const Corpus one = load_corpus(val);  // the only file: it is split
-    CHECK(one.train.size() + one.validation.size() == 1003);
+    // The only file: it is split. Named twice, it is read once, so that nothing held out is trained on.
+    for (const std::string& data : {val, val + "," + val}) {
+        const Corpus one = load_corpus(data);
+        CHECK(one.train.size() + one.validation.size() == 1003);
+    }
 }
 
 TEST_CASE("load_corpus: a mask beside a token file makes targets that do not count") {
