@@ -307,7 +307,8 @@ uint32_t f32_of_f16(uint16_t half) {
     return sign | bits;
 }
 
-constexpr Format SOURCE_FORMATS[] = {Format::BF16, Format::F16, Format::F32};
+const std::map<std::string, Format> SOURCE_FORMATS = {
+    {"BF16", Format::BF16}, {"F16", Format::F16}, {"F32", Format::F32}};
 
 // Element i of a tensor in a file, at any alignment.
 uint32_t f32_bits(Format format, const uint8_t* data, int64_t i) {
@@ -378,12 +379,12 @@ std::vector<Source> find_sources(const WeightFiles& files, const ModelConfig& c)
                         ", but its config.json needs it; download the folder again.");
         const Safetensors& file = *found->second;
         const std::string dtype = file.find(name)->dtype;
-        const auto format = std::find_if(std::begin(SOURCE_FORMATS), std::end(SOURCE_FORMATS),
-                                         [&](Format f) { return dtype == info(f).safetensors; });
-        if (format == std::end(SOURCE_FORMATS))
+        const auto format = SOURCE_FORMATS.find(dtype);
+        if (format == SOURCE_FORMATS.end())
             throw Error(file.path(), " has tensor ", name, " as ", dtype,
                         "; give weights in BF16, F16 or F32.");
-        sources.push_back({piece, *format, file.require(name, dtype, piece.shape()).data, file.path()});
+        const uint8_t* data = file.require(name, dtype, piece.shape()).data;
+        sources.push_back({piece, format->second, data, file.path()});
         known.insert(name);
     }
     for (const auto& [name, file] : files.file_of) {
