@@ -182,14 +182,19 @@ ModelConfig read_llama(const Fields& f) {
     return c;
 }
 
-ordered_json llama_json(const ModelConfig& c, const ordered_json& more) {
+ordered_json llama_json(const ModelConfig& c) {
+    const ordered_json window = c.window ? ordered_json(c.window) : ordered_json();
+    const std::map<std::string, ordered_json> more = {  // by model_type
+        {"llama", {{"attention_bias", false}, {"mlp_bias", false}}},
+        {"mistral", {{"sliding_window", window}}},
+        {"qwen2", {{"use_sliding_window", c.window > 0}, {"sliding_window", window}}}};
     ordered_json j = {
         {"hidden_size", c.C}, {"intermediate_size", c.F}, {"num_hidden_layers", c.L},
         {"num_attention_heads", c.NH}, {"num_key_value_heads", c.NKV}, {"head_dim", c.HS()},
         {"vocab_size", c.V}, {"max_position_embeddings", c.max_T}, {"hidden_act", "silu"},
         {"rms_norm_eps", shortest(c.norm_eps)}, {"rope_theta", shortest(c.rope_theta)},
         {"rope_scaling", rope_json(c.rope_scaling)}};
-    j.update(more);
+    j.update(more.at(c.arch.name));
     return j;
 }
 
@@ -209,8 +214,6 @@ ModelConfig read_qwen2(const Fields& f) {
     if (f.boolean("use_sliding_window", false) && slides) c.window = f.natural("sliding_window", 4096);
     return c;
 }
-
-json window_json(const ModelConfig& c) { return c.window ? json(c.window) : json(); }
 
 // GPT-2 has sizes of other names, and defaults of transformers' GPT2Config.
 ModelConfig read_gpt2(const Fields& f) {
@@ -242,14 +245,9 @@ struct ConfigFormat : Architecture {
     ordered_json (*write)(const ModelConfig&);  // without the fields that all architectures have
 };
 const std::vector<ConfigFormat> CONFIG_FORMATS = {
-    {LLAMA, "LlamaForCausalLM", read_llama,
-     [](const ModelConfig& c) { return llama_json(c, {{"attention_bias", false}, {"mlp_bias", false}}); }},
-    {MISTRAL, "MistralForCausalLM", read_mistral,
-     [](const ModelConfig& c) { return llama_json(c, {{"sliding_window", window_json(c)}}); }},
-    {QWEN2, "Qwen2ForCausalLM", read_qwen2,
-     [](const ModelConfig& c) {
-         return llama_json(c, {{"use_sliding_window", c.window > 0}, {"sliding_window", window_json(c)}});
-     }},
+    {LLAMA, "LlamaForCausalLM", read_llama, llama_json},
+    {MISTRAL, "MistralForCausalLM", read_mistral, llama_json},
+    {QWEN2, "Qwen2ForCausalLM", read_qwen2, llama_json},
     {GPT2, "GPT2LMHeadModel", read_gpt2, gpt2_json},
 };
 
