@@ -258,8 +258,8 @@ void remove_older(const std::string& out, const LoopState& state) {
     std::vector<Checkpoint> older;
     for (const Checkpoint& c : checkpoints(out)) {
         if (c.state.run != state.run) continue;
-        if (is_step(c.folder, ".old")) remove_checkpoint(c);
-        else if (c.state.step < state.step) older.push_back(c);
+        if (c.state.step < state.step) older.push_back(c);
+        else if (is_step(c.folder, ".old")) remove_checkpoint(c);
     }
     auto loss = [](const LoopState& s) {
         return std::isnan(s.validation) ? std::numeric_limits<double>::infinity() : s.validation;

@@ -366,6 +366,11 @@ TEST_CASE("checkpoint: the newest is that of the largest step, whatever the time
     CHECK(find_checkpoint(out) == last);
     fs::remove_all(last);
     CHECK(find_checkpoint(out) == last + ".old");
+    // The best one stays also if such a kill left it under this name.
+    fs::rename(best, best + ".old");
+    save_checkpoint(out, model, some_state(30, "0123456789abcdef", 3.0));
+    CHECK(read_loop_state(best + ".old").validation == 1.0);
+    CHECK(!fs::exists(last + ".old"));
 }
 
 TEST_CASE("checkpoint: older ones are removed; later ones are set aside, and other files stay") {
