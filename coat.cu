@@ -885,14 +885,15 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for (int p = 0; p < PLANES; p++) to[p] = groups.from((at.row * PLANES + p) * x.width + at.col);
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
+        auto take_amax = [&] {
 #pragma unroll
-        for (int j = 0; !READS_SAVED && j < CHUNK; j++)
-            top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+            for (int j = 0; j < CHUNK; j++)
+                top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+        };
+        if (!READS_SAVED) take_amax();
 #pragma unroll
         for (int p = 0; p < PLANES; p++) to[p].store(row_offset(i, PLANES * x.width), v[p], live);
-#pragma unroll
-        for (int j = 0; READS_SAVED && j < CHUNK; j++)
-            top = larger(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+        if (READS_SAVED) take_amax();  // store left in v the values that the groups have
     });
     // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_block<TILE_THREADS>(&act->amax, at.col < x.width ? magnitude(top) : 0);
