@@ -325,16 +325,16 @@ def gap():
     """Variants of COAT for a smaller gap, beside the runs of `seeds`."""
     result = load("gap")
     rows = {**load("seeds")["rows"], **result["rows"]}
-    variants = ["coat seed 2", *(name for name in result["rows"] if name.endswith("seed 2"))]
+    variants = ["coat seed 2", "coat-saved seed 2", *(name for name in result["rows"] if name.endswith("seed 2"))]
     tenth, ends = len(rows["bf16 seed 2"]["train"]) // 10, [610, 915, 1220]
     lines = origin("gap", result) + table(
         ["training loss minus `bf16`, same seed (standard error)", "flags",
          *(f"steps {end - tenth} to {end}" for end in ends), "tokens/s"],
         [[name, f"`{rows[name]['flags']}`", *(minus_bf16(rows, name, end) for end in ends),
           f"{rows[name]['tokens_per_second']:,.0f}"] for name in variants])
-    to_the_end = ("te", "coat", "coat-e4m3", "coat-forward-e4m3", "coat-e4m3 exact", "coat-down-e4m3")
+    to_the_end = ("te", "coat", "coat-saved", "coat-e4m3", "coat-e4m3 exact", "coat-down-e4m3")
     pairs = [(recipe, seed, rows[f"{recipe} seed {seed}"], rows[f"bf16 seed {seed}"])
-             for recipe in to_the_end for seed in (2, 3, 4) if f"{recipe} seed {seed}" in rows]
+             for recipe in to_the_end for seed in (2, 3, 4, 5) if f"{recipe} seed {seed}" in rows]
     return lines + paired(pairs, 10)
 
 
