@@ -182,7 +182,7 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const OptimizerFormat& o = s.optimizer;
     const std::string of = o.group == 0 ? "tensor" : "group of 128";
     for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
-        const std::string scales = (o.expands(f) ? "fp32 max and k per " : "fp32 max per ") + of;
+        const std::string scales = (o.expands(f) ? "keeps fp32 max and k per " : "keeps fp32 max per ") + of;
         table.push_back({"update", name, info(f).name, none, info(f).name, is_scaled(f) ? scales : none});
     }
     return table;
@@ -553,7 +553,8 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
           {QKV_DGRAD, "gradient of norm 1's output"}}},
         {W(FinalNorm), std::min(N, HEAD_TOKENS) * C * compute,
          {{HEAD, "final norm's output, a piece of it"}}},
-        {W(Logits), std::min(N, HEAD_TOKENS) * V * compute, {{HEAD, "its logits, then their gradients"}}},
+        {W(Logits), std::min(N, HEAD_TOKENS) * V * compute,
+         {{HEAD, "logits of that piece, then their gradients"}}},
         {W(HeadGradient), head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0,
          {{HEAD, "gradient of the head's weight, summed in FP32"}}},
         {W(GradientOperand), gradient ? either_way(q.g, N, gradient_cols) : 0,
@@ -573,7 +574,8 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          128 * std::max(c.arch.bias ? std::max(U, C) : 0, c.arch.qkv_bias ? QKV : 0) * 4,
          {{ROPE_BACKWARD | (c.arch.bias ? DOWN_WGRAD | ACTIVATION_BACKWARD | OUT_WGRAD : 0),
            "partial sums of bias gradients"}}},
-        {W(EmbeddingPartials), s.B * s.T * C * 4, {{EMBEDDING_BACKWARD, "partial sums of its gradient"}}},
+        {W(EmbeddingPartials), s.B * s.T * C * 4,
+         {{EMBEDDING_BACKWARD, "partial sums of the embedding's gradient"}}},
         {W(GradientSquares), s.ranks * (chunks + 1) * 8,
          {{norm, "sums of squared gradients, by chunks and ranks"}}},
     };
