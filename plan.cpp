@@ -121,6 +121,16 @@ void validate(const Setup& s) {
     if (fp32 && (groups || !s.master))
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
                     s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
+    // A kernel takes the amax of the weights that a rank keeps, in such tiles with MOMENT_GROUP columns.
+    constexpr int64_t MAX_ELEMENTS = MAX_TOKENS * MOMENT_GROUP;
+    Param largest{};
+    for (const Param& p : parameters(s.config))
+        if (p.role.linear && p.size() > largest.size()) largest = p;
+    const int64_t ranks = ceil_div(largest.size(), MAX_ELEMENTS);
+    if (!fp32 && ranks > (s.shard == Shard::All ? s.ranks : 1))
+        throw Error("--model ", s.config.name, " has ", largest.size(), " elements in ", largest.name,
+                    ", of which a rank can keep at most ", MAX_ELEMENTS,
+                    "; use --shard all with at least --ranks ", ranks, ".");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");

@@ -141,6 +141,27 @@ TEST_CASE("validate: heads x head size is bounded, not only each factor") {
     CHECK_THROWS_AS(validate(c), Error);
 }
 
+TEST_CASE("validate: a weight of a linear layer that one kernel launch cannot read is rejected with a cure") {
+    Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+            find_row(optimizers(), "coat", ""), 1, 16};
+    s.config.C = 1 << 14, s.config.NH = s.config.NKV = 128;
+    s.config.F = 32752;  // gate_up has 16 rows fewer than 65,536
+    CHECK_NOTHROW(validate(s));
+    s.config.F = 32768;
+    for (int64_t ranks : {1, 2})
+        for (Shard shard : {Shard::None, Shard::Optimizer}) {
+            s.ranks = ranks, s.shard = shard;
+            check_error([&] { validate(s); }, "llama-2-7b has 1073741824 elements in layers.0.gate_up",
+                        "--shard all with at least --ranks 2");
+        }
+    s.shard = Shard::All;  // a rank keeps half of it
+    CHECK_NOTHROW(validate(s));
+    s.config.F = 1 << 16;
+    check_error([&] { validate(s); }, "2147483648", "--shard all with at least --ranks 3");
+    s.recipe = find_row(recipes(), "fp32", "");  // needs no amax of weights
+    CHECK_NOTHROW(validate(s));
+}
+
 TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in one sentence") {
     auto why = [](const Recipe& r) -> std::string {
         Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
