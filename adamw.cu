@@ -277,7 +277,8 @@ Factors factors(const AdamW& a) {
 // On entry m and v still lack the scale of their group: the true moment is scale * m, so keep_m = b1 * scale.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
-    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));  // the added 0 turns -0 into 0
+    // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
+    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
     v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
     const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
@@ -480,7 +481,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
-    // The fast way never rounds a positive value to zero.
+    // Not needed in expand()'s fast way: k is rounded down, so the group's smallest value, expanded, is at
+    // least the smallest positive code.
     if (SECOND && f.keep_positive && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);
@@ -516,11 +518,16 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
     }
 }
 
-// The scales of both moments of a group, from its new values. Four reductions over the group's lanes (the
-// maximum and the minimum of m and of v) share one butterfly: after the first exchange even lanes go on with
-// m and odd lanes with v; after the second, half of those with the maximum and half with the minimum. At the
-// end each lane computes the scale of its moment and exchanges it with its neighbour. Minima are found as
-// maxima of ~(bits - 1): for a zero, bits - 1 wraps around to the largest number, so zeros do not count.
+// The scales of both moments of a group, from its new values. Four reductions over the group's 16 lanes (the
+// maximum and the minimum of m and of v) share one butterfly. What a lane goes on with, by its number mod 4:
+//   after the exchange with lane    0              1              2              3
+//   ^ 1                             m: max, min    v: max, min    m: max, min    v: max, min   of 2 lanes
+//   ^ 2                             m: max         v: max         m: min         v: min        of 4 lanes
+//   ^ 4, ^ 8                        the same, of all 16 lanes
+//   ^ 2 again                       m: max, min    v: max, min    m: max, min    v: max, min
+// Then each lane computes (max, k, inverse) of its moment, and gets those of the other from lane ^ 1. Minima
+// are found as maxima of ~(bits - 1): for a zero, bits - 1 wraps around to the largest number, so zeros do
+// not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
     const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;
@@ -754,8 +761,13 @@ void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
 constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * TEAMS, FP8_BLOCKS_PER_SM = 2;
 constexpr int64_t FP8_GROUPS_PER_BLOCK = 16384;  // or more, so that a block's start and end do not count
 
-// The scales of RUN consecutive groups as a warp holds them: lane 8 n + g has number n (m's max and k, v's
-// max and k) of group g.
+// A run is 8 consecutive groups of a warp, whose two teams work on two of them at once: groups 0 and 1, then
+// 2 and 3, and so on. How the warp's lanes share the scales of the run (RunOfScales), and the elements of two
+// groups (update_segment):
+//   lane            0 ... 7        8 ... 15       16 ... 23      24 ... 31
+//   its scale       max of m       k of m         max of v       k of v        lane l: of group l % 8
+//   its elements    0 ... 63       64 ... 127     0 ... 63       64 ... 127    lane l: 8 from 8 (l % 16) on
+//                   of team 0's group             of team 1's group
 constexpr int RUN = 8, SCALE_NUMBERS = 4;
 static_assert(RUN * SCALE_NUMBERS == 32 && RUN % TEAMS == 0, "every lane has one number of one group");
 

@@ -85,8 +85,8 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor)  converts it to FP32 values.
 // A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
-// of gate and up. Additions and multiplications are spelled out, so that every kernel that computes a tensor
-// computes the same bits.
+// of gate and up. One with two HALVES reads such a tensor, [gate | up]. Additions and multiplications are
+// spelled out, so that every kernel that computes a tensor computes the same bits.
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
@@ -110,9 +110,9 @@ __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
-// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight. All
-// lanes call it: a place outside the tensor has live = false and reads the last row or chunk again, so that
-// no load has a condition.
+// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight (what
+// that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call it: a place outside the tensor
+// has live = false and reads the last row or chunk again, so that no load has a condition.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
@@ -399,10 +399,10 @@ __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint3
     out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The codes of a tile in shared memory, by columns: the 128 rows of a column follow each other, in words of 4
-// rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^ (the lowest bit of the thread's `down`).
-// With this swizzle both the writes (of 16 threads across and 2 down at once) and the reads (8 lanes, 16
-// bytes each of one column) use every bank once.
+// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). The 128 rows of a
+// column follow each other, in words of 4 rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^
+// (the lowest bit of the thread's `down`). With this swizzle both the writes (of 16 threads across and 2 down
+// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
@@ -510,6 +510,9 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     constexpr bool MAY_BE_E5M2 = PRODUCER_ROLE<Producer> != ProducerRole::Input,
                    ALWAYS_TRANSPOSED = PRODUCER_ROLE<Producer> == ProducerRole::Gradient;
     require(MAY_BE_E5M2 || !e5m2, "only gradients are quantized to E5M2");
+    // By format (E4M3, E5M2), then by whether transposed codes are wanted. To compile fewer kernels, a
+    // producer of inputs has E4M3 in both rows (the check above rejects E5M2), and one of gradients always
+    // transposes in shared memory; only flush() is left out.
     constexpr decltype(&quantize_kernel<Producer, MAY_BE_E5M2, true>) KERNELS[2][2] = {
         {quantize_kernel<Producer, false, ALWAYS_TRANSPOSED>, quantize_kernel<Producer, false, true>},
         {quantize_kernel<Producer, MAY_BE_E5M2, ALWAYS_TRANSPOSED>,

@@ -48,9 +48,9 @@ void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 // x (BF16) becomes what `groups` hold of it: attention computes with the very values that backward will read.
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
 
-// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups; and the amax of the
-// activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups, or
-// x (coat.h, forward_reads_saved). act_amax may be null.
+// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
+// activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,
+// or x (coat.h, forward_reads_saved). act_amax may be null.
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
 

@@ -104,7 +104,12 @@ struct MomentPlace {
     int64_t codes, max, k;  // offsets
 };
 
-// Where a rank has its part of a parameter, in elements. With one rank both orders are the flat order.
+// Where a rank has its part of a parameter, in elements. A rank keeps two arrays, its weights and its state
+// (masters, moments and sums of gradients), each with its parts of all parameters one after the other. With
+// one rank both are the flat order. For example rank 1 of 2 with --shard optimizer, which keeps all weights:
+//   flat order     |-------- p0 --------|-------- p1 --------|
+//   its weights    |-------- p0 --------|-------- p1 --------|     weight_at of p1: the size of p0
+//   its state      |-- p0 --|-- p1 --|                             state_at of p1: the size of its part of p0
 struct ShardPlace {
     Slice weight, state;  // kept_weight(), kept_state()
     int64_t weight_at;    // of the slice `weight`, among all weights of the rank

@@ -49,12 +49,13 @@ static To bits_as(From from) {
 static int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
 static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 
-// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. From 2^e to 2^(e+1) the
-// codes are 2^(e - M) apart. Below the smallest normal value, e is 1 - bias, as for all subnormals. So we
-// measure |x| in steps of 2^(e - M) and round to an integer: the mantissa, plus 2^M for the leading 1 of a
-// normal value. That 2^M adds 1 to the exponent in the code, which is why we add e + bias - 1 only. If the
-// mantissa rounds up to a power of two, the same carry makes the exponent right. For example 1.1 in E4M3: e
-// is 0, |x| is 8.8 steps of 1/8, so the code is 9 + (6 << 3) = 0x39, which is 1.125.
+// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. For example 1.1 in E4M3,
+// which has M = 3 and bias 7: from 1 to 2 the codes are 1/8 apart, and 1.1 is 8.8 steps of 1/8. It is rounded
+// to 9 steps, and the code is 9 + (6 << 3) = 0x39, which is 1.125.
+// In general the codes from 2^e to 2^(e+1) are 2^(e - M) apart; for subnormals e is 1 - bias. The rounded
+// steps are the mantissa and, in a normal value, 2^M for its leading 1. That 2^M adds 1 to the exponent in
+// the code, which is why we add e + bias - 1 only. If the steps round up to 2^(M+1), the same carry makes the
+// exponent right.
 static inline uint32_t nearest_code(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
@@ -930,7 +931,7 @@ private:
         const std::string layer = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups; the norm reads them, or in coat-saved the sum in BF16
+        // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
