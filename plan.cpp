@@ -945,7 +945,7 @@ void print_precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
     const bool fp8 = q.x.fp8();
-    std::printf("\nPrecision plan: formats and scales of what operators read, write and save for backward\n");
+    std::printf("Precision plan: formats and scales of what operators read, write and save for backward\n");
     std::printf("  recipe %s: %s\n", r.name, r.about);
     if (fp8 || r.nonlinear.fp8() || r.attention.fp8())
         print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), per 16 values of a token "
@@ -1024,6 +1024,7 @@ void print_memory_plan(const Setup& s) {
     for (const MemoryRow& row : gpu)
         if (row.category == Category::Workspace) line(row.name, row.bytes);
     line("total", total_bytes(gpu));
+    line("total of " + title(other), total_bytes(gpu_memory_plan(other, facts_of(other))));
     if (s.ranks > 1) {
         const Traffic bytes = traffic(s);
         heading(concat("Each of ", s.ranks, " ranks sends and receives per step"));

@@ -337,7 +337,7 @@ void require_same_run(const Run& run) {
 void print_settings(const Run& run) {
     const Flags& flags = run.flags;
     const ModelConfig& c = run.setup.config;
-    std::printf("Settings\n");
+    std::printf("\nSettings\n");
     auto line = [](const char* name, const std::string& text) {
         std::printf("  %-14s %s\n", name, text.c_str());
     };
@@ -956,13 +956,13 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     if (run.corpus) require_same_data(*group, *run.corpus);
 
     // The plan.
-    print_settings(run);
     print_precision_plan(setup);
     Setup most = setup;  // the last rank keeps most
     most.rank = setup.ranks - 1;
     print_memory_plan(most);
+    if (run.plan_only() && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
+    print_settings(run);
     if (run.plan_only()) {
-        if (flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
         for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
             if (!reason.empty()) std::printf("On a GPU this is an error: %s\n", reason.c_str());
         return 0;
