@@ -23,6 +23,7 @@
 #include <new>
 #include <random>
 #include <thread>
+#include <tuple>
 
 #include "coat.h"
 #include "data/checkpoint.h"
@@ -71,6 +72,7 @@ struct Run {
     std::unique_ptr<Corpus> corpus;  // null: a plan without data
     Prompt prompt;
     Companions companions;           // of `weights`, on rank 0 if it saves
+    std::unique_ptr<FILE, int (*)(FILE*)> log{nullptr, std::fclose};  // of --log, on rank 0
 
     bool gpu() const { return device == "gpu"; }
     bool plan_only() const { return flags.given("plan"); }
@@ -497,8 +499,8 @@ int32_t draw(const std::vector<float>& logits, double temperature, uint64_t* ran
 // Bytes that are not UTF-8, say of a path, do not end the run: they are replaced.
 std::string json_text(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
-// Replaces the log of an earlier run, or appends to it. Any other file is an error.
-FILE* open_log(const std::string& path, bool append) {
+// Appends to the log of an earlier run, or begins one. Any other file is an error.
+FILE* open_log(const std::string& path) {
     std::error_code ignored;
     const std::string begin = "{\"kind\":\"settings\"";
     std::string found(begin.size(), '\0');
@@ -507,12 +509,11 @@ FILE* open_log(const std::string& path, bool append) {
         throw Error("--log ", path, " exists and is not a log of this program; choose another file.");
     // Opening a named pipe without a reader would wait; with O_NONBLOCK it fails. The F_SETFL below
     // makes writes wait again.
-    const int mode = append ? O_APPEND : O_TRUNC;
-    const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | mode, 0666);
+    const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_APPEND, 0666);
     if (file < 0 && errno == ENXIO)
         throw Error("--log ", path, " is a pipe without a reader; start its reader first, or choose a file.");
-    if (file >= 0) ::fcntl(file, F_SETFL, append ? O_APPEND : 0);
-    FILE* const log = file < 0 ? nullptr : ::fdopen(file, append ? "a" : "w");
+    if (file >= 0) ::fcntl(file, F_SETFL, O_APPEND);
+    FILE* const log = file < 0 ? nullptr : ::fdopen(file, "a");
     if (!log)
         throw Error("--log ", path, " cannot be written (", std::strerror(errno), "); choose another file.");
     return log;
@@ -592,8 +593,8 @@ public:
         settings["train_hash"] = sampled_hash(run_.corpus->train);
         state_.settings = json_text(settings);
         if (state_.run.empty()) state_.run = random_name();
-        const std::string& file = flags_.text("log");
-        if (!file.empty() && setup_.rank == 0) log_.reset(open_log(file, resumed_at_ > 0));
+        // A new run replaces the log of an earlier one; a pipe has nothing to cut off.
+        if (log_ && resumed_at_ == 0) std::ignore = ::ftruncate(::fileno(log_.get()), 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};
         line["parameters"] = parameter_count(setup_.config);
         line.update(flags_.typed());
@@ -873,7 +874,7 @@ private:
     Loader train_{run_.corpus->train, setup_.B, setup_.T, setup_.seed};
     Loader validation_{run_.corpus->validation, setup_.B, setup_.T, VALIDATION_SEED};
     Batch batch_;
-    std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, std::fclose};
+    std::unique_ptr<FILE, int (*)(FILE*)>& log_ = run_.log;
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
@@ -891,6 +892,8 @@ int train(Run& run) {
     const int64_t ranks_here = std::max<int64_t>(run.flags.count("ranks"), run.group->local() + 1);
     if (!run.gpu()) require_memory(setup, ranks_here);
     run.prompt = choose_prompt(run);
+    const std::string& log = run.flags.text("log");
+    if (!log.empty() && setup.rank == 0) run.log.reset(open_log(log));
     const std::unique_ptr<Model> model = run.gpu() ? make_gpu(setup) : make_reference(setup);
     if (!run.checkpoint.empty()) load_checkpoint(run.checkpoint, *model);
     else if (!run.weights.empty()) load_weights(run.weights, *model);

@@ -45,6 +45,20 @@ TEST_CASE("train: --log replaces another log and no other file") {
     CHECK(piped.out.find("{\"kind\":\"settings\"") != std::string::npos);
 }
 
+TEST_CASE("train: a log that cannot be written and a missing file are errors before the model is made") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 2 --out kept --log log"));
+    const std::string optimizer = folder.path / "kept/step-000002/optimizer.safetensors";
+    const std::string resume = " --device cpu --resume kept/step-000002 --steps 4 --out '' ";
+    // A changed byte is found when the file is loaded; a wrong --log before that.
+    std::string bytes = read_file(optimizer);
+    bytes.back() ^= 1;
+    write_file(optimizer, bytes);
+    check_rejected(folder, resume + "--log nowhere/log", "--log");
+    fs::remove(optimizer);
+    check_rejected(folder, resume + "--log nowhere/log", "optimizer.safetensors");
+}
+
 TEST_CASE("train: a folder is locked by one run at a time") {
     RunFolder folder;
     const std::string run = "'" + program() + "'" + TINY;
