@@ -1,4 +1,5 @@
-// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of model folders that other programs wrote.
+// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of our checkpoints, and of model folders that
+// other programs wrote.
 #include <doctest/doctest.h>
 
 #include "hugging_face_folders.h"
@@ -7,6 +8,83 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::test::hugging_face_folders;
 using namespace coat::test::model_files;
+
+TEST_CASE("checkpoint: config.json describes the model for transformers") {
+    Folder folder;
+    MemoryModel llama(small_setup(LLAMA, false), 1), gpt2(small_setup(GPT2), 2);
+    const Json l =
+        Json::parse(read_file(save_checkpoint(folder / "l", llama, some_state(1)) + "/config.json"));
+    const Json g =
+        Json::parse(read_file(save_checkpoint(folder / "g", gpt2, some_state(1)) + "/config.json"));
+    // The documented fields of LlamaConfig and GPT2Config.
+    const Json expected_llama = {{"architectures", {"LlamaForCausalLM"}},
+                                 {"model_type", "llama"},
+                                 {"hidden_size", 32},
+                                 {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2},
+                                 {"num_attention_heads", 4},
+                                 {"num_key_value_heads", 2},
+                                 {"head_dim", 8},
+                                 {"vocab_size", 50},
+                                 {"max_position_embeddings", 16},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 500000.0},
+                                 {"attention_bias", false},
+                                 {"mlp_bias", false},
+                                 {"tie_word_embeddings", false},
+                                 {"torch_dtype", "bfloat16"}};
+    const Json expected_gpt2 = {{"architectures", {"GPT2LMHeadModel"}},
+                                {"model_type", "gpt2"},
+                                {"n_embd", 32},
+                                {"n_inner", 48},
+                                {"n_layer", 2},
+                                {"n_head", 4},
+                                {"n_positions", 16},
+                                {"vocab_size", 50},
+                                {"activation_function", "gelu_new"},
+                                {"layer_norm_epsilon", 1e-6},
+                                {"tie_word_embeddings", true},
+                                {"torch_dtype", "bfloat16"}};
+    // The named models have no folder, so that every field is this program's.
+    auto named = [&](const char* name) {
+        Setup setup = small_setup(LLAMA);
+        setup.config = find_row(models(), name, "");
+        setup.config.L = 1, setup.config.C = 64, setup.config.F = 16, setup.config.V = 50;  // small
+        MemoryModel model(setup, 3);
+        return Json::parse(read_file(save_checkpoint(folder / name, model, some_state(1)) + "/config.json"));
+    };
+    const Json llama3 = {{"architectures", {"LlamaForCausalLM"}},
+                         {"rope_theta", 500000.0},
+                         {"rope_scaling",
+                          {{"rope_type", "llama3"},
+                           {"factor", 32.0},
+                           {"low_freq_factor", 1.0},
+                           {"high_freq_factor", 4.0},
+                           {"original_max_position_embeddings", 8192}}},
+                         {"max_position_embeddings", 131072},
+                         {"tie_word_embeddings", true}},
+               mistral = {{"architectures", {"MistralForCausalLM"}},
+                          {"model_type", "mistral"},
+                          {"rope_theta", 1000000.0},
+                          {"rope_scaling", nullptr},
+                          {"sliding_window", nullptr}},
+               qwen2 = {{"architectures", {"Qwen2ForCausalLM"}},
+                        {"model_type", "qwen2"},
+                        {"rms_norm_eps", 1e-6},
+                        {"use_sliding_window", false},
+                        {"tie_word_embeddings", true}};
+    CHECK(named("mistral-7b").contains("sliding_window"));  // where it is missing, transformers assumes 4096
+    for (const auto& [found, expected] : {std::pair{l, expected_llama},
+                                          {g, expected_gpt2},
+                                          {named("llama-3.2-1b"), llama3},
+                                          {named("mistral-7b"), mistral},
+                                          {named("qwen2.5-0.5b"), qwen2}})
+        for (const auto& [field, value] : expected.items()) {
+            CAPTURE(field);
+            CHECK(found.value(field, Json()) == value);
+        }
+}
 
 TEST_CASE("read_model_config: fields with a default may be missing; rope_theta may be in rope_parameters") {
     Folder folder;

@@ -12,6 +12,13 @@ inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
     return tokens;
 }
 
+template <class Token>
+TokenStream stream_of(const std::vector<Token>& tokens) {
+    const auto memory = std::make_shared<const std::vector<Token>>(tokens);
+    return TokenStream(
+        {{memory, memory->data()}, nullptr, 0, sizeof(Token), 0, static_cast<int64_t>(tokens.size())});
+}
+
 // A token file in llm.c's format: a header of 256 words (magic number, version, count, zeros), then the
 // tokens.
 template <class Token>
