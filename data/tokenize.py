@@ -447,13 +447,14 @@ def write_tokens(path, tokens, size, mask):
         raise Wrong(f"{path} would have more than {MAX_TOKENS} tokens; tokenize the text in parts.")
     width = "H" if size <= 1 << 16 else "I"
     beside = path[: -len(".bin")] + ".mask"
-    if os.path.exists(beside):
-        os.remove(beside)  # of other tokens
+    # In this order, so that no interruption leaves tokens without their mask, or with that of others.
+    for earlier in filter(os.path.exists, (path, beside)):
+        os.remove(earlier)
+    if mask is not None:
+        write(beside, mask)
     # Little-endian, as the machines that ./train runs on.
     header = array.array("i", [*MAGICS[width], len(tokens)] + [0] * 253)
     write(path, header.tobytes(), array.array(width, tokens).tobytes())
-    if mask is not None:
-        write(beside, mask)
 
 
 def parse_arguments():
@@ -474,10 +475,11 @@ def parse_arguments():
     arguments = parser.parse_args()
     if not arguments.text and arguments.prompt is None:
         raise Wrong("There is no text; give text files, folders of them, or conversations (*.jsonl).")
-    conversations = [path for path in arguments.text if path.endswith(".jsonl")]
-    if conversations:
-        about = f"{conversations[0]} has conversations"
-        if len(conversations) < len(arguments.text):
+    files = [file for path in arguments.text for file in files_below(path)]
+    arguments.conversations = [file for file in files if file.endswith(".jsonl")]
+    if arguments.conversations:
+        about = f"{arguments.conversations[0]} has conversations"
+        if len(arguments.conversations) < len(files):
             raise Wrong(f"{about} and the other files are text; give one kind.")
         if arguments.seq is None or arguments.seq < 2:
             raise Wrong(f"{about}: give --seq N, the tokens of a window, as to ./train.")
@@ -524,7 +526,7 @@ def tokenize_conversations(tokenizer, arguments, pieces, special, end):
     """(tokens, mask) of train.bin and val.bin."""
     named = tokenizer.token_to_id(named_tokens(arguments.tokenizer).get("eos_token", ""))
     end = end if named is None else named
-    all_lines, repeated = read_lines(arguments.text)
+    all_lines, repeated = read_lines(arguments.conversations)
     total = collections.Counter(repeated=repeated)
     for name, lines in zip(FILES, divide_whole(all_lines, arguments.hold_out)):
         found, counts = tokenize_lines(tokenizer, lines, arguments, special, end)
@@ -551,7 +553,7 @@ def tokenize_conversations(tokenizer, arguments, pieces, special, end):
 
 def run(arguments):
     tokenizers = package("tokenizers")
-    is_text = arguments.prompt is None and not arguments.text[0].endswith(".jsonl")
+    is_text = arguments.prompt is None and not arguments.conversations
     parts = divide(read_texts(arguments.text), arguments.hold_out) if is_text else None
     if arguments.train_bpe is None:
         tokenizer = load_tokenizer(tokenizers, arguments.tokenizer)

@@ -1,5 +1,5 @@
-// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of our checkpoints, and of model folders that
-// other programs wrote.
+// test_checkpoint_config.cpp - data/model_folder.cpp: config.json of our checkpoints, and of model folders
+// that other programs wrote.
 #include <doctest/doctest.h>
 
 #include "hugging_face_folders.h"

@@ -1,5 +1,5 @@
-// test_tokenize.cpp - data/tokenize.py: it packs conversations into windows and writes masks. The last test has
-// the real Python packages; the others have small ones of the tests (conversations.h).
+// test_tokenize.cpp - data/tokenize.py: it packs conversations into windows and writes masks. The last test
+// has the real Python packages; the others have small ones of the tests (conversations.h).
 #include <doctest/doctest.h>
 
 #include "conversations.h"
@@ -164,6 +164,26 @@ BYTES = [chr(byte) if byte in OWN else chr(256 + OTHERS.index(byte)) for byte in
     const Vocabulary pieces = Vocabulary::read(folder / "tokens/vocabulary.json");
     CHECK(pieces.decode({'a', ' ', 256}) == "a <|begin of text|>");
     require_success(folder.tokenize(completion("abc", "x") + completion("def", "y")));
+}
+
+TEST_CASE("tokenize.py: in a folder, conversations are read as conversations" * doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    folder.write("chats/c.jsonl", completion("abc", "x") + completion("def", "y"));
+    require_success(folder.run("--out tokens chats --seq 8"));
+    CHECK(contains(folder.windows(8), "abc[x<|end|>]"));
+    folder.write("chats/text", "some text\n");
+    check_failed(folder.run("--out other chats --seq 8"), "c.jsonl", "give one kind");
+    CHECK(!fs::exists(folder.path / "other"));
+}
+
+TEST_CASE("tokenize.py: tokens are never without their mask, also if writing it fails" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    const std::string lines = completion("abc", "x") + completion("def", "y");
+    require_success(folder.tokenize(lines));
+    fs::create_directory(folder.path / "tokens/train.mask.tmp");  // cannot be written
+    check_failed(folder.tokenize(lines), "train.mask");
+    CHECK(!fs::exists(folder.path / "tokens/train.bin"));
 }
 
 TEST_CASE("tokenize.py: with tokenizers and jinja2 themselves, the assistant's tokens count" *
