@@ -370,12 +370,15 @@ int64_t cpu_memory(const Setup& setup) {
            parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
 
-// Linux grants more memory than the machine has, and later ends the program: so this is checked first.
+// Linux grants more memory than the machine or the container has, and later ends the program: so this is
+// checked first.
 void require_memory(const Setup& setup, int64_t processes) {
     const int64_t needed = cpu_memory(setup) * processes;
-    const int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    int64_t present = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    for (const char* limit : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
+        if (int64_t bytes; std::ifstream(limit) >> bytes) present = std::min(present, bytes);  // or "max"
     if (needed > present)
-        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine has ",
+        throw Error("This run needs ", needed >> 20, " MiB and workspace, but the machine or container has ",
                     present >> 20, " MiB of memory; choose a smaller --model, --batch, --seq or --accumulate "
                     "(./train --plan shows what needs how much).");
 }
