@@ -188,33 +188,3 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
             }
     }
 }
-
-GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks, rounded once") {
-    FRESH_RANDOM(rng);
-    constexpr int64_t N = 128 * 77;
-    for (Format f : {Format::F32, Format::BF16})
-        for (int64_t ranks : {2, 3, 8})
-            for (int64_t rank : {int64_t(0), int64_t(1), ranks - 1})
-                for (bool assign : {true, false}) {
-                    std::vector<Floats> parts;
-                    Floats received;
-                    for (int64_t r = 0; r < ranks; r++) {
-                        parts.push_back(normals(rng, f, N));
-                        if (r != rank)
-                            received.insert(received.end(), parts.back().begin(), parts.back().end());
-                    }
-                    const Floats before = normals(rng, f, N);
-                    const Tensor sum(before, f), own(parts[size_t(rank)], f), others(received, f);
-                    gpu::add_gradients(sum.codes.get(), assign, own.codes.get(), others.codes.get(), f, N,
-                                       {rank, ranks}, 0);
-                    const Floats got = sum.values();
-                    int64_t wrong = 0;
-                    for (int64_t i = 0; i < N; i++) {
-                        float expected = assign ? 0 : before[size_t(i)];
-                        for (const Floats& part : parts) expected += part[size_t(i)];
-                        wrong += got[size_t(i)] != reference::round_to(f, expected);
-                    }
-                    CHECK(wrong == 0);
-                    CHECK(sum.intact());
-                }
-}

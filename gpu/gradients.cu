@@ -1,0 +1,246 @@
+// gpu/gradients.cu - what any optimizer needs around its update (interface: gradients.cuh):
+//   1. weights and their exact FP32 master
+//   2. the gradient norm, clipping, steps that are skipped, and sums over ranks
+#include "gradients.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// ===========================================================================================================
+// 1. Weights: BF16 and a 16-bit remainder make the FP32 master, bits = (weight << 16) + remainder
+
+__device__ void split(float master, uint16_t& weight, int16_t& remainder) {
+    const uint32_t bits = __float_as_uint(master);
+    // To nearest; ties go away from zero, so that the remainder fits.
+    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    remainder = static_cast<int16_t>(bits & 0xFFFFu);
+}
+__device__ float join(uint16_t weight, int16_t remainder) {
+    return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+constexpr int SIMPLE_THREADS = 256;
+__device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x; }
+
+// i counts from the slice's first element. Any of values, weights and remainders may be null.
+__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
+                                  int64_t count, int64_t padded, float std, bool ones,
+                                  int64_t before_padding, uint64_t seed, uint64_t index) {
+    const int64_t i = element();
+    if (i >= padded) return;
+    const float value = i < count ? initial(std, ones, before_padding, seed, index, first + i) : 0.0f;
+    uint16_t weight;
+    int16_t remainder;
+    split(value, weight, remainder);
+    if (values) values[i] = value;
+    if (weights) weights[i] = weight;
+    if (remainders) remainders[i] = remainder;
+}
+__global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
+    const int64_t i = element();
+    if (i < n) split(master[i], weight[i], remainder[i]);
+}
+__global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n) {
+    const int64_t i = element();
+    if (i < n) master[i] = join(weight[i], remainder[i]);
+}
+
+}  // namespace
+
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index,
+                int64_t before_padding, uint64_t seed, cudaStream_t s) {
+    const bool f32 = w.format == Format::F32;
+    auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
+        const int64_t n = padded(slice);
+        if (n == 0) return;
+        initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
+            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight,
+            before_padding, seed, index);
+        CHECK_LAUNCH("initialize");
+    };
+    launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
+           f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
+    if (w.remainder) launch(at.state, nullptr, nullptr, w.remainder + at.state_at);
+}
+void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    split_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(master, weight, remainder, n);
+    CHECK_LAUNCH("split_master");
+}
+void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s) {
+    if (n == 0) return;
+    join_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(weight, remainder, master, n);
+    CHECK_LAUNCH("join_master");
+}
+
+// ===========================================================================================================
+// 2. Before the update: the gradient norm, clipping, steps that are skipped, sums over ranks
+
+namespace {
+
+// Sum of squares of a thread's chunk of 8, in FP32 unless it leaves the middle of FP32's range, where squares
+// would overflow or vanish.
+__device__ double sum_of_squares(const Values& v) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
+    if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
+    double exact = 0;
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) exact += double(v[j]) * v[j];
+    return exact;
+}
+
+// One warp for each shard chunk, which is SHARD_CHUNK elements (coat.h). The warps take turns with the shard
+// chunks of all segments.
+constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
+template <class T>
+__global__ void __launch_bounds__(NORM_THREADS)
+    squares_kernel(const Segment* segments, int number_of_segments, Dense<T> gradients, int64_t first,
+                   int64_t first_shard_chunk, Share share, const double* loss, double* sums) {
+    const int lane = threadIdx.x % 32;
+    const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
+                  warps = int64_t(gridDim.x) * NORM_THREADS / 32;
+    if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
+    int64_t before = 0;  // shard chunks of earlier segments
+    for (int i = 0; i < number_of_segments; i++) {
+        const int64_t offset = segments[i].offset - first, size = segments[i].size,
+                      shard_chunk = segments[i].shard_chunk - first_shard_chunk;
+        const int64_t shard_chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
+                      begin = shard_chunks * share.rank / share.ranks,
+                      end = shard_chunks * (share.rank + 1) / share.ranks;
+        const int64_t turn = (warp + warps - before % warps) % warps;
+        before += end - begin;
+        for (int64_t c = begin + turn; c < end; c += warps) {
+            const int64_t from = c * SHARD_CHUNK + lane * CHUNK, stop = min(size, (c + 1) * SHARD_CHUNK);
+            double sum = 0;
+            for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
+                typename Dense<T>::Raw raw[NORM_UNROLL] = {};
+#pragma unroll
+                for (int u = 0; u < NORM_UNROLL; u++)
+                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
+#pragma unroll
+                for (int u = 0; u < NORM_UNROLL; u++) {
+                    Values v;
+                    gradients.values(raw[u], v);
+                    sum += sum_of_squares(v);
+                }
+            }
+            for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
+            if (lane == 0) sums[1 + shard_chunk + c] = sum;
+        }
+    }
+}
+
+constexpr int STATE_THREADS = 1024;
+__global__ void __launch_bounds__(STATE_THREADS)
+    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, Clipping clip,
+                          GradientState* state) {
+    double mine = 0;
+    for (int64_t c = threadIdx.x; c < shard_chunks; c += STATE_THREADS) {
+        double sum = 0;  // of all ranks; one at most is not 0
+        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_chunks) + 1 + c];
+        mine += sum;
+    }
+    const double squares = block_sum<STATE_THREADS>(mine);
+    if (threadIdx.x != 0) return;
+    state->squares += squares;
+    state->norm = sqrt(state->squares);
+    const double norm = state->norm * clip.norm_correction;
+    state->clip_factor = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
+    // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
+    // represent. NaN fails too.
+    bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
+    for (int64_t r = 0; r < ranks; r++)  // the losses
+        finite = finite && isfinite(sums[r * (1 + shard_chunks)]);
+    state->skip |= !finite;
+}
+
+// Several ranks: gradients are added in the order of the ranks.
+constexpr int ADD_THREADS = 256;
+template <class T>
+__global__ void __launch_bounds__(ADD_THREADS)
+    add_gradients_kernel(Dense<T> sum, bool assign, Dense<T> own, Dense<T> received, int64_t n, Share share) {
+    const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
+    if (i >= n) return;
+    Values total = {};
+    if (!assign) sum.values(sum.load(i), total);
+    for (int64_t r = 0; r < share.ranks; r++) {
+        const int64_t place = r < share.rank ? r : r - 1;
+        const Dense<T> from = r == share.rank ? own : received.from(place * n);
+        Values v;
+        from.values(from.load(i), v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) total[j] += v[j];
+    }
+    sum.store(i, total, true);
+}
+
+__global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
+                                      int64_t ranks, float fmax, bool power_of_two) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    uint32_t top = 0;
+    for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
+    scales[i].amax = __uint_as_float(top);
+    scales[i].scale =
+        scales[i].delayed > 0 ? scales[i].delayed : scale_of(fmax, scales[i].amax, power_of_two);
+}
+
+constexpr int CHECK_THREADS = 256;
+__global__ void __launch_bounds__(CHECK_THREADS)
+    checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
+    bool finite = true;
+    for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
+    finite = __syncthreads_and(finite);
+    if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
+}
+
+}  // namespace
+
+void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
+    checked_loss_kernel<<<1, CHECK_THREADS, 0, s>>>(scales, n, loss, checked);
+    CHECK_LAUNCH("checked_loss");
+}
+
+void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
+                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
+                      const double* loss, double* sums, cudaStream_t s) {
+    // Shard chunks that other ranks sum stay 0 here.
+    check(cudaMemsetAsync(sums, 0, (1 + shard_chunks) * sizeof(double), s), "Clearing memory failed");
+    const int64_t wanted = ceil_div(32 * shard_chunks + 32, NORM_THREADS);
+    const unsigned grid =
+        static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
+    with_dense(format, gradients, [&](auto g) {
+        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first,
+                                                     first_shard_chunk, share, loss, sums);
+    });
+    CHECK_LAUNCH("gradient_squares");
+}
+
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
+                   GradientState* state, cudaStream_t s) {
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, state);
+    CHECK_LAUNCH("gradient_norm");
+}
+
+void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
+                   const Share& share, cudaStream_t s) {
+    require(n % CHUNK == 0, "gradients are padded to groups");
+    if (n == 0) return;
+    with_dense(format, sum, [&](auto to) {
+        using T = typename decltype(to)::Compute;
+        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
+            to, assign, dense<T>(own), dense<T>(received), n, share);
+    });
+    CHECK_LAUNCH("add_gradients");
+}
+
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, const Quant& q,
+                    cudaStream_t s) {
+    combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, info(q.format).max,
+                                                         q.power_of_two);
+    CHECK_LAUNCH("combine_amaxes");
+}
+
+}  // namespace coat::gpu
