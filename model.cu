@@ -5,7 +5,7 @@
 // three rules:
 //   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
 //     a step the host never waits for the GPU.
-//   - Saved for backward is what coat.h's saved_per_layer() lists. What can be recomputed elementwise is
+//   - Saved for backward is what model.h's saved_per_layer() lists. What can be recomputed elementwise is
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.
 //     Gradients of weights take the place of saved activations that backward no longer needs (plan.h).
@@ -93,7 +93,7 @@ public:
     const int64_t rank, count;
 
     bool several() const { return count > 1; }
-    // What a rank owns of a parameter (coat.h, slice_of), and its elements with padding.
+    // What a rank owns of a parameter (model.h, slice_of), and its elements with padding.
     Slice own(const Param& p, int64_t r) const { return slice_of(p.size(), r, count); }
     int64_t padded(const Param& p, int64_t r) const { return coat::padded(own(p, r)); }
 
@@ -190,7 +190,7 @@ public:
     uint8_t* gradient_from(size_t i, int64_t element) const {
         return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
     }
-    // The gradients that this rank's update reads (coat.h, kept_state()): with several ranks, their sums.
+    // The gradients that this rank's update reads (model.h, kept_state()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
         const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
@@ -212,7 +212,7 @@ public:
     }
     bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
 
-    // Weights as coat.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
+    // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
     void initialize() {
         const GpuLayout& at = device_.layout;
         clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
@@ -317,7 +317,7 @@ public:
         return all;
     }
 
-    // What coat.h's Model::read() and write() do.
+    // What model.h's Model::read() and write() do.
     void read(const std::string& name, void* out) const {
         const auto [i, suffix] = parse(name);
         if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
@@ -625,7 +625,7 @@ struct Linear {
     void* saved_x;           // with --recompute off: the input as an operand; else null
 };
 struct Block {
-    View saved[9];        // by Saved (coat.h, saved_per_layer); empty where nothing is saved
+    View saved[9];        // by Saved (model.h, saved_per_layer); empty where nothing is saved
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     Linear qkv, attention_out, gate_up, down;
 };

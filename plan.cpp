@@ -1,4 +1,5 @@
-// plan.cpp - the tables of plan.h, computed from those of coat.h: a new recipe or model is a new row there.
+// plan.cpp - the tables of plan.h, computed from those of coat.h and model.h: a new recipe or model is a new
+// row there.
 //
 // In order: learning rate, memory modes and checks, precision plan, memory plan, layout of a GPU's memory,
 // the two maps of ./train --plan full (buffers, FP8 operands), what a GPU does not support, printing.

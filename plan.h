@@ -4,7 +4,7 @@
 //
 // Nothing here allocates or trains. ./train --plan prints these tables; model.cu allocates by gpu_layout().
 #pragma once
-#include "coat.h"
+#include "model.h"
 
 namespace coat {
 

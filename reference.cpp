@@ -2,9 +2,9 @@
 // first, and this file beside the paper.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
-// moments. This file is the whole training step for the models and recipes of coat.h. It knows nothing of the
-// GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where there is no GPU.
-// Each section needs only those before it:
+// moments. This file is the whole training step for the models of model.h and the recipes of coat.h. It knows
+// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
+// there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
 //   3. FP8 optimizer      dynamic range expansion, AdamW                            (section 4)
@@ -521,7 +521,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
         }
 }
 
-// f_i = theta^(-2i / HS), scaled as the model wants (coat.h, RopeScaling). The formula of llama3 is
+// f_i = theta^(-2i / HS), scaled as the model wants (model.h, RopeScaling). The formula of llama3 is
 // apply_scaling in Meta's llama-models and _compute_llama3_parameters in transformers.
 double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;
@@ -794,8 +794,8 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; coat.h, saved_per_layer(), with recompute). The outputs
-    // of norms and of the activation function are computed again in any case.
+    // What a layer saves for backward (paper table 2; model.h, saved_per_layer(), with recompute). The
+    // outputs of norms and of the activation function are computed again in any case.
     struct SavedLayer {
         SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
         Tensor lse;
@@ -819,7 +819,7 @@ private:
         for (size_t i = 0; i < x.size(); i++) z[i] = x[i] + y[i];
         return z;
     }
-    // Gradients are in FP32 or in the compute dtype (coat.h, gradient_format()).
+    // Gradients are in FP32 or in the compute dtype (model.h, gradient_format()).
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[index(name)];
         gradient = sum(gradient, contribution);
@@ -1009,7 +1009,7 @@ private:
 //
 // With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
 // of all gradients: this is the reference of the arithmetic, not of the memory. It updates what it keeps of
-// the state (coat.h, kept_state()): a part, or everything with --shard none.
+// the state (model.h, kept_state()): a part, or everything with --shard none.
 
 class Reference : public Model, Network<float> {
 public:
@@ -1032,7 +1032,7 @@ public:
     }
 
     // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. Without
-    // keep_gradients, each bucket is updated as soon as backward has completed it (coat.h, AdamW).
+    // keep_gradients, each bucket is updated as soon as backward has completed it (model.h, AdamW).
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
         check(tokens, targets, accumulate * N);
@@ -1255,7 +1255,7 @@ private:
             else s.weight[at] = round_stochastically(master[e], key, params[i].offset + at);
     }
 
-    // Where this rank's part of a tensor begins, and its bytes: the tensors of coat.h's weight_tensors() and
+    // Where this rank's part of a tensor begins, and its bytes: the tensors of model.h's weight_tensors() and
     // optimizer_tensors(), and gradients.
     std::pair<void*, size_t> find(const std::string& name) {
         using Place = std::pair<void*, size_t>;

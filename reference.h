@@ -3,7 +3,7 @@
 // Here are shapes, units and special cases; the equations and their reasons are in reference.cpp. The
 // template parameter Real is float; it is double only where tests compare gradients with finite differences.
 #pragma once
-#include "coat.h"
+#include "model.h"
 
 namespace coat::reference {
 
@@ -19,7 +19,7 @@ float round_to(Format f, float x);  // x rounded to F32 or BF16
 // modulo 2^32. The weight is the master rounded to nearest, ties away from zero, so that the remainder fits.
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
-// A weight without a master: element i of the flat order, rounded stochastically (coat.h, rounding_bits).
+// A weight without a master: element i of the flat order, rounded stochastically (model.h, rounding_bits).
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- Quantizers (paper section 5) ---

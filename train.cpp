@@ -2,7 +2,7 @@
 //
 // In the order of a run: what is known of it (Run), its flags, the checkpoint that it continues, its data,
 // the plan, samples, the log, and the training loop (Training::loop). run() at the end goes through these
-// stages. This file knows models through coat.h's Model, files through data/, the command line through
+// stages. This file knows models through model.h's Model, files through data/, the command line through
 // flags.h. It contains no CUDA and no file format.
 #include "flags.h"
 
@@ -25,7 +25,7 @@
 #include <thread>
 #include <tuple>
 
-#include "coat.h"
+#include "model.h"
 #include "data/checkpoint.h"
 #include "data/file.h"
 #include "data/json.h"

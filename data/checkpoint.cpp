@@ -22,7 +22,7 @@ namespace {
 const std::string OPTIMIZER_FILE = "optimizer.safetensors", TRAINER_FILE = "trainer.json";
 
 // -----------------------------------------------------------------------------------------------------------
-// optimizer.safetensors: the tensors of optimizer_tensors() (coat.h), byte for byte as the model has them.
+// optimizer.safetensors: the tensors of optimizer_tensors() (model.h), byte for byte as the model has them.
 
 // In the order of the file. Tensors with larger elements come first, so that every element is aligned, as
 // PyTorch's reader requires.

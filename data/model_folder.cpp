@@ -160,7 +160,7 @@ ordered_json rope_json(const RopeScaling& s) {
     return s.type == RopeScaling::Default ? nullptr : j;
 }
 
-// Llama, and the models that are a Llama but for a column of coat.h's Architecture.
+// Llama, and the models that are a Llama but for a column of model.h's Architecture.
 ModelConfig read_llama(const Fields& f) {
     require_implemented(f, LLAMA_IMPLEMENTED);
     // transformers 5 calls rope_scaling rope_parameters; it, too, prefers a rope_scaling with fields.

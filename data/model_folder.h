@@ -7,15 +7,16 @@
 #include <string>
 #include <vector>
 
-#include "../coat.h"
+#include "../model.h"
 #include "json.h"
 
 namespace coat {
 
 inline const std::string CONFIG_FILE = "config.json", WEIGHTS_FILE = "model.safetensors";
 
-// The shape of the model in a folder of an architecture of coat.h. Error that names the field if this program
-// does not implement what config.json asks for (another type of RoPE scaling or activation function, ...).
+// The shape of the model in a folder of an architecture of model.h. Error that names the field if this
+// program does not implement what config.json asks for (another type of RoPE scaling or activation function,
+// ...).
 ModelConfig read_model_config(const std::string& folder);
 
 // Error unless the folder's weights are exactly the tensors of such a model. Call it before a model is

@@ -43,7 +43,7 @@ import time
 FILES = "train.bin", "val.bin"
 MAGICS = {"H": (20240520, 1), "I": (20240801, 1)}  # (magic, version) by the type code of array
 MAX_TOKENS = 2**31 - 1  # the number of tokens in the header is an int32
-MAX_VOCABULARY = 2**22  # as in coat.h
+MAX_VOCABULARY = 2**22  # as in model.h
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 LINES = 256  # conversations that are sent to a process at once
 OPEN_WINDOWS = 64  # that the next conversation may still go into

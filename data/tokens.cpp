@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "../coat.h"
+#include "../model.h"
 #include "file.h"
 #include "json.h"
 

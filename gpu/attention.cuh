@@ -9,7 +9,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../coat.h"
+#include "../model.h"
 
 namespace coat {
 

@@ -91,7 +91,7 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each shard chunk, which is SHARD_CHUNK elements (coat.h). The warps take turns with the shard
+// One warp for each shard chunk, which is SHARD_CHUNK elements (model.h). The warps take turns with the shard
 // chunks of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 template <class T>

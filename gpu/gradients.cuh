@@ -1,9 +1,9 @@
 // gpu/gradients.cuh - what any optimizer needs around its update: first weights, FP32 masters, the gradient
 // norm, clipping, steps that are skipped, and sums over ranks (gradients.cu).
 //
-// All parameters lie in one flat order (coat.h, parameters()): parameter p has the elements [offset, offset +
-// size). The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch
-// on the given CUDA stream.
+// All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset` on.
+// The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on the
+// given CUDA stream.
 #pragma once
 #include "../plan.h"
 #include "tensor.cuh"
@@ -18,9 +18,9 @@ struct Weights {
     int16_t* remainder;  // (total); null if the weights are FP32, or have no master
     Format format;
 };
-// The first values of a parameter (coat.h, initial()): the slice `weight` of it at element weight_at, and the
-// remainders of the slice `state` at state_at. before_padding: the elements before the vocabulary's padding,
-// which is 0 (coat.h, live_elements()).
+// The first values of a parameter (model.h, initial()): the slice `weight` of it at element weight_at, and
+// the remainders of the slice `state` at state_at. before_padding: the elements before the vocabulary's
+// padding, which is 0 (model.h, live_elements()).
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index,
                 int64_t before_padding, uint64_t seed, cudaStream_t s);
 void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s);
@@ -63,8 +63,8 @@ struct Clipping {
 // would hide that.
 void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 // A rank's share of work that any rank could do: consecutive shard chunks of every segment. A shard chunk is
-// SHARD_CHUNK elements of a parameter (coat.h). It is not the chunk of 8 elements that a thread loads at once
-// (gpu/tensor.cuh).
+// SHARD_CHUNK elements of a parameter (model.h). It is not the chunk of 8 elements that a thread loads at
+// once (gpu/tensor.cuh).
 struct Share {
     int64_t rank = 0, ranks = 1;
 };

@@ -5,6 +5,7 @@
 // have the same one. Rows are tokens; columns are a multiple of 16. Parameter gradients are added to, in
 // their own format (BF16 or FP32). No function allocates or waits; all launch on the given CUDA stream.
 #pragma once
+#include "../model.h"
 #include "tensor.cuh"
 
 namespace coat::gpu {

@@ -360,7 +360,7 @@ void with_storage(const View& v, F f) {
     f(groups_of(v));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (coat.h, gradient_format). Which one is known at run
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). Which one is known at run
 // time: all threads take the same branch, and a kernel exists once, not twice.
 struct EitherDense {
     void* data;

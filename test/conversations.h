@@ -1,7 +1,7 @@
 // conversations.h - a model's folder and conversations, for the tests of data/tokenize.py and of training on
 // conversations. The Python packages are replaced by small ones, whose tokens are bytes.
 #pragma once
-#include "../coat.h"
+#include "../model.h"
 #include "program.h"
 #include "token_files.h"
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstring>
 
-#include "../coat.h"
+#include "../model.h"
 #include "../data/checkpoint.h"
 #include "../data/file.h"
 #include "../data/safetensors.h"

@@ -14,7 +14,7 @@ using namespace coat::test::device_tensors;
 
 namespace {
 
-// Checks that each element is a value within w +- ew after stochastic rounding to BF16 (coat.h,
+// Checks that each element is a value within w +- ew after stochastic rounding to BF16 (model.h,
 // rounding_bits). Rounding with the same random bits is monotone, so the results for w - ew and w + ew are
 // the limits.
 void check_stochastic(const Floats& got, const Doubles& w, const Doubles& ew, int64_t offset) {

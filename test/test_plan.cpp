@@ -34,7 +34,7 @@ TEST_CASE("learning_rate: warms up, decays to a tenth, and stays within its boun
           doctest::Approx(peak * 0.55));
 }
 
-TEST_CASE("memory plan: has exactly the state tensors of coat.h, padded to groups") {
+TEST_CASE("memory plan: has exactly the state tensors of model.h, padded to groups") {
     for (const ModelConfig& model : models())
         for (const Recipe& recipe : recipes())
             for (const OptimizerFormat& optimizer : optimizers()) {

@@ -250,7 +250,7 @@ TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in dou
     }
 }
 
-TEST_CASE("round_stochastically: rounds to a neighbour by the rule of coat.h, and exact values stay") {
+TEST_CASE("round_stochastically: rounds to a neighbour by the rule of model.h, and exact values stay") {
     FRESH_RANDOM(rng);
     for (int64_t i = 0; i < count(200000, 10000); i++) {
         const uint64_t key = rng.bits();

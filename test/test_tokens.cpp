@@ -2,7 +2,7 @@
 // vocabularies.
 #include <doctest/doctest.h>
 
-#include "../coat.h"
+#include "../model.h"
 #include "token_files.h"
 
 using namespace coat;

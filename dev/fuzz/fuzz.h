@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "../../coat.h"
+#include "../../model.h"
 
 namespace coat::fuzz {
 
