@@ -238,6 +238,7 @@ void set_aside(const fs::path& folder, const std::string& end) {
     fs::path name = folder.string() + end;
     while (has_entry(name.string())) name += ".other";
     fs::rename(folder, name);
+    if (end == ".other") std::printf("set aside | %s\n", printable(name.string()).c_str());
 }
 
 // Renames `complete` to `folder`. What has that name is first renamed: to .old if it is a checkpoint of this
