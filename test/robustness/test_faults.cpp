@@ -182,7 +182,8 @@ TEST_CASE("train: a checkpoint that cannot be read is skipped with one sentence,
         CHECK(resumed.code == 0);
         CHECK(contains(resumed.error, "train: out/step-000005 cannot be read"));
         CHECK(std::count(resumed.error.begin(), resumed.error.end(), '\n') == 1);
-        CHECK(contains(resumed.out, "set aside | out/step-000005.other\n"));
+        CHECK(contains(resumed.out, "set aside | "));
+        CHECK(contains(resumed.out, "/out/step-000005.other\n"));
         CHECK(names_in(folder.path / "out") == Names{"step-000005.other", "step-000006"});
     }
 }
