@@ -13,8 +13,8 @@ using namespace coat::test;
 using namespace coat::test::adamw_run;
 using namespace coat::test::device_tensors;
 
-// With beta = 0 and moments of zero, the new moments are exactly g and g^2, so the kernel's codes can be
-// compared with the reference's. Both take logarithms and powers in FP32, so they may differ where a power
+// With beta = 0 and moments of zero, the new moments are exactly 0 + g and g^2, so the kernel's codes can be
+// compared with the reference's. (0 + g is g, but for g = -0, whose moment is 0.) Both take logarithms and powers in FP32, so they may differ where a power
 // lies on the border between two codes. Neighbouring codes are at least 1/16 of the value apart. If the
 // powers have an error d, then in expectation at most 2 * 16 d of the codes differ, each by one step.
 GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
@@ -32,14 +32,14 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
             for (size_t i = 0; i < run.params.size(); i++) {
                 const HostParam& p = run.params[i];
                 const float* g = &run.gradient[p.offset];
-                Floats square(p.size);
-                for (int64_t e = 0; e < p.size; e++) square[e] = g[e] * g[e];
+                Floats sum(p.size), square(p.size);
+                for (int64_t e = 0; e < p.size; e++) sum[e] = 0.0f + g[e], square[e] = g[e] * g[e];
                 for (bool second : {false, true}) {
                     const DeviceMoment& got = second ? *r.v[i] : *r.m[i];
                     if (!is_scaled(got.format)) continue;
                     reference::Moment expected;
                     expected.init(got.format, o.expand, p.size, o.group);
-                    expected.store(second ? square.data() : g, second && o.keep_positive);
+                    expected.store(second ? square.data() : sum.data(), second && o.keep_positive);
                     const Bytes codes = got.codes.read();
                     const Floats max = got.maxima(), k = o.expand ? got.k.read() : Floats(max.size(), 1.0f);
                     CHECK(same_bytes(max, expected.max));
