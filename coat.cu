@@ -46,8 +46,9 @@ namespace {
 // costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
 // scale up to BF16 and writes codes and scale.
 //
-// In a training step this kernel runs for --attention groups, and for gate and up where linear layers are not
-// in FP8. embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
+// In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
+// of the activation's output beforehand (linear layers that are not FP8, or are not scaled per tensor just in
+// time). embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
 // the same Groups::store.
 
 constexpr int GROUP_THREADS = 256;
@@ -92,7 +93,7 @@ constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
 constexpr int ACROSS = TILE / CHUNK;    // a block has ACROSS x ACROSS threads
 constexpr int TILE_THREADS = ACROSS * ACROSS;
-// Resident blocks of a multiprocessor: 64 registers a thread; 3 and 5 were slower.
+// Blocks that a multiprocessor has at once, which leaves 64 registers a thread; 3 and 5 were slower.
 constexpr int TILE_BLOCKS = 4;
 
 struct TilePlace {

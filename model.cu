@@ -1049,7 +1049,8 @@ private:
     }
 
     // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `step` tokens at a
-    // time only. While it goes to groups, the amax of the activation's output is taken.
+    // time, or for all of them if the activation reads it (coat-saved). While it goes to groups, the amax of
+    // the activation's output is taken.
     void gate_up_forward(const Block& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
         TensorScale* const act = amax_target(b.down.x_scale);

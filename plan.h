@@ -187,8 +187,8 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
 // over FP8 groups, or both in the compute dtype) and scaling is per tensor.
 bool gate_up_gradient_in_place(const Setup& s);
-// Two tensors never exist for all tokens at once: the logits, and (with per-tensor scaling) the activation's
-// input before it is quantized in groups.
+// Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
+// input before it is quantized in groups, unless the forward pass reads it (coat-saved).
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
 // The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
 // than four times.

@@ -270,7 +270,7 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
         succeed(status, "A GEMM failed");
         p = std::move(first);
     }
-    // Timing follows the GEMM and leaves the same bits in `out`.
+    // Timing follows the GEMM. It ends with an algorithm that has the same bits, so `out` is as before.
     if (tuning_ && !p->tuned && !accumulate && out.rows * out.cols >= MIN_OUTPUTS) choose_fastest(*p, call);
 }
 

@@ -78,8 +78,8 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
 
 namespace {
 
-// Sum of squares of a thread's chunk of 8, in FP32 unless it leaves the middle of FP32's range, where squares
-// would overflow or vanish.
+// Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
+// squares in FP32 could overflow or vanish.
 __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
 #pragma unroll

@@ -532,8 +532,8 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
 }
 
-// The angles depend on position and pair only, so a thread reads them once for all its heads. Without an
-// amax, columns that are not rotated are not touched.
+// The angles depend on position and pair only: those of all heads of a thread are the same. Without an amax,
+// columns that are not rotated are not touched.
 void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, cudaStream_t s) {
     require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
             "a head size is not a multiple of 8");
