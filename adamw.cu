@@ -516,16 +516,17 @@ void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
 // 4. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
 // The same arithmetic as above. What makes it fast: the loads of the next group are in flight while this one
-// is computed; and the (max, k) of eight groups are loaded and stored together, in whole sectors of memory.
+// is computed; and the (max, k) of eight groups are loaded and stored together. Then eight neighbouring lanes
+// access eight neighbouring floats: 32 bytes, a whole sector of memory.
 
 constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * TEAMS, FP8_BLOCKS_PER_SM = 2;
 constexpr int64_t FP8_GROUPS_PER_BLOCK = 16384;  // or more, so that a block's start and end do not count
 
 // A run is 8 consecutive groups of a warp, whose two teams work on two of them at once: groups 0 and 1, then
-// 2 and 3, and so on. How the warp's lanes share the scales of the run (RunOfScales), and the elements of two
-// groups (update_segment):
+// 2 and 3, and so on. How the warp's lanes share the numbers max and k of the run (RunOfScales), and the
+// elements of two groups (update_segment):
 //   lane            0 ... 7        8 ... 15       16 ... 23      24 ... 31
-//   its scale       max of m       k of m         max of v       k of v        lane l: of group l % 8
+//   its number      max of m       k of m         max of v       k of v        lane l: of group l % 8
 //   its elements    0 ... 63       64 ... 127     0 ... 63       64 ... 127    lane l: 8 from 8 (l % 16) on
 //                   of team 0's group             of team 1's group
 constexpr int RUN = 8, SCALE_NUMBERS = 4;
@@ -555,7 +556,9 @@ struct RunOfScales {
         return {__shfl_sync(0xFFFFFFFFu, numbers, first + group),
                 __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
     }
-    // `numbers` with those of the groups that the teams of the warp have just finished.
+    // `numbers` with those of the groups that the teams of the warp have just finished. Lanes 0 ... 3 of each
+    // team offer m's max and k, v's max and k. Every lane takes its kind of number from one of the teams, and
+    // keeps it if that team's group is its own.
     __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);

@@ -129,9 +129,10 @@ struct Recipe {
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
-    // as in the paper, or the tensors in the compute dtype. Backward reads the quantized ones in any case. On
-    // a GPU its operands keep the scales of the forward pass, which the CPU computes anew: a value computed
-    // from groups can be a few percent above that amax, and then saturates.
+    // as in the paper, or the tensors in the compute dtype (coat-saved). Backward reads the quantized ones in
+    // any case. In coat-saved, a GPU's wgrad reuses the forward pass's scales of linear layers' inputs, where
+    // the CPU takes new ones. So on a GPU a few values may saturate: those computed from groups can be a few
+    // percent above the forward pass's amax.
     bool forward_reads_saved = true;
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;

@@ -1199,7 +1199,7 @@ private:
         }
     }
 
-    // The sum of squares of a bucket's gradients: within chunks, then over the chunks in their order. Here
+    // The sum of squares of a bucket's gradients: within shard chunks, then over these in their order. Here
     // every rank sums all chunks. On GPUs each sums its own, and this order gives the same bits for any
     // number.
     double squares_of(int64_t bucket) const {

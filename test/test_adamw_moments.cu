@@ -14,9 +14,10 @@ using namespace coat::test::adamw_run;
 using namespace coat::test::device_tensors;
 
 // With beta = 0 and moments of zero, the new moments are exactly 0 + g and g^2, so the kernel's codes can be
-// compared with the reference's. (0 + g is g, but for g = -0, whose moment is 0.) Both take logarithms and powers in FP32, so they may differ where a power
-// lies on the border between two codes. Neighbouring codes are at least 1/16 of the value apart. If the
-// powers have an error d, then in expectation at most 2 * 16 d of the codes differ, each by one step.
+// compared with the reference's. (0 + g is g, but for g = -0, whose moment is 0.) Both take logarithms and
+// powers in FP32, so they may differ where a power lies on the border between two codes. Neighbouring codes
+// are at least 1/16 of the value apart. If the powers have an error d, then in expectation at most 2 * 16 d
+// of the codes differ, each by one step.
 GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
     FRESH_RANDOM(rng);
     for (const OptimizerFormat& o : OPTIMIZERS) {
@@ -73,8 +74,8 @@ GPU_TEST_CASE("adamw: FP8 moments have the reference's codes") {
             // Six standard deviations above the expectation. Without expansion no code may differ.
             CHECK(differ <= allowed + 6 * std::sqrt(allowed));
             CHECK(too_far == 0);
-            // k may round differently where it is within 16 k^2 / range times the logarithms' error, 2^-16,
-            // of a multiple of 1/16.
+            // k may round differently where it is within 16 k^2 / log2(FMAX / FMIN) times the logarithms'
+            // error, 2^-16, of a multiple of 1/16.
             CHECK(other_k <= groups / 50 + 2);
         }
     }

@@ -1,4 +1,5 @@
-// test_coat_tables.cpp - the tables of recipes and models in coat.h and model.h, row by row. A changed row fails here.
+// test_coat_tables.cpp - the tables of recipes and models in coat.h and model.h, row by row. A changed row
+// fails here.
 #include <doctest/doctest.h>
 
 #include "../reference.h"
