@@ -56,7 +56,7 @@ class ImmutableSandboxedEnvironment:
         return Template(text, {**self.globals, **names})
 )";
 inline const std::string CHAT = R"(''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' )"
-                         R"(for m in messages) + ('<|assistant|>' if add_generation_prompt else ''))";
+                                R"(for m in messages) + ('<|assistant|>' if add_generation_prompt else ''))";
 
 inline std::string config_with(const std::string& chat) {
     return R"({"eos_token": {"content": "<|end|>"}, "chat_template": ")" + chat + "\"}";

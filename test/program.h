@@ -78,7 +78,7 @@ inline void check_failed(const Ended& ended, const std::string& who, const std::
 inline void check_one_sentence(const Ended& ended, const std::string& who) {
     check_failed(ended, who);
     CHECK(ended.error.compare(0, 7, "train: ") == 0);
-    CHECK(ended.error.find(". ") == std::string::npos);
+    CHECK(!contains(ended.error, ". "));
 }
 
 // The flags are rejected in one sentence, and no file is lost, changed or left half-written.

@@ -139,8 +139,8 @@ inline void check_same_tensors(const fs::path& a, const fs::path& b) {
     }
 }
 
-// Checkpoints of `ranks` ranks are those of one rank with as many micro-batches a step (setup.accumulate), and
-// `fewer` ranks continue from them with the same bits.
+// Checkpoints of `ranks` ranks are those of one rank with as many micro-batches a step (setup.accumulate),
+// and `fewer` ranks continue from them with the same bits.
 inline void check_checkpoints(const Setup& setup, int64_t ranks, int64_t fewer,
                               std::unique_ptr<Model> (*make)(const Setup&)) {
     CAPTURE(setup.recipe.name);

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "conversations.h"
-#include "several_ranks.h"
+#include "ports.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -120,7 +120,8 @@ TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in th
                        "--prompt");
     folder.write(model + "/tokenizer.json", R"(["<|user|>", "<|assistant|>", "<|end|>", "<|more|>"])");
     check_one_sentence(shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '<|more|>'"), "vocabulary");
-    const Ended dash = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '--d'");  // no flag of the script
+    // The prompt is not read as a flag of the script.
+    const Ended dash = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt '--d'");
     CHECK(!contains(dash.out, "expected one argument"));
     folder.write("tokenizers.py", "raise ImportError()");
     const Ended numbers = shell(folder, "PYTHONPATH=. " + evaluate + " --prompt c");

@@ -47,7 +47,7 @@ TEST_CASE("memory plan: has exactly the state tensors of model.h, padded to grou
                 const auto params = parameters(s.config);
                 int64_t state = 0, weights = 0;  // remainders and delayed scales count as weights
                 for (const StateTensor& t : optimizer_tensors(s))
-                    if (t.name.find(".remainder") == std::string::npos) state += t.total_bytes();
+                    if (!contains(t.name, ".remainder")) state += t.total_bytes();
                 for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
                     state -= t.total_bytes(), weights += t.total_bytes();
                 for (const StateTensor& t : weight_tensors(s.config))
@@ -144,7 +144,7 @@ TEST_CASE("precision plan: says what each memory mode changes") {
         for (const MemoryMode& mode : memory_modes())
             if (flag == mode.flag) mode.choose(s, false);
         for (const PrecisionRow& r : precision_plan(s))
-            rows += (r.name + "|" + r.input + "|" + r.output + "|" + r.saved).find(part) != std::string::npos;
+            rows += contains(r.name + "|" + r.input + "|" + r.output + "|" + r.saved, part);
         return rows;
     };
     for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1},
@@ -157,8 +157,8 @@ TEST_CASE("precision plan: says what each memory mode changes") {
     }
     CHECK(matching_rows("", "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32") == 1);
     RunFolder folder;
-    CHECK(train(folder, "--plan --gradients none").out.find("--clip goes by") != std::string::npos);
-    CHECK(train(folder, "--plan").out.find("--clip goes by") == std::string::npos);
+    CHECK(contains(train(folder, "--plan --gradients none").out, "--clip goes by"));
+    CHECK(!contains(train(folder, "--plan").out, "--clip goes by"));
 }
 
 TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
@@ -167,8 +167,8 @@ TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
                 find_row(optimizers(), "coat", ""), 1, T};
         int rows = 0;
         for (const PrecisionRow& row : precision_plan(s)) {
-            if (row.name.find("falls back") == std::string::npos) continue;
-            CHECK(row.input.find("e4m3") == std::string::npos);
+            if (!contains(row.name, "falls back")) continue;
+            CHECK(!contains(row.input, "e4m3"));
             rows++;
         }
         return rows;
@@ -231,16 +231,16 @@ TEST_CASE(
                 s.recompute = recompute;
                 INFO(std::string(model), " ", std::string(recipe.name), " ", recompute);
                 const std::vector<OperandRow> table = operand_plan(s, {});
-                CHECK(table.size() ==
-                      (recipe.x.fp8() ? 24 : 0));  // four linear layers, three GEMMs, two operands
+                // Four linear layers, three GEMMs, two operands.
+                CHECK(table.size() == (recipe.x.fp8() ? 24 : 0));
                 std::map<std::string, int> operands;
                 for (const OperandRow& row : table) {
                     CAPTURE(row.amax);
                     const char of = row.operand[0];
                     operands[row.gemm + of]++;
                     CHECK(row.format == (of == 'x' ? recipe.x : of == 'w' ? recipe.w : recipe.g).text());
-                    CHECK(headers.find(" " + function(row.amax) + "(") != std::string::npos);
-                    CHECK(headers.find(" " + function(row.codes) + "(") != std::string::npos);
+                    CHECK(contains(headers, " " + function(row.amax) + "("));
+                    CHECK(contains(headers, " " + function(row.codes) + "("));
                     const bool quantize = function(row.amax) == "quantize";  // needs no amax before
                     CHECK(quantize ==
                           (recipe.scaling == Scaling::Delayed || !(recipe.x.granularity == PER_TENSOR)));
@@ -260,13 +260,12 @@ TEST_CASE("train: --plan full also prints FP8 operands and buffers, and --plan d
         CAPTURE(flags);
         const Ended ended = train(folder, flags);
         require_success(ended);
-        CHECK((ended.out.find("residual_add") != std::string::npos) ==
-              (ended.out.find("recipe         coat") != std::string::npos));
-        CHECK(ended.out.find("  GemmScratch ") != std::string::npos);
-        CHECK(ended.out.find("phase 17") != std::string::npos);
+        CHECK(contains(ended.out, "residual_add") == contains(ended.out, "recipe         coat"));
+        CHECK(contains(ended.out, "  GemmScratch "));
+        CHECK(contains(ended.out, "phase 17"));
     }
     const Ended usual = train(folder, "--plan --batch 2");
     require_success(usual);
-    CHECK(usual.out.find("GemmScratch") == std::string::npos);
+    CHECK(!contains(usual.out, "GemmScratch"));
     check_rejected(folder, "--plan everything", "--plan everything");
 }

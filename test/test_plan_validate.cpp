@@ -40,16 +40,14 @@ TEST_CASE("why_unsupported: scaling that a GPU's GEMMs do not support is rejecte
     blocks_4x4.nonlinear = {Format::E4M3, {4, 4}};
     CHECK(why_unsupported(blocks_4x4, 90) ==
           "--recipe coat saves e4m3 4x4 tensors with compute dtype bf16, which only the CPU supports; save "
-          "e4m3 1x16 "
-          "with compute dtype bf16, or the compute dtype, or use --device cpu.");
+          "e4m3 1x16 with compute dtype bf16, or the compute dtype, or use --device cpu.");
     Recipe groups = find_row(recipes(), "fp32", "");
     groups.nonlinear = Q_GROUP;
     CHECK(why_unsupported(groups, 90).find("--recipe fp32 saves e4m3 1x16 tensors with compute dtype fp32") ==
           0);
     CHECK(why_unsupported(find_row(recipes(), "rowwise", ""), 89) ==
           "--recipe rowwise has e4m3 row operands, which need a GPU of compute capability 9.0, but this one "
-          "has 8.9; "
-          "use --recipe colossal, or --device cpu.");
+          "has 8.9; use --recipe colossal, or --device cpu.");
 }
 
 TEST_CASE("plan: formats for which there is no GPU kernel are rejected with a remedy") {
@@ -60,7 +58,7 @@ TEST_CASE("plan: formats for which there is no GPU kernel are rejected with a re
         CAPTURE(reason);
         CAPTURE(sentence);
         CHECK(sentence.find(std::string("--recipe ") + name + " ") == 0);
-        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(contains(sentence, reason));
         CHECK(sentence.find("--device cpu.") == sentence.size() - 13);
     };
     rejected("fp32", "e4m3 tensor operands with compute dtype fp32",
@@ -108,14 +106,9 @@ TEST_CASE("validate: a weight of a linear layer that one kernel launch cannot re
 }
 
 TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in one sentence") {
-    auto why = [](const Recipe& r) -> std::string {
-        Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
-        try {
-            validate(s);
-        } catch (const Error& e) {
-            return e.what();
-        }
-        return "";
+    auto why = [](const Recipe& r) {
+        const Setup s{find_row(models(), "gpt2", ""), r, find_row(optimizers(), "fp32", ""), 1, 128};
+        return error_of([&] { validate(s); });
     };
     auto row = [](const char* name) { return find_row(recipes(), name, ""); };
     for (const Recipe& r : recipes()) CHECK(why(r) == "");
@@ -150,7 +143,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
         const std::string sentence = why(recipe);
         CAPTURE(reason);
         CAPTURE(sentence);
-        CHECK(sentence.find(reason) != std::string::npos);
+        CHECK(contains(sentence, reason));
         CHECK(sentence.find(std::string("Recipe ") + recipe.name) == 0);
         CHECK((!sentence.empty() && sentence.back() == '.'));
     }
@@ -182,9 +175,8 @@ TEST_CASE("why_unsupported: says why a GPU cannot be used, and what to do") {
     };
     for (const auto& [sentence, expected] : cases) {
         INFO(sentence);
-        CHECK(sentence.find(expected) != std::string::npos);
+        CHECK(contains(sentence, expected));
     }
     // As an old driver reports it.
-    CHECK(why_unsupported({12040, 13000, true, "", 0, 0, false}).find("update the driver") !=
-          std::string::npos);
+    CHECK(contains(why_unsupported({12040, 13000, true, "", 0, 0, false}), "update the driver"));
 }

@@ -2,6 +2,9 @@
 // vocabularies.
 #include <doctest/doctest.h>
 
+#include <map>
+#include <numeric>
+
 #include "../model.h"
 #include "token_files.h"
 
@@ -49,14 +52,14 @@ TEST_CASE("load_corpus: without --data it is the compiler's headers, the same ea
     const Corpus corpus = load_corpus("");
     CHECK(corpus.train.size() > 1000000);
     CHECK(corpus.train.size() + corpus.validation.size() <= 32 << 20);
-    CHECK(corpus.validation.size() >
-          corpus.train.size() / 100);  // every 20th file, but files have very different sizes
+    // Every 20th file, but files have very different sizes.
+    CHECK(corpus.validation.size() > corpus.train.size() / 100);
     CHECK(corpus.validation.size() < corpus.train.size() / 5);
     CHECK(corpus.tokens_in_use == 256);
     CHECK(corpus.vocabulary.size() == 256);
     const std::string text = text_of(corpus.train);
     CHECK(text.find('\0') == std::string::npos);
-    CHECK(text.find("namespace std") != std::string::npos);
+    CHECK(contains(text, "namespace std"));
     CHECK(text_of(load_corpus("").train) == text);
     CHECK(text_of(load_corpus("").validation) == text_of(corpus.validation));
 }
@@ -70,14 +73,13 @@ TEST_CASE("load_corpus: of a few text files the last tenth is for validation") {
         const std::string all = data.find(',') == std::string::npos ? a : a + b;
         CHECK(text_of(corpus.train) + text_of(corpus.validation) == all);
         CHECK(corpus.validation.size() == (static_cast<int64_t>(all.size()) + 9) / 10);
-        CHECK(corpus.description.find(data) != std::string::npos);
+        CHECK(contains(corpus.description, data));
     }
 }
 
 TEST_CASE("load_corpus: of a folder's text files every 20th is for validation, and none is read twice") {
     Folder folder;
-    std::map<std::string, std::string>
-        files;  // std::map sorts by bytes, as the corpus must in any locale
+    std::map<std::string, std::string> files;  // sorted by bytes, as the corpus must be in any locale
     for (int i = 0; i < 61; i++) {
         const std::string name = std::string(i % 3 ? "sub/" : "") + (i % 2 ? "Z" : "a") + std::to_string(i);
         files[name] = "This is text number " + std::to_string(i) + ".\n";
@@ -93,11 +95,11 @@ TEST_CASE("load_corpus: of a folder's text files every 20th is for validation, a
     fs::create_directory_symlink("..", folder.path / "in/loop");
     std::string train, validation;
     std::vector<int> held_out;  // their positions in the order
-    const Corpus corpus = load_corpus((folder.path / "in").string());
+    const Corpus corpus = load_corpus(folder / "in");
     const std::string trained = text_of(corpus.train);
     int index = 0;
     for (const auto& [name, text] : files) {
-        const bool is_trained = trained.find(text) != std::string::npos;
+        const bool is_trained = contains(trained, text);
         (is_trained ? train : validation) += text;
         if (!is_trained) held_out.push_back(index);
         index++;
@@ -106,7 +108,7 @@ TEST_CASE("load_corpus: of a folder's text files every 20th is for validation, a
     CHECK(text_of(corpus.validation) == validation);
     REQUIRE(held_out.size() == 3);
     CHECK((held_out[1] == held_out[0] + 20 && held_out[2] == held_out[1] + 20));
-    CHECK(text_of(load_corpus((folder.path / "in/").string()).train) == trained);
+    CHECK(text_of(load_corpus(folder / "in/").train) == trained);
 }
 
 TEST_CASE("load_corpus: llm.c's token files of both widths are read back") {

@@ -18,8 +18,8 @@ TokenStream counting(int64_t n) {
     return stream_of(tokens);
 }
 
-std::vector<int32_t> windows_of_epoch(
-    Loader& loader) {  // a loader of counting() with B = T = 1: its windows in order
+// The windows, in order, of a loader of counting() with B = T = 1.
+std::vector<int32_t> windows_of_epoch(Loader& loader) {
     std::vector<int32_t> order;
     for (int64_t i = 0; i < loader.windows(); i++) {
         int32_t token, target;

@@ -25,15 +25,14 @@ TEST_CASE("train: --help lists every flag, its default and the tables") {
               "weight-decay", "clip",         "seed",      "out",       "save-every", "resume",
               "eval-every",   "sample-every", "prompt",    "log",       "plan",       "help",
               "ranks",        "shard",        "temperature"})
-            CHECK_MESSAGE(ended.out.find("\n  --" + std::string(name) + " ") != std::string::npos, name);
-        for (const ModelConfig& c : models()) CHECK(ended.out.find("\n  " + c.name) != std::string::npos);
-        for (const Recipe& r : recipes())
-            CHECK(ended.out.find("\n  " + std::string(r.name)) != std::string::npos);
+            CHECK_MESSAGE(contains(ended.out, "\n  --" + std::string(name) + " "), name);
+        for (const ModelConfig& c : models()) CHECK(contains(ended.out, "\n  " + c.name));
+        for (const Recipe& r : recipes()) CHECK(contains(ended.out, "\n  " + std::string(r.name)));
         for (const OptimizerFormat& o : optimizers())
-            CHECK(ended.out.find("\n  " + std::string(o.name)) != std::string::npos);
+            CHECK(contains(ended.out, "\n  " + std::string(o.name)));
         for (const MemoryMode& mode : memory_modes())
             for (const Choice& choice : mode.choices)
-                CHECK(ended.out.find("\n  " + std::string(choice.name) + " ") != std::string::npos);
+                CHECK(contains(ended.out, "\n  " + std::string(choice.name) + " "));
     }
 }
 
@@ -85,9 +84,10 @@ TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
     };
     for (const auto& [flags, names] : cases) check_rejected(folder, flags, names);
     CHECK(train(folder, "--out").error == "train: --out needs a value after it.\n");
-    CHECK(contains(train(folder, "--batch").error, "--batch needs a whole number from 1 to 1048576 after it."));
+    const char* const number = "--batch needs a whole number from 1 to 1048576 after it.";
+    CHECK(contains(train(folder, "--batch").error, number));
     // The reason follows in brackets.
-    const bool no_gpu = train(folder, "--plan").out.find("  device         cpu (") != std::string::npos;
+    const bool no_gpu = contains(train(folder, "--plan").out, "  device         cpu (");
     if (no_gpu) check_rejected(folder, "--device gpu --data text", "--device gpu");
 }
 
@@ -193,7 +193,7 @@ TEST_CASE("train: README.md has what the plan says that memory flags save") {
         if (text.size() > 3) text.insert(text.size() - 3, ",");
         CAPTURE(flags);
         CAPTURE(text);
-        CHECK(readme.find(text + (sign < 0 ? " MiB less" : " MiB more")) != std::string::npos);
+        CHECK(contains(readme, text + (sign < 0 ? " MiB less" : " MiB more")));
     }
 }
 
@@ -209,11 +209,11 @@ TEST_CASE("train: --plan prints the memory of COAT for Llama-2-7B without alloca
     CHECK(number_after(ended.out, "saved activations: ") >= 16.0);
     CHECK(number_after(ended.out, "optimizer states: ") <= 2.2);
     CHECK(number_after(ended.out, "optimizer states: ") >= 2.0);
-    CHECK(ended.out.find("C bytes per token and layer") != std::string::npos);
-    CHECK(ended.out.find("bytes per parameter") != std::string::npos);
+    CHECK(contains(ended.out, "C bytes per token and layer"));
+    CHECK(contains(ended.out, "bytes per parameter"));
     const char* const error = "On a GPU this is an error: --m-format fp16 in groups of 128";
-    CHECK(train(folder, "--plan --m-format fp16").out.find(error) != std::string::npos);
-    CHECK(train(folder, "--plan").out.find("On a GPU this") == std::string::npos);
+    CHECK(contains(train(folder, "--plan --m-format fp16").out, error));
+    CHECK(!contains(train(folder, "--plan").out, "On a GPU this"));
     for (const ModelConfig& c : models())
         for (const Recipe& r : recipes())
             CHECK(

@@ -19,7 +19,7 @@ TEST_CASE("train: saves checkpoints at the requested interval and keeps the newe
     const Ended ended = tiny(folder, "--steps 5 --save-every 2 --out often");
     require_success(ended);
     for (const char* step : {"2", "4", "5"})
-        CHECK(ended.out.find("saved | step " + std::string(step) + " | ") != std::string::npos);
+        CHECK(contains(ended.out, "saved | step " + std::string(step) + " | "));
     CHECK(!fs::exists(folder.path / "often/step-000004"));
     CHECK(fs::exists(folder.path / "often/step-000005"));
 }
@@ -40,9 +40,9 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
                              &step, &of, &loss, &norm, &lr, &ms, &rate) == 7;
     }
     CHECK(steps == 12);
-    CHECK(ended.out.find("sample | step 6 | ") != std::string::npos);
-    CHECK(ended.out.find(" ms per token\n----------\nint ") != std::string::npos);
-    CHECK(ended.out.find("expansion factor k") != std::string::npos);
+    CHECK(contains(ended.out, "sample | step 6 | "));
+    CHECK(contains(ended.out, " ms per token\n----------\nint "));
+    CHECK(contains(ended.out, "expansion factor k"));
     CHECK(fs::exists(folder.path / "out" / "step-000012" / "model.safetensors"));
 
     std::map<std::string, int> kinds;
@@ -147,12 +147,12 @@ TEST_CASE("train: --gradients none clips the updated buckets of a first step tha
     model->write("layers.1.gate_up", up.data());
     model->write("layers.1.down", down.data());
     RunFolder folder;
-    const std::string start = save_checkpoint((folder.path / "start").string(), *model, {});
+    const std::string start = save_checkpoint(folder / "start", *model, {});
     const Ended ended = tiny(
         folder, "--steps 1 --warmup 0 --recipe fp32 --gradients none --clip 1e-3 --model '" + start + "'");
     require_success(ended);
-    CHECK(ended.out.find("1 skipped") != std::string::npos);
-    const std::string checkpoint = (folder.path / "out/step-000001").string();
+    CHECK(contains(ended.out, "1 skipped"));
+    const std::string checkpoint = folder / "out/step-000001";
     CHECK(read_loop_state(checkpoint).norm_correction.empty());
     load_checkpoint(checkpoint, *model);
     double squares = 0;
@@ -220,7 +220,7 @@ TEST_CASE("train: bias correction counts updates, not steps") {
     for (size_t at = 0; at < text.size() * 4 / 5; at += 32)
         text[at] = '~';  // none in the validation data
     write_file(folder.path / "text", text);
-    const std::string start = save_checkpoint((folder.path / "start").string(), *model, {});
+    const std::string start = save_checkpoint(folder / "start", *model, {});
     const std::string flags =
         "--recipe fp32 --schedule constant --warmup 0 --lr 1e-6 --weight-decay 0 --eval-every 0 --model '" +
         start + "' ";
@@ -230,7 +230,7 @@ TEST_CASE("train: bias correction counts updates, not steps") {
         if (!first && !line.at("skipped").get<bool>()) first = line.at("step");
     REQUIRE(first > 1);
     require_success(tiny(folder, flags + "--out out --steps " + std::to_string(first)));
-    const std::string checkpoint = find_checkpoint((folder.path / "out").string());
+    const std::string checkpoint = find_checkpoint(folder / "out");
     CHECK(read_loop_state(checkpoint).step == first);
     CHECK(read_loop_state(checkpoint).updates == 1);
 

@@ -13,7 +13,7 @@ using namespace coat::test::token_files;
 TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rejected by name") {
     Folder folder;
     const std::string good = token_file(std::vector<uint16_t>(100, 7));
-    check_data_error((folder.path / "missing").string(), "missing");
+    check_data_error(folder / "missing", "missing");
     check_data_error(std::string(5000, 'x'), "xxx");
     check_data_error(",", "--data");
     check_data_error("/dev/null", "/dev/null");
@@ -21,7 +21,7 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
     check_data_error(folder.write("empty.bin", ""), "empty.bin");
     check_data_error(folder.write("zeros", std::string("text\0text", 9)), "zeros");
     folder.write("hollow/binary", std::string(10, '\0'));
-    check_data_error((folder.path / "hollow").string(), "hollow");
+    check_data_error(folder / "hollow", "hollow");
     check_data_error(folder.write("text", "text") + "," + folder.write("good.bin", good), "good.bin");
     for (size_t size = 1; size < good.size(); size += 13)
         check_data_error(folder.write("cut.bin", good.substr(0, size)), "cut.bin");

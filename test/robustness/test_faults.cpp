@@ -69,8 +69,9 @@ TEST_CASE("train: a signal ends an evaluation") {
     const Ended ended =
         shell(folder, "'" + program() +
                           "' --device cpu --data text --steps 0 --batch 16 --seq 256 > printed & pid=$!\n"
-                          "until grep -q 'saved activations' printed; do kill -0 $pid || exit 78; sleep 0.02\n"
-                          "done; sleep 0.3; kill -TERM $pid; wait $pid");
+                          "until grep -q 'saved activations' printed; do kill -0 $pid || exit 78; "
+                          "sleep 0.02; done\n"
+                          "sleep 0.3; kill -TERM $pid; wait $pid");
     CHECK(ended.code == 143);
     CHECK(!contains(read_file(folder.path / "printed"), "validation | step 0 | loss"));
 }
@@ -88,7 +89,7 @@ TEST_CASE("train: a run that is interrupted while steps are skipped keeps the la
     CHECK(last < ended.out.find("skipped: not finite"));
     CHECK(contains(ended.out, "not saved: step "));
     const int64_t step = std::strtoll(ended.out.c_str() + last + 13, nullptr, 10);
-    CHECK(read_loop_state(find_checkpoint((folder.path / "wild").string())).step == step);
+    CHECK(read_loop_state(find_checkpoint(folder / "wild")).step == step);
 }
 
 TEST_CASE("train: an interrupted run without a checkpoint saves one, even if its last step was skipped") {
@@ -199,7 +200,7 @@ TEST_CASE("train: when its data become shorter a run saves and ends, and resumes
                                         "step      3/", ": > text.bin");
     check_one_sentence(ended, "text.bin");
     REQUIRE(names_in(folder.path / "out").size() == 1);
-    const int64_t step = read_loop_state(find_checkpoint((folder.path / "out").string())).step;
+    const int64_t step = read_loop_state(find_checkpoint(folder / "out")).step;
     CHECK(step >= 3);
     write_file(folder.path / "text.bin", read_file(folder.path / "whole"));
     require_success(train(folder, "--device cpu --resume out --steps " + std::to_string(step + 3)));
@@ -224,7 +225,7 @@ TEST_CASE("train: when the data are overwritten by tokens beyond the vocabulary 
         run_with_action(folder, flags + "--steps 100000 --out out", "step      3/", overwrite);
     check_one_sentence(ended, "text.bin was overwritten");
     REQUIRE(names_in(folder.path / "out").size() == 1);
-    CHECK(read_loop_state(find_checkpoint((folder.path / "out").string())).step >= 3);
+    CHECK(read_loop_state(find_checkpoint(folder / "out")).step >= 3);
 }
 
 TEST_CASE("train: a run works where no other thread can be started") {

@@ -48,9 +48,7 @@ struct Clock {
 const std::string RUN =
     TINY + "--ranks 3 --shard all --schedule constant --eval-every 0 --save-every 2 --out out ";
 
-int64_t last_step(const Folder& folder) {
-    return read_loop_state(find_checkpoint((folder.path / "out").string())).step;
-}
+int64_t last_step(const Folder& folder) { return read_loop_state(find_checkpoint(folder / "out")).step; }
 
 // The run in "out" goes on from its last checkpoint.
 void check_resumes(const Folder& folder) {

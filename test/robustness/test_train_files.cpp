@@ -39,10 +39,10 @@ TEST_CASE("train: --log replaces another log and no other file") {
     check_rejected(folder, TINY + "--steps 2 --out '' --log text", "--log");
     require_success(tiny(folder, "--steps 4 --out '' --log log"));
     require_success(tiny(folder, "--steps 2 --out '' --log log"));
-    CHECK(read_file(folder.path / "log").find("\"step\":4") == std::string::npos);
+    CHECK(!contains(read_file(folder.path / "log"), "\"step\":4"));
     const Ended piped =
         shell(folder, "'" + program() + "'" + TINY + "--steps 2 --out '' --log /dev/stdout | cat");
-    CHECK(piped.out.find("{\"kind\":\"settings\"") != std::string::npos);
+    CHECK(contains(piped.out, "{\"kind\":\"settings\""));
 }
 
 TEST_CASE("train: a log that cannot be written and a missing file are errors before the model is made") {

@@ -17,7 +17,7 @@ TEST_CASE("train: messages show flags, paths and file contents on one line, with
                                 "--device cpu --data text --batch 2 --seq 64 --steps 1 --lr 0 --eval-every "
                                 "0 --sample-every 1 --out ''");
     require_success(sampled);
-    CHECK(sampled.out.find("\xEF\xBF\xBD") != std::string::npos);
+    CHECK(contains(sampled.out, "\xEF\xBF\xBD"));
     CHECK(std::none_of(sampled.out.begin(), sampled.out.end(),
                        [](unsigned char c) { return (c < 32 && c != '\n' && c != '\t') || c == 127; }));
 }
@@ -67,7 +67,7 @@ TEST_CASE("train: a signal saves a checkpoint, and resuming it is bit-identical 
                               " $pid;; esac; done < pipe\n"
                               "rm pipe; wait $pid");
         CHECK(stopped.code == code);
-        CHECK(stopped.out.find("--resume parts") != std::string::npos);
+        CHECK(contains(stopped.out, "--resume parts"));
         REQUIRE_MESSAGE(!fs::exists(folder.path / "parts/step-000024"),
                         "the run ended before it was stopped");
         require_success(train(folder, "--device cpu --resume parts --log log"));
@@ -98,5 +98,5 @@ TEST_CASE("train: under nohup a hangup does not stop the run") {
                           "--steps 24 --out '' > printed & pid=$!\n"
                           "until grep -q 'step  2/' printed; do sleep 0.02; done; kill -HUP $pid; wait $pid");
     CHECK(ended.code == 0);
-    CHECK(read_file(folder.path / "printed").find("Done: 24 steps") != std::string::npos);
+    CHECK(contains(read_file(folder.path / "printed"), "Done: 24 steps"));
 }
