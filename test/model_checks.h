@@ -284,6 +284,10 @@ inline void check_infinite_evaluation(Training& training) {
     }
 }
 
+// Parameters of every kind: the embedding, linear layers and norms.
+inline constexpr const char* POISONED[] = {"embedding", "layers.0.qkv", "layers.1.down",
+                                           "layers.0.norm2.weight", "final_norm.weight"};
+
 // A step with a weight that is not finite changes nothing. Training continues once the weight is finite
 // again.
 inline void check_poisoned_weight(Training& training, const std::string& name, float poison) {

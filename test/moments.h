@@ -16,6 +16,13 @@ inline std::vector<float> magnitudes(std::vector<float> x) {
     return x;
 }
 
+// The largest error of a value of magnitude a that is stored as a code with scale s: half a step of the
+// format, with room for the roundings of FP32.
+inline double error_bound(Format f, double s, double a) {
+    return std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 +
+           0x1p-149;
+}
+
 // Codes, (max, k) and decoded values of n elements. Checks that nothing is written beyond the end.
 struct Encoded {
     std::vector<uint8_t> codes;
@@ -23,7 +30,7 @@ struct Encoded {
 };
 
 inline Encoded encode_all(Format f, bool expand, bool positive, const std::vector<float>& x,
-                   QuantStats* stats = nullptr) {
+                          QuantStats* stats = nullptr) {
     const int64_t n = int64_t(x.size()), groups = ceil_div(n, MOMENT_GROUP);
     Moment moment;
     moment.init(f, expand, n);

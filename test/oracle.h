@@ -45,6 +45,10 @@ inline double fp16_value(int code) {
     return sign * std::ldexp(e ? 1024 + m : m, (e ? e : 1) - 25);
 }
 
+// Root mean square of a format's relative rounding error. The error is uniform within half a step, and a step
+// is at most 2^-mantissa of the value.
+inline double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
+
 // The code of the nearest finite value; of two equally near, the even code; beyond the largest value, its
 // code.
 class NearestCode {

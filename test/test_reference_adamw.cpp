@@ -18,6 +18,8 @@ namespace {
 // torch.optim.AdamW in double, with the FP32 constants of AdamW.
 struct AdamInDouble {
     std::vector<double> w, m, v;
+    explicit AdamInDouble(const std::vector<float>& start)
+        : w(start.begin(), start.end()), m(w.size()), v(w.size()) {}
     void step(const AdamW& a, bool decays, const std::vector<float>& gradient) {
         const double b1 = a.beta1, b2 = a.beta2;
         for (size_t i = 0; i < w.size(); i++) {
@@ -86,10 +88,6 @@ const std::vector<OptimizerFormat>& optimizer_rows() {  // those of the table, a
     return rows;
 }
 
-// Root mean square of the relative rounding error of a format. The error is uniform within half a step, and a
-// step is at most 2^-mantissa of the value. Expansion divides the error by k.
-double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
-
 double mean_k(const Moment& moment) {
     if (moment.k.empty()) return 1;
     double sum = 0;
@@ -155,9 +153,10 @@ TEST_CASE("adamw: clipping equals a gradient that was scaled before") {
 
 namespace {
 
-// The expected error of a stored moment, as a vector. Each step stores it with a relative error of rms / k,
-// and the next step multiplies the moment by beta. Independent errors add in squares. FP32 arithmetic adds 3
-// roundings of 2^-24 a step. They may all have the same sign, and last for 1 / (1 - beta) steps.
+// The expected error of a stored moment, as a vector. Each step stores it with a relative error of rms_error,
+// which expansion divides by k, and the next step multiplies the moment by beta. Independent errors add in
+// squares. FP32 arithmetic adds 3 roundings of 2^-24 a step. They may all have the same sign, and last for
+// 1 / (1 - beta) steps.
 struct ExpectedError {
     double beta, square = 0;
     double step(const Moment& moment, const std::vector<double>& exact) {
@@ -184,8 +183,7 @@ TEST_CASE("adamw: 1000 steps in every state format stay as close to Adam in doub
     for (float& s : spread) s = float(std::exp(0.3 * rng.normal()));  // no element dominates a norm
     for (const OptimizerFormat& o : optimizer_rows()) {
         State state(o, start);
-        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)),
-                           std::vector<double>(size_t(n))};
+        AdamInDouble exact(start);
         ExpectedError expected_m{double(0.9f)}, expected_v{double(0.95f)};
         // The largest errors of m and v are relative to the expected ones.
         double bound_w = 0, worst_m = 0, worst_v = 0;
@@ -228,8 +226,7 @@ TEST_CASE("adamw: on a noisy quadratic every state format ends where Adam in dou
     };
     for (const OptimizerFormat& o : optimizer_rows()) {
         State state(o, start);
-        AdamInDouble exact{std::vector<double>(start.begin(), start.end()), std::vector<double>(size_t(n)),
-                           std::vector<double>(size_t(n))};
+        AdamInDouble exact(start);
         double ours = 0, expected = 0;
         for (int64_t t = 1; t <= steps; t++) {
             const std::vector<float> w = state.master();

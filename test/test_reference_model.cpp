@@ -6,6 +6,7 @@
 
 #include "../reference.h"
 #include "finite_differences.h"
+#include "oracle.h"
 #include "random.h"
 #include "tiny.h"
 
@@ -154,10 +155,6 @@ std::vector<std::vector<float>> starting_weights(const ModelConfig& c, Random& r
     }
     return rounded(weights, Format::BF16);
 }
-
-// Root mean square of a format's relative rounding error: uniform within half a step, which is at most
-// 2^-(mantissa+1).
-double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
 
 }  // namespace
 

@@ -77,10 +77,7 @@ TEST_CASE("Moment: per-tensor scaling keeps the error bound of the format and co
                 int64_t flushed = 0;
                 for (size_t i = 0; i < x.size(); i++) {
                     const double a = std::fabs(double(x[i]));
-                    const double bound =
-                        std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) +
-                        a * 0x1p-21 + 0x1p-149;
-                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= bound);
+                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= error_bound(f, s, a));
                     if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
                     flushed += x[i] != 0 && values[i] == 0;
                 }
