@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Renews the line counts in the README's file tree: run it from the root of the repository.
 
-An indented line of the tree names files ("coat.cu .cuh", "gpu/attention*", "data/"); the line above a group has its sum.
+An indented line of the tree names files ("coat.cu .cuh", "gpu/attention*", "data/"); the line above a group
+has its sum.
 """
 import re
 import subprocess
@@ -12,7 +13,8 @@ SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py", ".sh")
 def count(names):  # lines of source code in the files; "coat.cu .cuh" is coat.cu and coat.cuh
     first, *endings = names.split()
     patterns = [first] + [first.rsplit(".", 1)[0] + ending for ending in endings]
-    files = subprocess.run(["git", "ls-files", "--"] + patterns, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(["git", "ls-files", "--"] + patterns, capture_output=True, text=True, check=True)
+    files = listed.stdout.split()
     return sum(len(open(f, encoding="utf-8").readlines()) for f in files if f.endswith(SOURCES))
 
 
