@@ -1,9 +1,9 @@
 // gpu/gradients.cuh - what any optimizer needs around its update: first weights, FP32 masters, the gradient
 // norm, clipping, steps that are skipped, and sums over ranks (gradients.cu).
 //
-// All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset` on.
-// The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on the
-// given CUDA stream.
+// All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset`
+// on. The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on
+// the given CUDA stream.
 #pragma once
 #include "../plan.h"
 #include "tensor.cuh"
