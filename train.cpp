@@ -25,11 +25,11 @@
 #include <thread>
 #include <tuple>
 
-#include "model.h"
 #include "data/checkpoint.h"
 #include "data/file.h"
 #include "data/json.h"
 #include "data/tokens.h"
+#include "model.h"
 #include "plan.h"
 #include "ranks.h"
 
@@ -56,6 +56,8 @@ struct Prompt {
     std::vector<int32_t> tokens;  // none: no samples
 };
 
+using Log = std::unique_ptr<FILE, int (*)(FILE*)>;
+
 // What the flags, the checkpoint and the data say. run() completes it stage by stage.
 struct Run {
     Flags flags;
@@ -72,7 +74,7 @@ struct Run {
     std::unique_ptr<Corpus> corpus;  // null: a plan without data
     Prompt prompt;
     Companions companions;           // of `weights`, on rank 0 if it saves
-    std::unique_ptr<FILE, int (*)(FILE*)> log{nullptr, std::fclose};  // of --log, on rank 0
+    Log log{nullptr, std::fclose};   // of --log, on rank 0
 
     bool gpu() const { return device == "gpu"; }
     bool plan_only() const { return flags.given("plan"); }
@@ -877,7 +879,7 @@ private:
     Loader train_{run_.corpus->train, setup_.B, setup_.T, setup_.seed};
     Loader validation_{run_.corpus->validation, setup_.B, setup_.T, VALIDATION_SEED};
     Batch batch_;
-    std::unique_ptr<FILE, int (*)(FILE*)>& log_ = run_.log;
+    Log& log_ = run_.log;
     bool unsaved_ = false;  // the model is complete, finite as far as is known, and in no checkpoint
     double started_ = 0, timed_ = 0;
     int skipped_in_a_row_ = 0;
@@ -889,6 +891,7 @@ private:
 // Files and flags are checked before the model is made, which can take minutes.
 int train(Run& run) {
     const Setup& setup = run.setup;
+    if (!run.checkpoint.empty()) check_checkpoint(run.checkpoint);
     if (!run.weights.empty()) check_weights(run.weights, setup.config);
     if (!run.weights.empty() && run.lock) run.companions = read_companions(run.weights);
     // Under a launcher --ranks is 1; then the last rank of this host counts all of them.

@@ -149,6 +149,11 @@ LoopState read_loop_state(const std::string& checkpoint) {
     return s;
 }
 
+void check_checkpoint(const std::string& checkpoint) {
+    read_model_config(checkpoint);
+    for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE}) Safetensors(path_in(checkpoint, file));
+}
+
 void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Setup& setup = model.setup();
     require_same_config(checkpoint, setup.config);
@@ -197,13 +202,6 @@ bool is_step(const fs::path& folder, const std::string& end) {
 
 std::set<fs::path> entries(const std::string& folder) { return {fs::directory_iterator(folder), {}}; }
 
-// Error if a file of the checkpoint is missing or cut off.
-Checkpoint open_checkpoint(const fs::path& path) {
-    read_model_config(path.string());
-    for (const std::string& file : {WEIGHTS_FILE, OPTIMIZER_FILE}) Safetensors(path / file);
-    return {path, read_loop_state(path.string())};
-}
-
 // All checkpoints in a folder that can be read, in the order of their names: step-000300 before
 // step-000300.old.
 std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn = {}) {
@@ -211,7 +209,8 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
     for (const fs::path& path : entries(folder)) {
         if (!is_step(path, "") && !is_step(path, ".old")) continue;
         try {
-            found.push_back(open_checkpoint(path));
+            check_checkpoint(path.string());
+            found.push_back({path, read_loop_state(path.string())});
         } catch (const std::exception& e) {
             if (warn && is_step(path, ""))
                 warn(path.string() + " cannot be read as a checkpoint and is skipped: " + e.what());
@@ -324,7 +323,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
 std::string find_checkpoint(const std::string& folder, const Warn& warn) try {
     if (!fs::is_directory(folder))
         throw Error(folder, " is not a folder; give a checkpoint, or a folder of them.");
-    if (fs::exists(path_in(folder, TRAINER_FILE))) return open_checkpoint(folder).folder.string();
+    if (fs::exists(path_in(folder, TRAINER_FILE))) return folder;
     const std::vector<Checkpoint> found = checkpoints(folder, warn);
     const auto newest = std::max_element(found.begin(), found.end(), [](auto& a, auto& b) {
         return a.state.step < b.state.step;  // of equal steps the first

@@ -43,6 +43,10 @@ std::string find_checkpoint(const std::string& folder, const Warn& warn = {});
 
 LoopState read_loop_state(const std::string& checkpoint);
 
+// Error if config.json or a file of tensors is missing, damaged or cut off; the tensors themselves are not
+// read. Call it before a model is made.
+void check_checkpoint(const std::string& checkpoint);
+
 // Copies weights and optimizer state into the model. Error, before the model changes, if a file is damaged
 // (trainer.json has a hash of each) or if the checkpoint has another shape, recipe, optimizer or memory mode.
 // Every rank reads what it keeps; rank 0 checks the values and hashes, and the others wait for it.

@@ -57,6 +57,8 @@ TEST_CASE("train: a log that cannot be written and a missing file are errors bef
     check_rejected(folder, resume + "--log nowhere/log", "--log");
     fs::remove(optimizer);
     check_rejected(folder, resume + "--log nowhere/log", "optimizer.safetensors");
+    // A damaged checkpoint is still no folder for a new run.
+    check_rejected(folder, TINY + "--steps 2 --out kept/step-000002", "kept/step-000002");
 }
 
 TEST_CASE("train: a folder is locked by one run at a time") {
