@@ -16,13 +16,6 @@ inline std::vector<float> magnitudes(std::vector<float> x) {
     return x;
 }
 
-// The largest error of a value of magnitude a that is stored as a code with scale s: half a step of the
-// format, with room for the roundings of FP32.
-inline double error_bound(Format f, double s, double a) {
-    return std::max(std::ldexp(a, -info(f).mantissa - 1), s * info(f).min / 2) * (1 + 0x1p-20) + a * 0x1p-21 +
-           0x1p-149;
-}
-
 // Codes, (max, k) and decoded values of n elements. Checks that nothing is written beyond the end.
 struct Encoded {
     std::vector<uint8_t> codes;

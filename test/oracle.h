@@ -49,6 +49,13 @@ inline double fp16_value(int code) {
 // is at most 2^-mantissa of the value.
 inline double rms_error(Format f) { return std::ldexp(1.0, -info(f).mantissa - 1) / std::sqrt(3.0); }
 
+// The largest error of x that is stored as a code with scale s: half a step of the format, with room for four
+// roundings of FP32 (and their products), and for a denormal result.
+inline double error_bound(Format f, double x, double s) {
+    const double code = std::max(std::ldexp(std::fabs(x), -info(f).mantissa - 1), s * info(f).min / 2);
+    return code * (1 + 0x1p-20) + std::ldexp(std::fabs(x), -21) + 0x1p-149;
+}
+
 // The code of the nearest finite value; of two equally near, the even code; beyond the largest value, its
 // code.
 class NearestCode {

@@ -77,7 +77,7 @@ TEST_CASE("Moment: per-tensor scaling keeps the error bound of the format and co
                 int64_t flushed = 0;
                 for (size_t i = 0; i < x.size(); i++) {
                     const double a = std::fabs(double(x[i]));
-                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= error_bound(f, s, a));
+                    REQUIRE(std::fabs(double(values[i]) - double(x[i])) <= error_bound(f, a, s));
                     if (x[i] != 0 && a < s * info(f).min * 0.499) REQUIRE(values[i] == 0);
                     flushed += x[i] != 0 && values[i] == 0;
                 }

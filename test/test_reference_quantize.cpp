@@ -65,13 +65,6 @@ std::vector<float> amax_of_blocks(const Quant& q, int64_t rows, int64_t cols, co
     return result;
 }
 
-// Largest error of x that is rounded to a code of f with scale s.
-double error_bound(Format f, double x, double s) {
-    const double code = std::max(std::ldexp(std::fabs(x), -info(f).mantissa - 1), s * info(f).min / 2);
-    const double products = std::ldexp(std::fabs(x), -21);  // four roundings of 2^-24 and their products
-    return code * (1 + 0x1p-20) + products + 0x1p-149;  // 2^-149: a denormal result
-}
-
 }  // namespace
 
 TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is a power of two") {
