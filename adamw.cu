@@ -9,6 +9,8 @@
 //      the way there)
 #include "adamw.cuh"
 
+#include "gpu/report.cuh"
+
 namespace coat::gpu {
 
 // ===========================================================================================================

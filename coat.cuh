@@ -54,9 +54,6 @@ void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stat
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
 
-// Adds to *stats what quantizing x in groups loses, without quantizing it. Nothing where stats is null.
-void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s);
-
 // gradient (cols) = round(gradient + column sums of x), x first rounded to `rounding` (FP32: not at all).
 // Takes x's amax in the same pass if out is not null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
@@ -65,12 +62,5 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
 
 // Dense or groups -> FP32 or BF16, the same shape.
 void dequantize(const View& x, const View& out, cudaStream_t s);
-
-// Delayed scaling (TransformerEngine's, for comparison): after a step the amaxes enter the histories, the
-// newest first, and delayed = max(history) 2^margin / FMAX becomes the next step's scale. A maximum that is 0
-// or not finite leaves it as it was. Nothing happens if *skipped is not 0. scales (n); histories (n, length).
-// *empty: + the number of scales that are still 0.
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
-                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Renews the line counts in the README's file tree: run it from the root of the repository.
 
-An indented line of the tree names files ("coat.cu .cuh", "gpu/attention*", "data/"); the line above a group
-has its sum.
+An indented line of the tree names files ("coat.cu .cuh", "gpu/attention*", "data/", several with commas between
+them); the line above a group has its sum.
 """
 import re
 import subprocess
@@ -11,8 +11,10 @@ SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py", ".sh")
 
 
 def count(names):  # lines of source code in the files; "coat.cu .cuh" is coat.cu and coat.cuh
-    first, *endings = names.split()
-    patterns = [first] + [first.rsplit(".", 1)[0] + ending for ending in endings]
+    patterns = []
+    for part in names.split(", "):
+        first, *endings = part.split()
+        patterns += [first] + [first.rsplit(".", 1)[0] + ending for ending in endings]
     listed = subprocess.run(["git", "ls-files", "--"] + patterns, capture_output=True, text=True, check=True)
     files = listed.stdout.split()
     return sum(len(open(f, encoding="utf-8").readlines()) for f in files if f.endswith(SOURCES))
@@ -25,11 +27,11 @@ rows = []  # [text, lines]; the text without its number
 for line in text[start:end].splitlines():
     line = re.sub(r"\s+[\d,]+$", "", line)
     if line.startswith("  "):
-        rows.append([line, count(re.match(r"  (\S+(?: \.\w+)*)", line)[1])])
+        rows.append([line, count(re.match(r"  (\S.*?)  ", line)[1])])
         group[1] += rows[-1][1]
     else:
         group = [line, 0]
         rows.append(group)
-tree = "".join(f"{line:<72}{lines:>7,}\n" for line, lines in rows)
+tree = "".join(f"{line:<82}{lines:>7,}\n" for line, lines in rows)
 open("README.md", "w", encoding="utf-8").write(text[:start] + tree + text[end:])
 print(tree, end="")

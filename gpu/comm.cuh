@@ -7,8 +7,9 @@
 #include <memory>
 #include <vector>
 
+#include "../model.h"
 #include "../ranks.h"
-#include "tensor.cuh"
+#include "cuda.cuh"
 
 namespace coat::gpu {
 
@@ -36,5 +37,63 @@ public:
 // names a library (libnccl.so.2, or a path). Every receive is in the one allocation that begins at `memory`.
 std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory);
 std::unique_ptr<Comm> make_nccl(Ranks& group, const std::string& library);  // nccl.cu
+
+// The other GPUs of the run. What travels does so on a stream of its own, beside the computation.
+class Peers {
+public:
+    // memory: the allocation in which everything is that travels. compute: the stream of the computation.
+    Peers(const Setup& s, void* memory, cudaStream_t compute)
+        : rank(s.rank), count(s.ranks), compute_(compute),
+          comm_(count > 1 ? connect_gpus(*s.group, memory) : nullptr) {}
+
+    const int64_t rank, count;
+
+    bool several() const { return count > 1; }
+    // What a rank owns of a parameter (model.h, slice_of), and its elements with padding.
+    Slice own(const Param& p, int64_t r) const { return slice_of(p.size(), r, count); }
+    int64_t padded(const Param& p, int64_t r) const { return coat::padded(own(p, r)); }
+
+    cudaStream_t stream() const { return stream_; }
+    // What is launched on stream() from now on runs after what the computation has launched so far.
+    void wait_for_compute() { now_.record(compute_), now_.make_wait(stream_); }
+    // And the other way round.
+    void make_compute_wait() {
+        if (several()) then_.record(stream_), then_.make_wait(compute_);
+    }
+    // The key of an exchange: its topic, and a number within the topic. The same key stands for the same
+    // addresses every time.
+    enum class Topic : int64_t { Gradients, Sums, Weights, Vectors, Gather, Amaxes, Squares };
+    void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
+        comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
+    }
+
+    // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation
+    // waits for it.
+    void all_gather(Topic topic, int64_t number, void* blocks, int64_t bytes) {
+        if (!several()) return;
+        uint8_t* const all = static_cast<uint8_t*>(blocks);
+        std::vector<Transfer> transfers;
+        for (int64_t r = 0; r < count; r++)
+            if (r != rank) transfers.push_back({r, all + rank * bytes, bytes, all + r * bytes, bytes});
+        wait_for_compute();
+        exchange(topic, number, transfers);
+        make_compute_wait();
+    }
+    // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`.
+    // Adds the transfers that complete it on every rank.
+    void add_gather(const Param& p, int64_t each, const void* mine, uint8_t* whole,
+                    std::vector<Transfer>& transfers) const {
+        for (int64_t r = 0; r < count; r++)
+            if (r != rank)
+                transfers.push_back({r, mine, padded(p, rank) * each, whole + own(p, r).first * each,
+                                     padded(p, r) * each});
+    }
+
+private:
+    const cudaStream_t compute_;
+    Stream stream_;
+    Event now_, then_;
+    std::unique_ptr<Comm> comm_;
+};
 
 }  // namespace coat::gpu

@@ -75,7 +75,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 
 // What is added: x + y by rows (N, C), the residual stream and a branch; or x[token] + y[position].
 template <class Compute>
-struct Sum {
+struct Addends {
     Dense<Compute> x, y;          // y may be no tensor
     const int32_t* tokens;  // (N); null: rows of x and y have the same number
     int64_t T, rows, C;     // the position of a row is row % T
@@ -85,7 +85,7 @@ struct Sum {
 // statistics and the amax of its output.
 template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_kernel(Sum<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
+    residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
                     bool rms, float eps, TensorScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
     const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
@@ -136,7 +136,7 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
     const dim3 block = row_block(C);
     with_storage(n.in, [&](auto in) {
         using F = typename decltype(in)::Compute;
-        const Sum<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
+        const Addends<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
         auto kernel = residual_kernel<decltype(in), true>;
         if constexpr (std::is_same_v<decltype(in), Groups>)
@@ -253,7 +253,7 @@ struct BackwardRow {
     }
     __device__ void store(int c, Values& v, float& top) const {
         a.g_out.store(first + offset(c), v, true);
-        for (int j = 0; j < CHUNK; j++) top = larger(top, v[j]);
+        for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[j]);
     }
 };
 
@@ -488,13 +488,13 @@ __device__ float4 store4(float* p, float4 v) {
 __device__ float rotated(float own, float partner, float cosine, float sine) {
     return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
 }
-__device__ float4 rotated(float4 own, float4 partner, const float2* table, float sign) {
-    const float4 a = reinterpret_cast<const float4*>(table)[0], b = reinterpret_cast<const float4*>(table)[1];
+__device__ float4 rotated(float4 own, float4 partner, float4 a, float4 b, float sign) {  // a, b: four angles
     return {rotated(own.x, partner.x, a.x, sign * a.y), rotated(own.y, partner.y, a.z, sign * a.w),
             rotated(own.z, partner.z, b.x, sign * b.y), rotated(own.w, partner.w, b.z, sign * b.w)};
 }
-__device__ float larger(float top, float4 v) {
-    return gpu::larger(gpu::larger(gpu::larger(gpu::larger(top, v.x), v.y), v.z), v.w);
+__device__ float larger_magnitude(float top, float4 v) {
+    const float two = gpu::larger_magnitude(gpu::larger_magnitude(top, v.x), v.y);
+    return gpu::larger_magnitude(gpu::larger_magnitude(two, v.z), v.w);
 }
 
 // A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1
@@ -516,17 +516,18 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
         for (int h = 0; h < ROPE_HEADS; h++)
             if (first + h < heads)
                 raw[h][0] = load4(p + h * rope.HS), raw[h][1] = load4(p + h * rope.HS + half);
-        const float2* table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        const float2* const at = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        const float4 a = reinterpret_cast<const float4*>(at)[0], b = reinterpret_cast<const float4*>(at)[1];
 #pragma unroll
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first + h >= heads) break;
             float4 x = values4(raw[h][0]), y = values4(raw[h][1]);
             if (first + h < rotated_heads) {
-                const float4 x_new = rotated(x, y, table, -sign), y_new = rotated(y, x, table, sign);
+                const float4 x_new = rotated(x, y, a, b, -sign), y_new = rotated(y, x, a, b, sign);
                 x = store4(p + h * rope.HS, x_new);
                 y = store4(p + h * rope.HS + half, y_new);
             }
-            if (amax) top = larger(larger(top, x), y);
+            if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
         }
     }
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));

@@ -103,7 +103,7 @@ using Values = float[CHUNK];
 // infinity.
 
 inline __device__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-inline __device__ float larger(float top, float x) {  // max(top, |x|); NaN if either is NaN
+inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|); NaN if either is NaN
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
@@ -117,14 +117,6 @@ inline __device__ void update_amax(float* amax, uint32_t bits) {
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(0xFFFFFFFFu, bits);
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
-}
-template <int THREADS>
-__device__ void update_amax_by_block(float* amax, uint32_t bits) {
-    __shared__ uint32_t warps[THREADS / 32];
-    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bits;
-    __syncthreads();
-    if (threadIdx.x < 32) update_amax_by_warp(amax, threadIdx.x < THREADS / 32 ? warps[threadIdx.x] : 0);
 }
 
 // Sum over a block's threads, in the same order every time.
@@ -186,6 +178,10 @@ inline __device__ float scale_of(float fmax, float amax, bool power_of_two = fal
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
+}
+// x, quantized and decoded again.
+inline __device__ float quantize_and_decode(bool e5m2, float x, float scale) {
+    return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
 }
 inline __device__ float round_up_to_bf16(float x) {
     return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u);
@@ -309,8 +305,8 @@ struct Groups {
     static __device__ float group_scale(const Values& v) {
         float amax = 0;
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) amax = larger(amax, v[j]);
-        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
+        for (int j = 0; j < CHUNK; j++) amax = larger_magnitude(amax, v[j]);
+        amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_up_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
@@ -408,35 +404,6 @@ inline EitherDense either_dense(const View& v) {
             "a tensor is neither FP32 nor BF16");
     return {v.codes, v.quant.format == Format::F32};
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// The quantization report (coat.h, QuantStats)
-
-// What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the
-// whole GPU.
-struct Counts {
-    double signal = 0, noise = 0;
-    unsigned elements = 0, saturated = 0, flushed = 0;
-
-    __device__ void add(float value, float back) {
-        const double error = double(value) - double(back);
-        signal += double(value) * value;
-        noise += error * error;
-        elements++;
-    }
-    __device__ void add_to(QuantStats* stats) const {
-        double sums[2] = {signal, noise};
-        unsigned counts[3] = {elements, saturated, flushed};
-        for (int lanes = 16; lanes > 0; lanes /= 2)
-            for (double& sum : sums) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-        for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
-        if (threadIdx.x % 32 != 0) return;
-        atomicAdd(&stats->signal, sums[0]);
-        atomicAdd(&stats->noise, sums[1]);
-        int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
-        for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
-    }
-};
 
 // -----------------------------------------------------------------------------------------------------------
 // Norms: what their forward and backward kernels and their recomputation share

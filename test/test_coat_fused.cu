@@ -1,5 +1,5 @@
 // test_coat_fused.cu - the fused kernels of coat.cu (quantize_and_dequantize, quantize_gate_up, activation)
-// against double and the CPU reference.
+// against double, the CPU reference and quantize().
 #include <cmath>
 
 #include "../coat.cuh"
@@ -162,6 +162,33 @@ GPU_TEST_CASE("activation and activation_backward: finite for inputs of any size
                 const double slope = gated ? in[i * cols + F] : 1;
                 if (sizes[i / 2] < 90) continue;
                 CHECK(backward[i * cols] == doctest::Approx(i % 2 ? 0 : slope).epsilon(1e-6));
+            }
+        }
+}
+
+GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the amax of its output") {
+    FRESH_RANDOM(rng);
+    for (bool gated : {true, false})
+        for (Shape s : {Shape{1, 32}, {33, 96}, {130, 288}, {256, 704}}) {
+            if (too_long(s.rows * s.cols)) continue;
+            CAPTURE(s.cols);
+            CAPTURE(gated);
+            const Tensor gate_up(heavy(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
+            const Tensor expected(s.rows, s.cols, Q_GROUP);
+            gpu::quantize(gpu::stored(gate_up.view()), expected.operand(), nullptr, 0);
+            for (bool reads_saved : {true, false}) {
+                const Tensor groups(s.rows, s.cols, Q_GROUP);
+                // Only their amax is used, that of the activation's output.
+                const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
+                const View read = reads_saved ? expected.view() : gate_up.view();
+                gpu::amax(gpu::activation(gated, read), separate.tensor_scale(), 0);
+                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved, fused.tensor_scale(),
+                                      nullptr, 0);
+                CHECK(same_bytes(groups.codes.read(), expected.codes.read()));
+                CHECK(same_bytes(groups.scales.read(), expected.scales.read()));
+                CHECK(groups.intact());
+                CHECK(fused.amax() == separate.amax());
+                CHECK(fused.amax() > 0);
             }
         }
 }

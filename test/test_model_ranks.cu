@@ -52,6 +52,24 @@ GPU_TEST_CASE("ranks: processes that share one GPU have the bits of one with as 
     unsetenv("COAT_SHARE_GPU");
 }
 
+GPU_TEST_CASE("ranks: before the first step of delayed scaling, the report counts every weight once") {
+    setenv("COAT_SHARE_GPU", "1", 1);
+    RunFolder folder;
+    const std::string model = untied_model(folder, "te");
+    auto weights = [&](const std::string& flags) {  // that were quantized, as the report says
+        const Ended run = train(folder, "--device gpu --data text --batch 2 --seq 16 --steps 0 --recipe te "
+                                        "--model '" + model + "' " + flags);
+        require_success(run);
+        const size_t line = run.out.find("\nweights  ");
+        REQUIRE(line != std::string::npos);
+        return number_after(run.out.substr(line), "dB |");
+    };
+    const double one = weights("--ranks 1");
+    CHECK(one > 0);
+    CHECK(weights("--ranks 2 --shard all") == one);
+    unsetenv("COAT_SHARE_GPU");
+}
+
 GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in every recipe and mode") {
     std::vector<Setup> setups;
     for (const char* recipe : RECIPES)

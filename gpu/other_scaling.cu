@@ -1,0 +1,241 @@
+// gpu/other_scaling.cu - the scales of GEMM operands in the recipes that COAT is compared with (interface:
+// gpu/other_scaling.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
+#include "other_scaling.cuh"
+
+#include "tiles.cuh"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Scales per row (torchao's rowwise), in blocks of 1x128 and 128x128 (DeepSeek-V3), and of 1x32 (MXFP8)
+//
+// Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
+// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes, or the
+// decoded values.
+
+constexpr int LOG_32 = 5, LOG_128 = 7, ALL = 62;
+static_assert(PER_1x32.cols == 1 << LOG_32 && PER_1x128.cols == 1 << LOG_128 &&
+              PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
+ScaleGrid scale_grid(const Operand& out, bool transposed) {
+    const View& v = out.view;
+    const Granularity& g = v.quant.granularity;
+    void* const scales = transposed ? out.transposed_scales : v.scales;
+    float* const p = (transposed ? out.transposed : v.codes) ? static_cast<float*>(scales) : nullptr;
+    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
+                  count = v.quant.operand_scales(N, K);
+    const bool square = g == PER_128x128;
+    const int shift_n = square ? LOG_128 : 0,
+              shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
+    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1,
+                  along_k = g == PER_ROW ? 0 : square ? 1 : N;
+    if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
+    return {p, shift_n, shift_k, along_n, along_k, count};
+}
+
+namespace {
+
+// Half a warp holds neighbouring columns, whose blocks mostly are one and the same: then one atomicMax serves
+// all its lanes.
+__device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
+    const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
+    const unsigned long long mine = reinterpret_cast<unsigned long long>(amax),
+                             first = __shfl_sync(half, mine, 0, 16);
+    if (__all_sync(half, !live || mine == first)) {  // where the first lane is not live, none is
+        top = __reduce_max_sync(half, live ? top : 0);
+        live = live && threadIdx.x % 16 == 0;
+    }
+    if (live) update_amax(amax, top);
+}
+
+// No recipe that scales by blocks saves groups: these combinations only have to work.
+template <class Producer, class Use>
+__device__ void for_each_row_of_blocks(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    if constexpr (std::is_same_v<typename Producer::In, Groups>) for_each_row_in_turn(x, at, rows, use);
+    else for_each_row(x, at, rows, use);
+}
+
+// Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2)
+    block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ uint32_t columns[ACROSS][TILE + 1];
+    const TilePlace at;
+    uint32_t tops[PLANES][CHUNK] = {};
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            uint32_t top = 0;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) {
+                const uint32_t bits = live ? magnitude(v[p][j]) : 0;
+                top = max(top, bits);
+                tops[p][j] = max(tops[p][j], bits);
+            }
+            if (grid.scales) update_amax_by_half_warp(grid.at(at.row + i, p * x.width + at.col), top, live);
+        }
+    });
+    if (!transposed.scales) return;
+    if (transposed.row_shift < LOG_128) {  // several blocks below each other in a tile
+        if (at.row >= rows || at.col >= x.width) return;
+#pragma unroll
+        for (int p = 0; p < PLANES; p++)
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++)
+                update_amax(transposed.at(at.row, p * x.width + at.col + j), tops[p][j]);
+        return;
+    }
+    combine_columns(
+        x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
+}
+
+// Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
+// hides it.
+__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, bool power_of_two,
+                                    TensorScale* tensor) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    const float amax = i < n ? scales[i] : 0.0f;
+    if (i < n)
+        scales[i] = amax < INFINITY ? scale_of(fmax, amax, power_of_two) : __uint_as_float(0x7FC00000u);
+    if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
+}
+
+// Pass two.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2)
+    quantize_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, ScaleGrid transposed_grid,
+                           uint8_t* codes, uint8_t* transposed) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ __align__(16) TransposeTile tiles[PLANES];
+    const TilePlace at;
+    const int64_t row0 = int64_t(blockIdx.y) * TILE;
+    Values inverse[PLANES] = {};  // 1 / scale of the thread's columns, for the transposed codes
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)
+            if (transposed && at.col < x.width)
+                inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
+    uint2 four[PLANES][4];
+    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            const int64_t row = at.row + i, col = p * x.width + at.col;
+            if (codes && live)
+                put(codes + row * PLANES * x.width + col, encode(e5m2, v[p], __frcp_rn(*grid.at(row, col))));
+            if (!transposed) continue;
+            Values scaled;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[p][j], inverse[p][j]);
+            four[p][i % 4] = encode(e5m2, scaled, 1.0f);
+            if (i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
+        }
+    });
+    if (transposed) flush(tiles, rows, x.width, transposed);
+}
+
+// Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
+// scales of either grid.
+template <class Producer>
+__global__ void __launch_bounds__(TILE_THREADS, 2)
+    decode_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, Dense<bf16> out) {
+    constexpr int PLANES = Producer::PLANES;
+    const TilePlace at;
+    for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+        for (int p = 0; live && p < PLANES; p++) {
+            const int64_t row = at.row + i, col = p * x.width + at.col;
+            Values y;
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++) y[j] = quantize_and_decode(e5m2, v[p][j], *grid.at(row, col + j));
+            out.store(row * PLANES * x.width + col, y, true);
+        }
+    });
+}
+
+}  // namespace
+
+void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
+    const Quant& q = out.view.quant;
+    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128 ||
+                q.decoded(),
+            "no kernel scales by such blocks");
+    require(q.scale_format == Format::F32, "the scales of an operand are FP32");
+    const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
+    uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed)};
+    for (int t : {0, 1}) {
+        const ScaleGrid& g = grids[t];
+        require(!codes[t] == !g.scales, "codes and their scales come together");
+        if (g.scales)
+            check(cudaMemsetAsync(g.scales, 0, g.count * sizeof(float), s), "Clearing scales failed");
+    }
+    with_bf16_producer(x, [&](auto producer) {
+        const dim3 tiles = tile_grid(x.rows, producer.width);
+        const bool e5m2 = q.format == Format::E5M2;
+        block_amaxes_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, grids[0], grids[1]);
+        CHECK_LAUNCH("block_amaxes");
+        for (const ScaleGrid& g : grids) {
+            if (!g.scales) continue;
+            block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
+                                                                     q.power_of_two, out.amax);
+            CHECK_LAUNCH("block_scales");
+        }
+        for (int t : {0, 1}) {
+            if (!q.decoded() || !codes[t]) continue;
+            decode_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[t],
+                                                                dense<bf16>(codes[t]));
+            CHECK_LAUNCH("decode_blocks");
+        }
+        if (q.decoded()) return;
+        quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[0], grids[1],
+                                                              codes[0], codes[1]);
+        CHECK_LAUNCH("quantize_blocks");
+    });
+}
+
+// ===========================================================================================================
+// 2. Delayed scaling (te)
+
+namespace {
+
+// A block has one operand's history, which moves up by one from its end on: what is read has not been
+// overwritten yet.
+constexpr int HISTORY_THREADS = 256;
+__global__ void __launch_bounds__(HISTORY_THREADS)
+    end_delayed_step_kernel(TensorScale* scales, float* histories, int length, int margin, float fmax,
+                            const uint32_t* skipped, uint32_t* empty) {
+    __shared__ uint32_t most;
+    if (*skipped) return;
+    TensorScale& tensor = scales[blockIdx.x];
+    float* history = histories + int64_t(blockIdx.x) * length;
+    const float amax = tensor.amax;
+    if (threadIdx.x == 0) most = 0;
+    uint32_t top = 0;
+    for (int first = (length - 1) / HISTORY_THREADS * HISTORY_THREADS; first >= 0; first -= HISTORY_THREADS) {
+        const int i = first + threadIdx.x;
+        const float value = i >= length ? 0.0f : i == 0 ? amax : history[i - 1];
+        __syncthreads();
+        if (i < length) history[i] = value;
+        top = max(top, magnitude(value));
+    }
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, top);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const float wanted = ldexpf(__uint_as_float(most), margin);
+    if (wanted > 0 && wanted < INFINITY) tensor.delayed = scale_of(fmax, wanted);
+    if (!(tensor.delayed > 0)) atomicAdd(empty, 1u);
+    else tensor.scale = tensor.delayed;  // a rank without a part of this weight receives only codes
+}
+
+}  // namespace
+
+void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+                      const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
+    if (n == 0) return;
+    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(
+        scales, histories, length, margin, info(fp8).max, skipped, empty);
+    CHECK_LAUNCH("end_delayed_step");
+}
+
+}  // namespace coat::gpu

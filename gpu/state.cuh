@@ -1,0 +1,370 @@
+// gpu/state.cuh - what a GPU keeps of a training run: its memory and stream (Device); and by parameter the
+// weights, gradients, scales and moments, with their update (State). Only model.cu uses it, with exchange.cuh.
+#pragma once
+#include "../adamw.cuh"
+#include "../coat.cuh"
+#include "../plan.h"
+#include "comm.cuh"
+#include "gradients.cuh"
+#include "other_scaling.cuh"
+
+namespace coat::gpu {
+
+// What a step finds out, on the device until the step ends.
+struct Outcome {
+    double loss;
+    GradientState gradients;
+    uint32_t without_history;  // operands whose history of amaxes is still empty
+};
+struct Results {
+    Outcome outcome;
+    double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
+    double loss_scale;    // one over the targets that count; from the host
+    QuantStats stats[static_cast<int>(Kind::Count)];
+};
+
+// One allocation for everything, laid out by plan.cpp, and the stream on which all kernels run.
+class Device {
+public:
+    const Setup setup;
+    const GpuLayout layout;
+    const Stream stream;
+
+    Device(const Setup& s, const GpuFacts& facts) : setup(s), layout(gpu_layout(s, facts)) {
+        check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
+    }
+    ~Device() { cudaFree(base_); }
+
+    uint8_t* at(int64_t offset) const { return base_ + offset; }
+    const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
+    template <class T = void>
+    T* work(Work w) const {
+        return reinterpret_cast<T*>(at(place(w).offset));
+    }
+    Results* results() const { return work<Results>(Work::Results); }
+    void wait(const char* what) const { check(cudaStreamSynchronize(stream), what); }
+
+private:
+    uint8_t* base_ = nullptr;
+};
+
+// The rows [first, first + n) of a view that is dense, in groups or per tensor.
+View rows(const View& v, int64_t first, int64_t n) {
+    uint8_t* scales = static_cast<uint8_t*>(v.scales);
+    const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
+    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
+    return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Weights, gradients and moments, by parameter
+
+constexpr int64_t LINEARS = 4;  // linear layers of a block: qkv, attention_out, gate_up, down
+constexpr LinearOperand LINEAR_OPERANDS[] = {LinearOperand::X, LinearOperand::W, LinearOperand::G};
+
+class State {
+public:
+    const Setup& setup;
+    const std::vector<Param> params;
+    const std::vector<BucketRange> buckets;
+    const std::vector<ShardPlace>& shards;
+    const Quant compute, gradient_quant;
+    const int64_t weight_bytes, gradient_bytes;  // of one element
+    // --shard all: the matrices that are whole at the moment. Exchange::gather() fills them.
+    std::vector<View> gathered;
+    // Delayed scaling: some operand may have an empty history, and is scaled just in time.
+    bool some_without_history = false;
+
+    State(const Device& device, Peers& peers)
+        : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
+          shards(device.layout.shards), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
+          weight_bytes(info(compute.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
+          gathered(params.size()), device_(device), peers_(peers), cuda_(device.stream),
+          weights_{device.at(device.layout.weights.offset), remainders(), compute.format} {
+        std::vector<Segment> table;
+        for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
+        copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
+        device_.wait("Copying the table of parameters failed");
+        static_assert(sizeof(Segment) <= 128, "plan.cpp counts 128 bytes a parameter");
+    }
+
+    View weight(size_t i) const {
+        if (setup.shard == Shard::All && peers_.several() && params[i].rows > 1) return gathered[i];
+        return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
+    }
+    // The weights of a parameter that this rank keeps. As a view they have MOMENT_GROUP columns, because a
+    // slice need not be whole rows.
+    uint8_t* kept_weights(size_t i) const {
+        return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * weight_bytes;
+    }
+    View weight_slice(size_t i) const {
+        return {kept_weights(i), nullptr, shards[i].weight.count / MOMENT_GROUP, MOMENT_GROUP, compute};
+    }
+    View gradient(size_t i) const {
+        return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
+    }
+    uint8_t* gradient_from(size_t i, int64_t element) const {
+        return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
+    }
+    // The gradients that this rank's update reads (model.h, kept_state()): with several ranks, their sums.
+    uint8_t* gradient_sums(size_t i) const {
+        const int64_t bucket = params[i].bucket;
+        const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
+        return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
+    }
+    // One TensorScale for each parameter; behind them those of the operands of the linear layers, four linear
+    // layers in each block.
+    TensorScale* scale(size_t i) const { return device_.work<TensorScale>(Work::Scales) + i; }
+    TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
+        return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
+    }
+    // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
+    TensorScale* weight_scale(size_t i) const {
+        return delayed() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
+    }
+    int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
+    int64_t number_of_scales() const {
+        return static_cast<int64_t>(params.size()) + number_of_operand_scales();
+    }
+    bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
+
+    // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
+    void initialize() {
+        const GpuLayout& at = device_.layout;
+        clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
+        clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
+        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        expect_missing_histories();
+        int64_t most_groups = 0;
+        for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
+        const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
+        for (size_t i = 0; i < params.size(); i++) {
+            gpu::initialize(weights_, params[i], shards[i], i, live_elements(setup.config, params[i]),
+                            setup.seed, cuda_);
+            refresh_scale(i);
+            for (const MomentView& m : {moment(i, false), moment(i, true)})
+                if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
+        }
+        device_.wait("Initializing the weights failed");
+    }
+
+    // Clears the amaxes of inputs and gradients, and with delayed scaling those of weights: before each
+    // micro-batch if scaling is just in time, and before each step if it is delayed. (Just in time, the amax
+    // of a weight is in scale(i) and stays.)
+    void clear_amaxes() {
+        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
+                                number_of_operand_scales(), cuda_),
+              "Clearing amaxes failed");
+    }
+    void expect_missing_histories() { some_without_history = delayed() && linear_formats(setup).x.fp8(); }
+    void end_delayed_step() {
+        if (!delayed()) return;
+        Outcome& outcome = device_.results()->outcome;
+        for (LinearOperand o : LINEAR_OPERANDS)
+            gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
+                                  setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
+                                  &outcome.gradients.skip, &outcome.without_history, cuda_);
+    }
+
+    // Updates a bucket whose gradients are complete, or all parameters: the norm of their gradients, then
+    // AdamW, which leaves the amaxes of the new weights.
+    static constexpr int64_t ALL_BUCKETS = -1;
+    void update(const AdamW& a, int64_t bucket = ALL_BUCKETS) {
+        const bool whole_step = bucket == ALL_BUCKETS;
+        const size_t begin = whole_step ? 0 : buckets[bucket].first,
+                     end = whole_step ? params.size() : buckets[bucket].last;
+        const int n = static_cast<int>(end - begin);
+        const ShardPlace &first = shards[begin], &last = shards[end - 1];
+        const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
+        const int64_t shard_chunks =
+            last.shard_chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.shard_chunk;
+        // Where all ranks have all gradients, they share the work.
+        const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
+        Results* const results = device_.results();
+        GradientState* const state = &results->outcome.gradients;
+        const void* const gradients = gradient_sums(begin);
+        double* const squares = device_.work<double>(Work::GradientSquares);
+        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first,
+                         first.shard_chunk, shard_chunks, share, &results->checked_loss,
+                         squares + peers_.rank * (1 + shard_chunks), cuda_);
+        peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
+                          (1 + shard_chunks) * static_cast<int64_t>(sizeof(double)));
+        gradient_norm(squares, shard_chunks, peers_.count,
+                      {a.clip, whole_step ? 1 : norm_correction_at(a, bucket)}, state, cuda_);
+        gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
+                   rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
+    }
+
+    // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed
+    // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
+    void combine_amaxes() {
+        if (!peers_.several()) return;
+        const int64_t n = delayed() ? number_of_scales() : static_cast<int64_t>(params.size());
+        const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
+        TensorScale* const all = device_.work<TensorScale>(Work::RankScales);
+        copy(all + peers_.rank * n, scale(0), bytes, cuda_);
+        peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
+        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
+    }
+
+    // For the quantization report: the error of storing the moments of a bucket.
+    void measure(int64_t bucket) const {
+        QuantStats* const stats = device_.results()->stats;
+        for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
+            const Slice& slice = shards[i].state;
+            measure_moments(setup.optimizer, segments() + i, slice.count, weights_,
+                            gradient_from(i, slice.first), gradient_quant.format, shards[i].state_at,
+                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
+                            cuda_);
+        }
+    }
+    // All expansion factors, sorted, also for the report.
+    std::vector<float> expansion_factors(bool second) const {
+        std::vector<float> all;
+        for (size_t i = 0; i < params.size(); i++) {
+            const float* const k = moment(i, second).k;
+            if (!k) continue;
+            const size_t before = all.size();
+            all.resize(before + groups(i));
+            copy(all.data() + before, k, groups(i) * 4, cuda_);
+            device_.wait("Reading the moments failed");
+        }
+        std::sort(all.begin(), all.end());
+        return all;
+    }
+
+    // What model.h's Model::read() and write() do.
+    void read(const std::string& name, void* out) const {
+        const auto [i, suffix] = parse(name);
+        if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
+        if (is_master(suffix)) return copy_half(i, suffix == ".remainder", out, nullptr);
+        const auto [data, bytes] = find(name, i, suffix);
+        copy(out, data, bytes, cuda_);
+        device_.wait("Reading a tensor failed");
+    }
+    void write(const std::string& name, const void* in) {
+        const auto [i, suffix] = parse(name);
+        if (is_master(suffix)) {
+            copy_half(i, suffix == ".remainder", nullptr, in);
+        } else {
+            const auto [data, bytes] = find(name, i, suffix);
+            copy(data, in, bytes, cuda_);
+        }
+        expect_missing_histories();
+        refresh_scale(i);
+        device_.wait("Writing a tensor failed");
+    }
+
+private:
+    const Device& device_;
+    Peers& peers_;
+    const cudaStream_t cuda_;
+    const Weights weights_;
+
+    int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
+    int16_t* remainders() const {
+        const bool beside = setup.master && compute.format != Format::F32;
+        return beside ? reinterpret_cast<int16_t*>(device_.at(device_.layout.remainder.offset)) : nullptr;
+    }
+    MomentView moment(size_t i, bool second) const {
+        const MomentPlace& at = second ? device_.layout.v[i] : device_.layout.m[i];
+        const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
+        auto floats = [&](bool any, int64_t offset) {
+            return any ? reinterpret_cast<float*>(device_.at(offset)) : nullptr;
+        };
+        return {device_.at(at.codes), floats(is_scaled(format), at.max),
+                floats(setup.optimizer.expands(format), at.k), format};
+    }
+    Segment* segments() const { return device_.work<Segment>(Work::Segments); }
+    Segment segment(size_t i) const {
+        const Param& p = params[i];
+        const ShardPlace& at = shards[i];
+        // From what is kept of a master to the same element among the weights.
+        const int64_t skipped = at.state.first - at.weight.first;
+        return {at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
+                p.role.linear ? scale(i) : nullptr, at.weight_at + skipped - at.state_at,
+                p.offset + at.state.first - at.state_at, at.shard_chunk + at.state.first / SHARD_CHUNK};
+    }
+    float* history(int64_t linear, LinearOperand o) const {
+        float* all = reinterpret_cast<float*>(device_.at(device_.layout.delayed.offset));
+        return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
+    }
+
+    // For weights that were written: the amax that the optimizer leaves for those that it updates.
+    void refresh_scale(size_t i) {
+        if (!params[i].role.linear) return;
+        clear(scale(i), sizeof(TensorScale), cuda_);
+        if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
+    }
+
+    // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max")
+    std::pair<size_t, std::string> parse(const std::string& name) const {
+        const size_t i = param_of(params, name);
+        return {i, name.substr(params[i].name.size())};
+    }
+    // Where a tensor is, for those that are stored as read() and write() pass them.
+    std::pair<void*, int64_t> find(const std::string& name, size_t i, const std::string& suffix) const {
+        const int64_t kept = shards[i].state.count;
+        if (suffix.empty()) return {kept_weights(i), shards[i].weight.count * 2};
+        if (suffix == ".remainder" && weights_.remainder)
+            return {weights_.remainder + shards[i].state_at, kept * 2};
+        for (const bool second : {false, true}) {
+            const MomentView m = moment(i, second);
+            const std::string of = second ? ".v" : ".m";
+            const int64_t scales = setup.optimizer.scales(m.format, kept);
+            if (suffix == of) return {m.codes, kept * info(m.format).bytes};
+            if (suffix == of + ".max" && m.max) return {m.max, scales * 4};
+            if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
+        }
+        for (LinearOperand o : LINEAR_OPERANDS) {
+            if (!delayed() || !params[i].role.linear) continue;
+            const std::string of = OPERAND_NAMES[static_cast<int>(o)];
+            const int64_t linear = params[i].bucket - 1;
+            if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
+            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].delayed, 4};
+        }
+        throw Error("The model has no tensor " + name + ".");
+    }
+
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 and remainder: they are converted piece by
+    // piece in the scratch of the GEMMs, which is free between steps.
+    static constexpr int64_t PIECE = 1 << 21;
+    float* piece() const { return device_.work<float>(Work::GemmScratch); }
+    bool is_master(const std::string& suffix) const {
+        return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
+    }
+    // Copies one half of the masters to `out`, or replaces it by `in`. What is kept of weights and of
+    // remainders are parts of one FP32 array.
+    void copy_half(size_t i, bool remainder, void* out, const void* in) const {
+        const ShardPlace& at = shards[i];
+        const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
+                      count = (remainder ? at.state : at.weight).count;
+        float* const masters = reinterpret_cast<float*>(kept_weights(i)) + skipped;
+        uint16_t* const weights = reinterpret_cast<uint16_t*>(piece() + PIECE);
+        int16_t* const remainders = reinterpret_cast<int16_t*>(weights) + PIECE;
+        void* const half = remainder ? static_cast<void*>(remainders) : weights;
+        for (int64_t first = 0; first < count; first += PIECE) {
+            const int64_t n = std::min(PIECE, count - first);
+            split_master(masters + first, weights, remainders, n, cuda_);
+            if (out) {
+                copy(static_cast<uint16_t*>(out) + first, half, n * 2, cuda_);
+            } else {
+                copy(half, static_cast<const uint16_t*>(in) + first, n * 2, cuda_);
+                join_master(weights, remainders, masters + first, n, cuda_);
+            }
+            device_.wait("Converting a tensor failed");
+        }
+    }
+    void read_gradient(size_t i, float* out) const {
+        constexpr int64_t COLS = 16;  // every parameter has a multiple of 16 elements
+        const View g{gradient_sums(i), nullptr, shards[i].state.count / COLS, COLS, gradient_quant};
+        for (int64_t first = 0; first < g.rows; first += 2 * PIECE / COLS) {
+            const int64_t n = std::min(2 * PIECE / COLS, g.rows - first);
+            dequantize(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
+            copy(out + first * COLS, piece(), n * COLS * 4, cuda_);
+            device_.wait("Reading a gradient failed");
+        }
+    }
+};
+
+}  // namespace coat::gpu

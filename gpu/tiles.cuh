@@ -1,0 +1,353 @@
+// gpu/tiles.cuh - how kernels go through a tensor, and how they compute a tensor that is not stored: for
+// coat.cu, gpu/other_scaling.cu and gpu/report.cu.
+//
+//   1. tiles: what a thread block and a thread work on; loads in flight; sums over columns; transposed codes
+//   2. producers: a stored tensor, a norm's output, an activation's output, and its gradient
+//   3. from a Lazy (coat.cuh) to its producer
+//
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
+//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
+//   | x 128 |       |       |         ...                             ...
+//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
+#pragma once
+#include "../coat.cuh"
+
+namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Tiles
+//
+// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of
+// a warp covers whole 128-byte lines, including those of the transposed result.
+
+constexpr int TILE = 128;               // rows and columns of a tile
+constexpr int ROWS = 8;                 // of one thread
+constexpr int ACROSS = TILE / CHUNK;    // a block has ACROSS x ACROSS threads
+constexpr int TILE_THREADS = ACROSS * ACROSS;
+// Blocks that a multiprocessor has at once, which leaves 64 registers a thread; 3 and 5 were slower.
+constexpr int TILE_BLOCKS = 4;
+
+struct TilePlace {
+    int across, down;
+    int64_t row, col;  // the thread's first
+    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+        : across(threadIdx.x % ACROSS), down(threadIdx.x / ACROSS), row(tile_row * TILE + down * ROWS),
+          col(int64_t(blockIdx.x) * TILE + across * CHUNK) {}
+};
+inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
+
+// Elements from a thread's first row to its row i: 32 bits hold them, which makes an address a single
+// instruction.
+inline __device__ uint32_t row_offset(int i, int64_t width) {
+    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
+}
+
+// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight (what
+// that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call it: a place outside the tensor
+// has live = false and reads the last row or chunk again, so that no load has a condition.
+template <class Producer, class Use>
+__device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+    constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
+    const auto cursor = x.cursor(min(at.row, rows - 1), min(at.col, x.width - CHUNK));
+    const int inside = static_cast<int>(min(max(rows - at.row, int64_t(0)), int64_t(ROWS)));
+    const int live_rows = at.col < x.width ? inside : 0;
+#pragma unroll
+    for (int first = 0; first < ROWS; first += IN_FLIGHT) {
+        typename Producer::Raw raw[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(inside - 1, 0)));
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            Values v[Producer::PLANES];
+            x.compute(raw[i], cursor, v);
+            use(first + i, v, first + i < live_rows);
+        }
+    }
+}
+// The same row by row, for kernels whose time does not matter. Eight copies of a large `use` would be a third
+// of what this file takes to compile.
+template <class Producer, class Use>
+__device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) {
+        const auto cursor = x.cursor(min(at.row + i, rows - 1), min(at.col, x.width - CHUNK));
+        Values v[Producer::PLANES];
+        x.compute(x.load(cursor, 0), cursor, v);
+        use(i, v, at.row + i < rows && at.col < x.width);
+    }
+}
+
+// Every thread has a number for each of its 8 columns. They are combined over the block's 16 rows of threads,
+// in order: take(column, result).
+template <class Producer, class T, class Combine, class Take>
+__device__ void combine_columns(const Producer& x, const TilePlace& at,
+                                const T (&mine)[Producer::PLANES][CHUNK], T (&columns)[ACROSS][TILE + 1],
+                                Combine combine, Take take) {
+#pragma unroll
+    for (int p = 0; p < Producer::PLANES; p++) {
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) columns[at.down][at.across * CHUNK + j] = mine[p][j];
+        __syncthreads();
+        const int64_t col = int64_t(blockIdx.x) * TILE + threadIdx.x;
+        if (threadIdx.x >= TILE || col >= x.width) continue;
+        T all = 0;
+        for (int i = 0; i < ACROSS; i++) all = combine(all, columns[i][threadIdx.x]);
+        take(p * x.width + col, all);
+    }
+}
+
+// Four rows of four bytes become four columns of four bytes.
+inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
+    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
+    out[0] = __byte_perm(ab01, cd01, 0x5410), out[1] = __byte_perm(ab01, cd01, 0x7632);
+    out[2] = __byte_perm(ab23, cd23, 0x5410), out[3] = __byte_perm(ab23, cd23, 0x7632);
+}
+
+// The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). The 128 rows of a
+// column follow each other, in words of 4 rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^
+// (the lowest bit of the thread's `down`). With this swizzle both the writes (of 16 threads across and 2 down
+// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
+struct TransposeTile {
+    uint32_t words[TILE * TILE / 4];
+
+    // Takes the codes of the thread's rows 4 h ... 4 h + 3.
+    __device__ void write(const TilePlace& at, int h, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];
+        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
+        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
+        uint32_t* to =
+            words + at.across * CHUNK * (TILE / 4) + ((2 * at.down + h) ^ 2 * at.across ^ (at.down & 1));
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) to[j * (TILE / 4)] = columns[j / 4][j % 4];
+    }
+    __device__ uint4 rows16(int col, int piece) const {  // rows 16 * piece ... + 15 of one column
+        const int chunk = col / CHUNK;
+        const uint4 q = *reinterpret_cast<const uint4*>(&words[col * (TILE / 4) + 4 * (piece ^ chunk >> 1)]);
+        return chunk & 1 ? uint4{q.z, q.w, q.y, q.x} : uint4{q.x, q.y, q.w, q.z};
+    }
+};
+// Writes the block's tiles, one for each plane, to out, which is (columns, rows). All threads call it.
+template <int PLANES>
+__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* out) {
+    __syncthreads();
+    constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
+    const int64_t row0 = int64_t(blockIdx.y) * TILE, col0 = int64_t(blockIdx.x) * TILE;
+    const int cols = static_cast<int>(min(int64_t(TILE), width - col0));
+#pragma unroll
+    for (int p = 0; p < PLANES; p++)
+#pragma unroll
+        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+            const int col = i / PIECES, piece = i % PIECES;
+            const int64_t row = row0 + piece * 16;
+            if (col >= cols || row >= rows) continue;
+            const uint4 q = tiles[p].rows16(col, piece);
+            uint8_t* to = out + (p * width + col0 + col) * rows + row;
+            if (rows % 16 == 0) {
+                put(to, q);
+                continue;
+            }
+            const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+            for (int j = 0; j < 16; j++)
+                if (row + j < rows) to[j] = static_cast<uint8_t>(words[j / 4] >> j % 4 * 8);
+        }
+}
+
+// ===========================================================================================================
+// 2. Producers
+//
+// A producer computes a tensor on the fly. For 8 columns of one row,
+//   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
+//   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
+//   compute(raw, cursor)  converts it to FP32 values.
+// A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
+// of gate and up. One with two HALVES reads such a tensor, [gate | up]. Additions and multiplications are
+// spelled out, so that every kernel that computes a tensor computes the same bits.
+
+// A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
+// [gate | up].
+template <class Storage, int HALVES = 1>
+struct StoredProducer {
+    static constexpr int PLANES = HALVES;
+    using In = Storage;
+    using Compute = typename Storage::Compute;
+    struct Cursor {
+        Storage half[HALVES];
+    };
+    struct Raw {
+        typename Storage::Raw half[HALVES];
+    };
+    Storage x;
+    int64_t width;
+
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        Cursor at;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) at.half[h] = x.from((row * HALVES + h) * width + col);
+        return at;
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(row_offset(i, HALVES * width));
+        return raw;
+    }
+    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[PLANES]) const {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) x.values(raw.half[h], v[h]);
+    }
+};
+
+template <class Storage>
+struct NormProducer {  // y = (x - mean) / std * weight + bias
+    static constexpr int PLANES = 1;
+    using In = Storage;
+    using Compute = typename Storage::Compute;
+    struct Cursor {
+        Storage in;
+        const float2* stats;
+        Values weight, bias;
+    };
+    struct Raw {
+        typename Storage::Raw x;
+        float2 stats;
+    };
+    Storage in;
+    NormParameters<Compute> parameters;
+    const float2* stats;
+    int64_t width;
+
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        Cursor at;
+        at.in = in.from(row * width + col);
+        at.stats = stats + row;
+        parameters.load(col, at.weight, at.bias);
+        return at;
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        return {at.in.load(row_offset(i, width)), at.stats[i]};
+    }
+    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
+        Values x;
+        in.values(raw.x, x);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, at.weight[j], at.bias[j]);
+    }
+};
+
+// GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
+// sigmoid(2z).
+constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
+inline __device__ float gelu_sigmoid(float u) {
+    const float uu = __fmul_rn(u, u);
+    return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
+}
+template <bool GATED>
+__device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
+    return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second)
+                 : __fmul_rn(first, gelu_sigmoid(first));
+}
+
+// The activation's output (N, F): SiLU(gate) * up, or GELU. Its input is (N, 2F) = [gate | up], or (N, F).
+template <class Storage, bool GATED>
+struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
+    static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
+    using GateUp = StoredProducer<Storage, HALVES>;
+
+    __device__ void compute(const typename GateUp::Raw& raw, const typename GateUp::Cursor& at,
+                            Values (&v)[1]) const {
+        Values x[HALVES];
+        GateUp::compute(raw, at, x);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(x[0][j], x[HALVES - 1][j]);
+    }
+};
+
+// The gradient of the activation's input, from that of its output, dact (N, F).
+template <class Storage, bool GATED>
+struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
+    static constexpr int PLANES = GATED ? 2 : 1;
+    using GateUp = StoredProducer<Storage, PLANES>;
+    using Dact = Dense<typename Storage::Compute>;
+    struct Cursor {
+        typename GateUp::Cursor gate_up;
+        Dact dact;
+    };
+    struct Raw {
+        typename GateUp::Raw gate_up;
+        typename Dact::Raw dact;
+    };
+    Dact dact;
+
+    __device__ Cursor cursor(int64_t row, int64_t col) const {
+        return {GateUp::cursor(row, col), dact.from(row * this->width + col)};
+    }
+    __device__ Raw load(const Cursor& at, int i) const {
+        return {GateUp::load(at.gate_up, i), at.dact.load(row_offset(i, this->width))};
+    }
+    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
+        Values x[PLANES], d;
+        GateUp::compute(raw.gate_up, at.gate_up, x);
+        dact.values(raw.dact, d);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            const float u = x[0][j];
+            if (GATED) {  // silu'(u) = s + u s (1 - s)
+                const float s = sigmoid(u), silu = __fmul_rn(u, s), up = x[PLANES - 1][j];
+                v[0][j] = __fmul_rn(__fmul_rn(d[j], up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+                v[PLANES - 1][j] = __fmul_rn(d[j], silu);
+            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
+                const float s = gelu_sigmoid(u),
+                            slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
+                const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
+                v[0][j] = __fmul_rn(d[j], __fmaf_rn(bend, slope, s));
+            }
+        }
+    }
+};
+
+// ===========================================================================================================
+// 3. From a Lazy to its producer
+
+// What a producer's values can be, so that kernels exist only where they are used. Only gradients are
+// quantized to E5M2 and summed over tokens. Gradients are always needed transposed too, because wgrad reads
+// g^T. So a producer that makes only gradients has no kernel without the transpose.
+enum class ProducerRole { Input, Gradient, Any };
+template <class Producer>
+constexpr ProducerRole PRODUCER_ROLE = ProducerRole::Input;  // of a linear layer
+template <class T>
+constexpr ProducerRole PRODUCER_ROLE<StoredProducer<Dense<T>>> = ProducerRole::Any;
+template <class Storage, bool GATED>
+constexpr ProducerRole PRODUCER_ROLE<ActivationBackwardProducer<Storage, GATED>> = ProducerRole::Gradient;
+
+// Calls f with the producer of a lazily computed tensor.
+template <class F>
+void with_producer(const Lazy& x, F f) {
+    require(x.cols % 16 == 0, "the columns are not a multiple of 16");
+    with_storage(x.input, [&](auto in) {
+        using Storage = decltype(in);
+        using T = typename Storage::Compute;
+        const Dense<T> dact = dense<T>(x.dact.codes);
+        const int64_t width = x.op == LazyOp::ActivationBackward ? x.dact.cols : x.cols;
+        const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
+        if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});
+        else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
+        else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
+        else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
+        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact});
+        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact});
+    });
+}
+// The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
+template <class F>
+void with_bf16_producer(const Lazy& x, F f) {
+    with_producer(x, [&](auto producer) {
+        if constexpr (std::is_same_v<typename decltype(producer)::Compute, bf16>) f(producer);
+        else require(false, "FP8 goes with the compute dtype BF16, not with FP32");
+    });
+}
+
+}  // namespace coat::gpu
