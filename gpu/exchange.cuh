@@ -127,7 +127,7 @@ private:
     const uint8_t* owned_gradient(size_t i, int64_t rank) const {
         return state_.gradient_from(i, peers_.own(state_.params[i], rank).first);
     }
-    int place_of(int64_t bucket) const {  // as plan.cpp's place_bucket_gradients()
+    int place_of(int64_t bucket) const {  // as gpu_layout() in plan.cpp
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 

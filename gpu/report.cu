@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
     });
     counts.add_to(stats);
 }
+
 }  // namespace
 
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {

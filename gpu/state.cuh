@@ -49,7 +49,7 @@ private:
 };
 
 // The rows [first, first + n) of a view that is dense, in groups or per tensor.
-View rows(const View& v, int64_t first, int64_t n) {
+inline View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
     if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;

@@ -65,8 +65,8 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
         }
     }
 }
-// The same row by row, for kernels whose time does not matter. Eight copies of a large `use` would be a third
-// of what this file takes to compile.
+// The same row by row, for kernels whose time does not matter. Eight copies of a large `use` would take long
+// to compile.
 template <class Producer, class Use>
 __device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
 #pragma unroll 1
