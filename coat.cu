@@ -12,14 +12,14 @@
 // in gpu/tiles.cuh. Scales that the paper does not use (per row, in blocks) are in gpu/other_scaling.cu.
 //
 // Words that all parts use:
-//   code      an FP8 value as it is stored, before it is multiplied by its scale
+//   code        an FP8 value as it is stored, before it is multiplied by its scale
 //   1x16 group  16 neighbouring elements of a token that share a scale (section 5 of the paper)
-//   chunk     8 neighbouring elements of a row: what a thread loads, computes and stores at once
-//   tile      128 x 128 elements: what a thread block works on
-//   live      false where a thread's place lies outside the tensor: it computes, but stores nothing
-//   amax      the largest magnitude of a tensor; to take it is to update it with an atomicMax
-//   Storage   how a tensor lies in memory: dense BF16 or FP32, or 1x16 groups (gpu/tensor.cuh)
-//   Lazy      a tensor that is described, not stored; a producer computes its values inside a kernel
+//   chunk       8 neighbouring elements of a row: what a thread loads, computes and stores at once
+//   tile        128 x 128 elements: what a thread block works on
+//   live        false where a thread's place lies outside the tensor: it computes, but stores nothing
+//   amax        the largest magnitude of a tensor; to take it is to update it with an atomicMax
+//   Storage     how a tensor lies in memory: dense BF16 or FP32, or 1x16 groups (gpu/tensor.cuh)
+//   Lazy        a tensor that is described, not stored; a producer computes its values inside a kernel
 //
 // Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
