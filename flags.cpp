@@ -59,7 +59,7 @@ const std::vector<Flag>& flag_table() {
         {"temperature", REAL, DEFAULT, "0.8", "of the samples; 0: always the most probable token", 0, 100},
         {"log", TEXT, IGNORE, "", "file for a log in JSON lines"},
         {"plan", Value::Optional, IGNORE, "",
-         "print formats and memory of the run and stop; full: also FP8 operands and buffers"},
+         "print formats and memory of the run and stop; full: also the buffers of a GPU"},
         {"help", Value::None, IGNORE, "", "print this and stop"},
     };
     return table;

@@ -2,7 +2,7 @@
 // row there.
 //
 // In order: learning rate, memory modes and checks, precision plan, memory plan, layout of a GPU's memory,
-// the two maps of ./train --plan full (buffers, FP8 operands), what a GPU does not support, printing.
+// the map of buffers of ./train --plan full, what a GPU does not support, printing.
 #include "plan.h"
 
 #include <algorithm>
@@ -761,7 +761,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The maps of ./train --plan full
+// The map of buffers of ./train --plan full
 
 // The named parts of the allocation first, then the workspace. Where gate and up were saved, there is
 // something else when backward is done with them.
@@ -798,49 +798,6 @@ std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts) {
         for (const Use& use : row.uses)
             if (const Place& place = layout.work[int(row.work)]; row.bytes && use.phases)
                 table.push_back({row.name, use.contents, place, use.phases});
-    return table;
-}
-
-// A producer takes the amax of what it writes, so that per-tensor scaling needs no pass of its own (paper
-// section 5). The rows where it needs one say so.
-std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts) {
-    const LinearFormats q = linear_formats(s);
-    if (!q.x.fp8()) return {};
-    const Architecture& arch = s.config.arch;
-    const std::string pass = "amax, a pass of its own";
-    const std::string bias_pass = arch.bias ? "column_sums, with the bias's gradient" : pass;
-    const std::string stream = "residual stream's gradient", act = "gradient of the activation's input";
-    const struct {
-        std::string layer, x, x_amax, g, g_amax;
-    } linears[] = {
-        {"q, k, v", "norm 1 output", "residual_add (first: embedding_forward)", "gradient of q, k, v",
-         arch.rope ? "rope_backward" : bias_pass},
-        {"attention output", "attention output", pass, stream, "norm_backward of norm 2"},
-        {arch.gated ? "gate and up" : "up", "norm 2 output", "residual_add", act, bias_pass},
-        {"down", arch.gated ? "SiLU(gate) x up" : "GELU output",
-         s.recipe.nonlinear.fp8() ? "quantize_gate_up" : pass, stream, "norm_backward of the following norm"},
-    };
-    // Per-tensor scaling just in time needs the amax first. All other scaling takes it while it quantizes.
-    auto amax = [&](const std::string& just_in_time) {
-        if (s.recipe.scaling == Scaling::Delayed) return std::string("quantize, for the next step");
-        return q.x.granularity == PER_TENSOR ? just_in_time : "quantize";
-    };
-    const std::string both = "quantize, both orientations in one pass";
-    const std::string weight = facts.cache_fp8_weights ? "quantize, once per step" : "quantize";
-    const std::string x = q.x.text(), w = q.w.text(), g = q.g.text();
-    std::vector<OperandRow> table;
-    for (const auto& l : linears) {
-        const bool saved = !s.recompute && l.layer != "attention output";
-        const std::string x_amax = amax(l.x_amax), w_amax = amax("adamw"), g_amax = amax(l.g_amax);
-        table.insert(table.end(), {
-            {l.layer, "fprop", "x    " + l.x, x, x_amax, saved ? both : "quantize"},
-            {l.layer, "fprop", "w    weight", w, w_amax, weight},
-            {l.layer, "dgrad", "g    " + l.g, g, g_amax, both},
-            {l.layer, "dgrad", "w^T  weight", w, w_amax, weight},
-            {l.layer, "wgrad", "g^T  " + l.g, g, g_amax, "quantize, with g"},
-            {l.layer, "wgrad", "x^T  " + l.x, x, x_amax, saved ? "quantize, with x" : "quantize, again"},
-        });
-    }
     return table;
 }
 
@@ -1039,21 +996,6 @@ void print_memory_plan(const Setup& s) {
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / C, saved_bytes_per_token_and_layer(other) / C, C,
         s.ranks > 1 ? " of each rank" : "", moments(plan), moments(beside));
-}
-
-void print_operands(const Setup& s) {
-    const std::vector<OperandRow> table = operand_plan(s, facts_of(s));
-    std::printf(
-        "\nFP8 operands of a layer's GEMMs on a GPU: who takes their amax, and who makes their codes\n");
-    if (table.empty()) return print_note("There are none.");
-    print_note("The names are functions of coat.cuh, adamw.cuh and gpu/layers.cuh. A Hopper GEMM reads both "
-               "operands along the dimension that it reduces over, so dgrad and wgrad need transposes (^T).");
-    const char* const format = "  %-16s %-5s %-39s %-12s %-40s %s\n";
-    std::printf("\n");
-    std::printf(format, "linear layer", "GEMM", "operand", "format", "amax is taken by", "codes are made by");
-    for (const OperandRow& row : table)
-        std::printf(format, row.layer.c_str(), row.gemm.c_str(), row.operand.c_str(), row.format.c_str(),
-                    row.amax.c_str(), row.codes.c_str());
 }
 
 // A buffer with several contents prints its place once.

@@ -175,13 +175,6 @@ struct BufferRow {
 extern const char* const PHASE_NAMES[19];
 std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts);
 
-// Every FP8 operand of every GEMM of a layer: its format, what takes its amax and what makes its codes
-// (functions of coat.cuh, adamw.cuh and gpu/layers.cuh). Empty if the linear layers are not FP8.
-struct OperandRow {
-    std::string layer, gemm, operand, format, amax, codes;
-};
-std::vector<OperandRow> operand_plan(const Setup& s, const GpuFacts& facts);
-
 // The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
@@ -215,7 +208,6 @@ std::string why_unsupported(const GpuFound& found);
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);
-void print_operands(const Setup& s);
 void print_buffers(const Setup& s);
 
 }  // namespace coat

@@ -969,7 +969,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     Setup most = setup;  // the last rank keeps most
     most.rank = setup.ranks - 1;
     print_memory_plan(most);
-    if (run.plan_only() && flags.text("plan") == "full") print_operands(setup), print_buffers(setup);
+    if (run.plan_only() && flags.text("plan") == "full") print_buffers(setup);
     print_settings(run);
     if (run.plan_only()) {
         for (const std::string& reason : {why_unsupported(setup.optimizer), why_unsupported(setup.recipe)})
