@@ -559,8 +559,8 @@ struct RunOfScales {
                 __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
     }
     // `numbers` with those of the groups that the teams of the warp have just finished. Lanes 0 ... 3 of each
-    // team offer m's max and k, v's max and k. Every lane takes its kind of number from one of the teams, and
-    // keeps it if that team's group is its own.
+    // team offer m's max and k, v's max and k. Every lane takes its kind of number from one of the teams. It
+    // keeps that number if the team has just finished the group whose number this lane stores.
     __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);

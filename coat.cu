@@ -9,7 +9,8 @@
 //   4. quantize(): the kernel for each format
 //   5. fused kernels: the input of an activation; a bias gradient
 // From part 2 on, kernels go through a tensor in tiles, and a producer computes what is not stored: both are
-// in gpu/tiles.cuh. Scales that the paper does not use (per row, in blocks) are in gpu/other_scaling.cu.
+// in gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu; only what delayed scaling
+// needs of quantize_kernel (recipe te) is here.
 //
 // Words that all parts use:
 //   code        an FP8 value as it is stored, before it is multiplied by its scale
@@ -19,7 +20,7 @@
 //   live        false where a thread's place lies outside the tensor: it computes, but stores nothing
 //   amax        the largest magnitude of a tensor; to take it is to update it with an atomicMax
 //   Storage     how a tensor lies in memory: dense BF16 or FP32, or 1x16 groups (gpu/tensor.cuh)
-//   Lazy        a tensor that is described, not stored; a producer computes its values inside a kernel
+//   Lazy        how a kernel gets a tensor: as it is stored, or computed by a producer inside the kernel
 //
 // Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
@@ -76,10 +77,26 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 // ===========================================================================================================
 // 2. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// Stage one: each thread block takes the maximum of its tile. (The paper takes 1xG groups; the result is the
-// same.) Stage two: an atomicMax over the blocks, which gives the same result in any order. Our kernels that
-// write a tensor take its amax in passing. This kernel is for the rest: what a GEMM or attention writes,
+// Stage one: each warp takes the maximum of its part of a tile. (The paper takes 1xG groups; the result is
+// the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Our kernels
+// that write a tensor take its amax in passing. This kernel is for the rest: what a GEMM or attention writes,
 // values that no kernel stores, and weights that AdamW did not just update.
+
+// What a kernel can read from here on (coat.cuh).
+Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
+Lazy norm(const Norm& n) {
+    return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n};
+}
+Lazy activation(bool gated, const View& gate_up) {
+    return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
+}
+Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
+    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols,
+            "dact and gate_up differ in shape");
+    require(dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
+            "dact is not in the compute dtype");
+    return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
+}
 
 namespace {
 
@@ -166,9 +183,10 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     constexpr bool MAY_BE_E5M2 = PRODUCER_ROLE<Producer> != ProducerRole::Input,
                    ALWAYS_TRANSPOSED = PRODUCER_ROLE<Producer> == ProducerRole::Gradient;
     require(MAY_BE_E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    // By format (E4M3, E5M2), then by whether transposed codes are wanted. To compile fewer kernels, a
-    // producer of inputs has E4M3 in both rows (the check above rejects E5M2), and one of gradients always
-    // transposes in shared memory; only flush() is left out.
+    // By format (E4M3, E5M2), then by whether transposed codes are wanted. To compile fewer kernels, some
+    // places of the table have the same kernel. A producer of inputs has E4M3 in both rows; the check above
+    // rejects E5M2. One of gradients transposes in any case (wgrad needs that), and where no transposed codes
+    // are wanted, its kernel does not write them.
     constexpr decltype(&quantize_kernel<Producer, MAY_BE_E5M2, true>) KERNELS[2][2] = {
         {quantize_kernel<Producer, false, ALWAYS_TRANSPOSED>, quantize_kernel<Producer, false, true>},
         {quantize_kernel<Producer, MAY_BE_E5M2, ALWAYS_TRANSPOSED>,
@@ -197,23 +215,15 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 
 }  // namespace
 
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+    require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
+    transpose_codes_kernel<<<tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s>>>(
+        static_cast<const uint8_t*>(codes.codes), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
+    CHECK_LAUNCH("transpose_codes");
+}
+
 // ===========================================================================================================
 // 4. quantize(): the kernel for each format
-
-Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
-Lazy norm(const Norm& n) {
-    return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n};
-}
-Lazy activation(bool gated, const View& gate_up) {
-    return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
-}
-Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
-    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols,
-            "dact and gate_up differ in shape");
-    require(dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
-            "dact is not in the compute dtype");
-    return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
-}
 
 namespace {
 
@@ -260,13 +270,6 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 void dequantize(const View& x, const View& out, cudaStream_t s) {
     require(!out.quant.fp8(), "a dequantized tensor is BF16 or FP32");
     quantize(stored(x), {out}, nullptr, s);
-}
-
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
-    require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
-    transpose_codes_kernel<<<tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s>>>(
-        static_cast<const uint8_t*>(codes.codes), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
-    CHECK_LAUNCH("transpose_codes");
 }
 
 void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {

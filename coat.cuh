@@ -1,8 +1,9 @@
 // coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling, FP8 precision flow (coat.cu).
 //
 // Rules of this interface:
-//   - A tensor that can be recomputed elementwise is never stored. It is a Lazy: a description of how to
-//     compute its FP32 values from what is stored. Each kernel that needs the tensor computes it on the fly.
+//   - A tensor that can be computed elementwise from what is stored is a Lazy: a description of how to
+//     compute its FP32 values. Each kernel that needs the tensor computes them on the fly, and stores them
+//     only as an operand. The simplest Lazy is a tensor that is stored.
 //   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A kernel that has the values at hand
 //     updates the amax itself (group scaling), which saves the first pass.
 //   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
@@ -60,7 +61,7 @@ inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
                  cudaStream_t s);
 
-// Dense or groups -> FP32 or BF16, the same shape.
+// Dense or groups -> FP32 or BF16, the same shape. It is quantize() with a dense output, which only converts.
 void dequantize(const View& x, const View& out, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -51,7 +51,7 @@ struct Granularity {
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
 inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
-inline constexpr Granularity PER_1x32{1, 32};  // GEMM operands too, which Hopper decodes to BF16
+inline constexpr Granularity PER_1x32{1, 32};  // GEMM operands too, decoded to BF16 for Hopper
 inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -130,9 +130,9 @@ struct Recipe {
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
     // as in the paper, or the tensors in the compute dtype (coat-saved). Backward reads the quantized ones in
-    // any case. In coat-saved, a GPU's wgrad reuses the forward pass's scales of linear layers' inputs, where
-    // the CPU takes new ones. So on a GPU a few values may saturate: those computed from groups can be a few
-    // percent above the forward pass's amax.
+    // any case. So in coat-saved the input of a linear layer is computed twice, from values that differ a
+    // little. The CPU takes an amax both times. A GPU scales wgrad's operand by the forward pass's amax:
+    // values a few percent above it saturate.
     bool forward_reads_saved = true;
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;

@@ -471,7 +471,7 @@ private:
                    nullptr, cuda_);
     }
 
-    // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `step` tokens at a
+    // The widest tensor of a layer. If it is saved in groups, its BF16 form exists for `at_once` tokens at a
     // time, or for all of them if the activation reads it (coat-saved). While it goes to groups, the amax of
     // the activation's output is taken.
     void gate_up_forward(const Block& b, const Lazy& x, const View& gate_up) {
@@ -484,10 +484,10 @@ private:
         const Operand x8 = input_operand(b.gate_up, x, Gemm::Fprop),
                       w8 = weight_operand(b.gate_up, Gemm::Fprop);
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.
-        const int64_t step = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
+        const int64_t at_once = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         const View whole = compute_view(Work::GateUp, gate_up.cols);  // all of it if the activation reads it
-        for (int64_t first = 0; first < N_; first += step) {
-            const int64_t n = std::min(step, N_ - first);
+        for (int64_t first = 0; first < N_; first += at_once) {
+            const int64_t n = std::min(at_once, N_ - first);
             const View part = rows(whole, recipe_.forward_reads_saved ? 0 : first, n);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        bias(b.gate_up), cuda_);
@@ -660,7 +660,7 @@ private:
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
-        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);  // BF16 to FP32
+        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);  // converts BF16 to FP32
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
@@ -674,7 +674,7 @@ private:
         }
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
-        if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);  // FP32 to BF16
+        if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);  // converts FP32 to BF16
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(blocks_.back().down.g_scale));
         end_bucket(buckets() - 1);

@@ -3,7 +3,7 @@
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
 // moments. This file is the whole training step for the models of model.h and the recipes of coat.h. It knows
-// nothing of the GPU; every GPU kernel is tested against it. It is also a backend: ./train uses it where
+// nothing of the GPU, whose kernels are tested against it. It is also a backend: ./train uses it where
 // there is no GPU. Each section needs only those before it:
 //   1. Formats            FP8, FP16 and BF16: from FP32 to codes and back           (the preliminaries)
 //   2. Quantizers         scales, granularity, group scaling                        (section 5)
@@ -674,7 +674,8 @@ template auto instantiate<double>();
 // ===========================================================================================================
 // 5. The precision flow (paper section 5): which tensor has which format
 //
-// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized. Four results are
+// Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
+// log-sum-exp, which is FP32. Four results are
 // quantized from FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the
 // activation's output, and the gradient of its input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2

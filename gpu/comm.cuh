@@ -2,7 +2,7 @@
 //
 // There is one operation: every rank sends some bytes to some others and receives some from them. Sums are
 // not its business: a library's order depends on its algorithm and on the number of GPUs, and so would the
-// bits. model.cu adds in the order of the ranks.
+// bits. add_gradients() in gradients.cu adds in the order of the ranks.
 #pragma once
 #include <memory>
 #include <vector>

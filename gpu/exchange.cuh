@@ -1,8 +1,8 @@
-// gpu/exchange.cuh - what travels between the GPUs of a run, and when. dev/WALK.md tells the same step by step.
+// gpu/exchange.cuh - what travels between the GPUs of a run, and when (step by step: dev/WALK.md).
 //
-//   gradients   after a bucket's backward: each rank sends every other rank what that one owns of them. What
-//               it receives it adds in the order of the ranks, in FP32, and rounds once. So the sum has the
-//               bits of one GPU that adds up as many micro-batches, if sums are FP32.
+//   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
+//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
+//               the sum has the bits of one GPU that adds up as many micro-batches, if sums are FP32.
 //   weights     --shard optimizer: after the update, each rank sends what it has updated.
 //               --shard all: before a stage (plan.h, weight_stages) computes, its matrices are gathered into
 //               one of two buffers, while the stage before still computes with the other.
@@ -96,7 +96,7 @@ public:
     static constexpr int64_t NONE = -1;
     void use(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
-        ready_[stage].make_wait(device_.stream);
+        ready_[stage].make_wait(device_.stream);  // with --shard optimizer; else never recorded: no wait
         if (setup_.shard != Shard::All) return;
         if (in_buffer_[current_] != stage) {
             current_ = !current_;

@@ -8,12 +8,12 @@ namespace {
 // Loops over the values of a chunk have eight turns: nvcc unrolls them without a pragma.
 
 // ===========================================================================================================
-// Rows: a team of warps holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has one team or
-// several.
+// Rows: a crew, one warp or several, holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has
+// one crew or several.
 
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
-// As few warps as hold a row of C columns; several teams in a block where a row is short.
+// As few warps as hold a row of C columns; several crews in a block where a row is short.
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
@@ -21,11 +21,11 @@ dim3 row_block(int64_t C) {
 }
 __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Sums over the team in a fixed order; every thread gets the same bits. All threads of the block call it. Two
+// Sums over the crew in a fixed order; every thread gets the same bits. All threads of the block call it. Two
 // calls in a row need different PLACEs in shared memory, because a thread may still be reading the first when
 // another writes the second.
 template <int PLACE, int K>
-__device__ void team_sum(float (&x)[K]) {
+__device__ void crew_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
     for (int k = 0; k < K; k++)
@@ -56,7 +56,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        team_sum<0>(sum);
+        crew_sum<0>(sum);
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
@@ -66,7 +66,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(d, d, square[0]);
         }
-    team_sum<1>(square);
+    crew_sum<1>(square);
     return {mean, inverse_root(square[0], C, eps)};
 }
 
@@ -192,13 +192,13 @@ struct ColumnSums {
     }
 };
 
-// The sums of a block's teams, added in order, to row blockIdx.x of partials (blocks, C).
+// The sums of a block's crews, added in order, to row blockIdx.x of partials (blocks, C).
 __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
     for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
          col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
-        for (int team = 0; team < blockDim.y; team++) {
-            ColumnSums(sums + team * C, C, true).read(col, one);
+        for (int crew = 0; crew < blockDim.y; crew++) {
+            ColumnSums(sums + crew * C, C, true).read(col, one);
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
         partials.store(blockIdx.x * C + col, total, true);
@@ -259,7 +259,7 @@ struct BackwardRow {
 
 template <class Storage>
 __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (teams, C)
+    extern __shared__ __align__(16) float sums[];  // (crews, C)
     const ColumnSums dweight(sums + threadIdx.y * a.C, a.C, true);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
                 sum[1] += dw * x[c][j];
             }
         }
-        if (turn) team_sum<1>(sum);  // two places in turn
-        else team_sum<2>(sum);
+        if (turn) crew_sum<1>(sum);  // two places in turn
+        else crew_sum<2>(sum);
         const float inverse = inverse_root(sum[0], a.C, a.eps), mean_xhat = sum[1] * per_column * inverse;
         if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = {0, inverse};
 #pragma unroll
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
 
 template <class Storage, bool SHARED>
 __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
-    // (2, teams, C): dweight, dbias. Not SHARED: one team, and its row of the partials.
+    // (2, crews, C): dweight, dbias. Not SHARED: one crew, and its row of the partials.
     extern __shared__ __align__(16) float sums[];
     float* const own = a.partials + blockIdx.x * a.C;
     const ColumnSums dweight(SHARED ? sums + threadIdx.y * a.C : own, a.C, SHARED);
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
                 sum[1] += dw * x[c][j];
             }
         }
-        team_sum<2>(sum);
+        crew_sum<2>(sum);
         if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
         const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column;
 #pragma unroll

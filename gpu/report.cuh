@@ -1,16 +1,17 @@
 // gpu/report.cuh - the quantization report (coat.h, QuantStats): what quantizing does to the values of a
-// tensor. It has kernels of its own, so that training pays nothing for it.
+// tensor. It has a kernel of its own, so that training pays nothing for it. (Moments are measured by AdamW's
+// kernel, which then stores nothing: measure_moments in adamw.cuh.)
 #pragma once
 #include "../coat.cuh"
 
 namespace coat::gpu {
 
-// Adds to *stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before the codes
-// may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of scales:
+// Adds to *stats what x loses when it is quantized as `out` says: in 1x16 groups; per tensor, before the
+// codes may overwrite x; or in blocks, whose scales have been made. Blocks count once for each set of scales:
 // row-major, and transposed. Nothing where stats is null.
 void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
-// The same in groups, without a place for them.
+// The same for groups that are not stored.
 inline void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s) {
     measure(x, {View{nullptr, nullptr, x.rows, x.cols, Q_GROUP}}, stats, s);
 }

@@ -1,5 +1,5 @@
 // gpu/state.cuh - what a GPU keeps of a training run: its memory and stream (Device); and by parameter the
-// weights, gradients, scales and moments, with their update (State). Only model.cu uses it, with exchange.cuh.
+// weights, gradients, scales and moments, with their update (State). For model.cu and exchange.cuh.
 #pragma once
 #include "../adamw.cuh"
 #include "../coat.cuh"
@@ -23,7 +23,8 @@ struct Results {
     QuantStats stats[static_cast<int>(Kind::Count)];
 };
 
-// One allocation for everything, laid out by plan.cpp, and the stream on which all kernels run.
+// One allocation for everything, laid out by plan.cpp, and the stream of the computation. (What travels
+// between GPUs has a stream of its own: Peers.)
 class Device {
 public:
     const Setup setup;

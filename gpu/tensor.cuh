@@ -24,7 +24,7 @@ namespace coat::gpu {
 // A tensor on the GPU: value(r, c) = codes(r, c) * the scale of its block. Null codes mean "no tensor" (but
 // see Operand).
 struct View {
-    void* codes;   // (rows, cols) of quant.format
+    void* codes;   // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
     void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
     int64_t rows, cols;
     Quant quant;

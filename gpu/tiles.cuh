@@ -18,8 +18,8 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Tiles
 //
-// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so every access of
-// a warp covers whole 128-byte lines, including those of the transposed result.
+// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
+// BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
 
 constexpr int TILE = 128;               // rows and columns of a tile
 constexpr int ROWS = 8;                 // of one thread
@@ -43,9 +43,10 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
-// Calls use(i, values, live) for the thread's 8 rows in turn, with the loads of several rows in flight (what
-// that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call it: a place outside the tensor
-// has live = false and reads the last row or chunk again, so that no load has a condition.
+// Calls use(i, values, live) for the thread's 8 rows of x, a producer (part 2), in turn, with the loads of
+// several rows in flight (what that gains: version 4 of dev/ladders/quantize_transpose.cu). All lanes call
+// it: a place outside the tensor has live = false and reads the last row or chunk again, so that no load has
+// a condition.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
     constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
@@ -109,7 +110,8 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // The codes of a tile in shared memory, by columns (why: versions 2 and 5 of the ladder). The 128 rows of a
 // column follow each other, in words of 4 rows. Word w of a column is kept at w ^ (2 * the column's chunk) ^
 // (the lowest bit of the thread's `down`). With this swizzle both the writes (of 16 threads across and 2 down
-// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once.
+// at once) and the reads (8 lanes, 16 bytes each of one column) use every bank once. For example, with h = 0
+// the 16 threads of an even `down` write to the even banks, and the 16 of the next `down` to the odd ones.
 struct TransposeTile {
     uint32_t words[TILE * TILE / 4];
 
@@ -162,10 +164,11 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 // A producer computes a tensor on the fly. For 8 columns of one row,
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
-//   compute(raw, cursor)  converts it to FP32 values.
-// A producer with two PLANES makes [plane 0 | plane 1] side by side, each `width` columns wide: the gradients
-// of gate and up. One with two HALVES reads such a tensor, [gate | up]. Additions and multiplications are
-// spelled out, so that every kernel that computes a tensor computes the same bits.
+//   compute(raw, cursor, values)  converts it to FP32 values.
+// A tensor such as [gate | up] has two planes side by side, each `width` columns wide. PLANES is how many
+// planes a producer makes (two: gate and up themselves, or their gradients), HALVES how many its input has.
+// Additions and multiplications are spelled out, so that every kernel that computes a tensor computes the
+// same bits.
 
 // A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
 // [gate | up].
@@ -313,8 +316,8 @@ struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 // 3. From a Lazy to its producer
 
 // What a producer's values can be, so that kernels exist only where they are used. Only gradients are
-// quantized to E5M2 and summed over tokens. Gradients are always needed transposed too, because wgrad reads
-// g^T. So a producer that makes only gradients has no kernel without the transpose.
+// quantized to E5M2 and summed over tokens. Gradients are needed transposed too, because wgrad reads g^T. So
+// a producer that makes only gradients has no kernel without the transpose in shared memory.
 enum class ProducerRole { Input, Gradient, Any };
 template <class Producer>
 constexpr ProducerRole PRODUCER_ROLE = ProducerRole::Input;  // of a linear layer
