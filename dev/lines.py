@@ -32,6 +32,6 @@ for line in text[start:end].splitlines():
     else:
         group = [line, 0]
         rows.append(group)
-tree = "".join(f"{line:<82}{lines:>7,}\n" for line, lines in rows)
+tree = "".join(f"{line:<86}{lines:>7,}\n" for line, lines in rows)
 open("README.md", "w", encoding="utf-8").write(text[:start] + tree + text[end:])
 print(tree, end="")
