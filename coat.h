@@ -175,7 +175,7 @@ inline const std::vector<Recipe>& recipes() {
 }
 
 // Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
-// intervals, which takes longer. --accumulation replaces the choice of the recipe.
+// intervals, which takes longer. --gemm-sums replaces the choice of the recipe.
 struct Accumulation {
     const char* name;
     bool fast[3];  // as Recipe::fast_accumulation

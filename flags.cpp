@@ -7,7 +7,7 @@
 
 namespace coat {
 
-// In optimizer, m-format, v-format and accumulation, "" stands for the choice of the recipe or the optimizer;
+// In optimizer, m-format, v-format and gemm-sums, "" stands for the choice of the recipe or the optimizer;
 // elsewhere for none.
 const std::vector<Flag>& flag_table() {
     constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
@@ -29,7 +29,7 @@ const std::vector<Flag>& flag_table() {
         {"master", TEXT, SAME, "exact", "FP32 master weights, or none (stochastic rounding)"},
         {"gradients", TEXT, SAME, "kept", "kept until the update, or none (update during backward)"},
         {"recompute", TEXT, DEFAULT, "on", "whether backward recomputes norms and activation functions"},
-        {"accumulation", TEXT, SAME, "",
+        {"gemm-sums", TEXT, SAME, "",
          "precision of the sums in FP8 GEMMs on Hopper; default: the recipe's"},
         {"data", TEXT, DEFAULT, "",
          "text files, folders of them, or token files (.bin), with commas; default: headers of C++ and of "
@@ -213,7 +213,7 @@ void print_help() {
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
-    print_choices("accumulation", ACCUMULATIONS);
+    print_choices("gemm-sums", ACCUMULATIONS);
     print_choices("schedule", schedules());
 }
 

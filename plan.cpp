@@ -85,7 +85,7 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
         require(!q.decoded() || q.power_of_two,
                 "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
         require(!fast || q.granularity.cols != PER_1x128.cols,
-                "blocks of 128 need exact accumulation; use --accumulation exact");
+                "blocks of 128 need exact accumulation; use --gemm-sums exact");
         require(!delayed || q.granularity == PER_TENSOR,
                 "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
                 "scaling");

@@ -121,11 +121,11 @@ void choose_rows(Flags& flags, Setup& setup) {
         *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
     }
     bool* const fast = setup.recipe.fast_accumulation;
-    if (flags.text("accumulation").empty()) {  // stays empty if no row is like the recipe
+    if (flags.text("gemm-sums").empty()) {  // stays empty if no row is like the recipe
         for (const Accumulation& row : ACCUMULATIONS)
-            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("accumulation", row.name);
+            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("gemm-sums", row.name);
     } else {
-        const Accumulation& row = find_row(ACCUMULATIONS, flags.text("accumulation"), "--accumulation");
+        const Accumulation& row = find_row(ACCUMULATIONS, flags.text("gemm-sums"), "--gemm-sums");
         std::copy(row.fast, row.fast + 3, fast);
     }
     for (const MemoryMode& mode : memory_modes()) {

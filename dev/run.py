@@ -83,8 +83,8 @@ def plain(names, flags="--recipe {}"):
 def speed(model, flags):
     """Runs of one model, all on the same GPU."""
     rows = {
-        "coat": "", "bf16": BF16, "coat, leanest": LEAN, "coat, fast accumulation": "--accumulation fast",
-        "coat, recompute off": KEPT, "coat, recompute off, fast accumulation": f"{KEPT} --accumulation fast",
+        "coat": "", "bf16": BF16, "coat, leanest": LEAN, "coat, fast accumulation": "--gemm-sums fast",
+        "coat, recompute off": KEPT, "coat, recompute off, fast accumulation": f"{KEPT} --gemm-sums fast",
         "bf16, recompute off": f"{BF16} {KEPT}"}
     return [Job(f"{model} {name}", f"{flags} {extra}".strip(), model) for name, extra in rows.items()
             if model == "7b" or not ("fast" in name or "leanest" in name)]
@@ -161,7 +161,7 @@ SMALL = [*plain(("bf16", "coat")), *(Job(*part) for part in PARTS.items()), FP8L
          *group_sizes({"activations": 8, "moments": 8})]
 SHORT_GPT2 = {"bf16": "--recipe bf16", "coat": "", "attention in groups": "--attention groups",
               "no master": "--master none", "no gradients": "--gradients none", "leanest": LEAN,
-              "no clipping": "--clip 0", "fast accumulation": "--accumulation fast"}
+              "no clipping": "--clip 0", "fast accumulation": "--gemm-sums fast"}
 GROUPS = {
     "cpu": Group(
         "every recipe and optimizer on a CPU; 20 minutes on two cores",
