@@ -267,8 +267,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     }
 }
 
-void dequantize(const View& x, const View& out, cudaStream_t s) {
-    require(!out.quant.fp8(), "a dequantized tensor is BF16 or FP32");
+void convert(const View& x, const View& out, cudaStream_t s) {
+    require(!out.quant.fp8(), "a tensor is converted to BF16 or FP32");
     quantize(stored(x), {out}, nullptr, s);
 }
 

@@ -61,7 +61,7 @@ inline constexpr int COLUMN_PARTIALS = 128;
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
                  cudaStream_t s);
 
-// Dense or groups -> FP32 or BF16, the same shape. It is quantize() with a dense output, which only converts.
-void dequantize(const View& x, const View& out, cudaStream_t s);
+// Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
+void convert(const View& x, const View& out, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -123,7 +123,7 @@ public:
         exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
         const View row = head_logits(n - 1, 1),
                    wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
-        dequantize(row, wide, cuda_);
+        convert(row, wide, cuda_);
         copy(logits, wide.codes, config_.V * 4, cuda_);
         device_.stream.wait();
     }
@@ -630,7 +630,7 @@ private:
     }
     View load_attention(const View& saved, Work work) {
         const View x = attention_view(saved, work);
-        if (saved.quant.fp8()) dequantize(saved, x, cuda_);
+        if (saved.quant.fp8()) convert(saved, x, cuda_);
         return x;
     }
 
@@ -660,7 +660,7 @@ private:
         exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
-        if (backward && in_fp32 && !assigns()) dequantize(gradient, sum, cuda_);  // converts BF16 to FP32
+        if (backward && in_fp32 && !assigns()) convert(gradient, sum, cuda_);  // BF16 to FP32
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const View logits = head_logits(first, n),
@@ -674,7 +674,7 @@ private:
         }
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
-        if (in_fp32) quantize(stored(sum), {gradient}, nullptr, cuda_);  // converts FP32 to BF16
+        if (in_fp32) convert(sum, gradient, cuda_);  // FP32 to BF16
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(blocks_.back().down.g_scale));
         end_bucket(buckets() - 1);

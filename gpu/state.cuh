@@ -361,7 +361,7 @@ private:
         const View g{gradient_sums(i), nullptr, shards[i].state.count / COLS, COLS, gradient_quant};
         for (int64_t first = 0; first < g.rows; first += 2 * PIECE / COLS) {
             const int64_t n = std::min(2 * PIECE / COLS, g.rows - first);
-            dequantize(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
+            convert(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
             copy(out + first * COLS, piece(), n * COLS * 4, cuda_);
             device_.wait("Reading a gradient failed");
         }

@@ -60,7 +60,7 @@ GPU_TEST_CASE("quantize_and_dequantize: groups equal those of quantize; the BF16
         Tensor groups(s.rows, s.cols, Q_GROUP), again(s.rows, s.cols, Q_BF16);
         gpu::quantize_and_dequantize(in.view(), groups.view(), nullptr, 0);
         check_quantized(groups, x, s.rows, s.cols, Q_GROUP);
-        gpu::dequantize(groups.view(), again.view(), 0);
+        gpu::convert(groups.view(), again.view(), 0);
         CHECK(same_bytes(in.codes.read(), again.codes.read()));
         // A per-tensor operand is quantized from the groups' values, not from these values rounded to BF16.
         Tensor operand(s.rows, s.cols, Q_E4M3);

@@ -1,6 +1,6 @@
 // test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte: amax, quantize,
-// dequantize and transpose_codes; with the scales of gpu/other_scaling.cu too. Random
-// values come from random.h, tensors and shapes from device_tensors.h, formats from quantized_outputs.h.
+// convert and transpose_codes; with the scales of gpu/other_scaling.cu too. Random values come from random.h,
+// tensors and shapes from device_tensors.h, formats from quantized_outputs.h.
 #include <cmath>
 
 #include "../coat.cuh"
@@ -17,7 +17,7 @@ using gpu::TensorScale;
 using namespace coat::test::device_tensors;
 using namespace coat::test::quantized_outputs;
 
-GPU_TEST_CASE("quantize and dequantize: codes, scales and transposes equal the reference byte for byte") {
+GPU_TEST_CASE("quantize and convert: codes, scales and transposes equal the reference byte for byte") {
     FRESH_RANDOM(rng);
     for (const Distribution& d : distributions())
         for (Shape s : SHAPES) {
@@ -35,8 +35,8 @@ GPU_TEST_CASE("quantize and dequantize: codes, scales and transposes equal the r
                 if (!groups) CHECK(out.amax() == reference::amax(x.data(), s.rows * s.cols));
                 if (!groups) continue;
                 Tensor fp32(s.rows, s.cols, Q_F32), bf16(s.rows, s.cols, Q_BF16);
-                gpu::dequantize(out.view(), fp32.view(), 0);
-                gpu::dequantize(out.view(), bf16.view(), 0);
+                gpu::convert(out.view(), fp32.view(), 0);
+                gpu::convert(out.view(), bf16.view(), 0);
                 CHECK(same_bytes(fp32.values(), out.values()));
                 CHECK(same_bytes(bf16.values(), rounded(Format::BF16, out.values())));
                 CHECK(fp32.intact());
