@@ -139,11 +139,9 @@ public:
         report.k_v = state_.expansion_factors(true);
         copy(report.kinds, results()->stats, sizeof(report.kinds), cuda_);
         device_.stream.wait();
-        // Where weights travel as codes (not while a delayed scale is missing), each rank has measured those
-        // that it made.
+        // Where weights travel as codes, each rank has measured those that it made.
         QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
-        const bool as_codes = gathers_codes(setup_) && !state_.some_without_history;
-        if (setup_.shard == Shard::All && as_codes) weights = sum_of_ranks(weights);
+        if (setup_.shard == Shard::All && exchange_.sends_codes()) weights = sum_of_ranks(weights);
         return report;
     }
 

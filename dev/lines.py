@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Renews the line counts in the README's file tree: run it from the root of the repository.
 
-An indented line of the tree names files ("coat.cu .cuh", "gpu/attention*", "data/", several with commas between
-them); the line above a group has its sum.
+An indented line of the tree names files: "coat.cu .cuh", "gpu/attention*", "data/", or several of these with
+commas between them. The line above a group has its sum.
 """
 import re
 import subprocess

@@ -109,6 +109,8 @@ public:
         for (const Event& e : ready_) e.make_wait(device_.stream);
     }
     int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
+    // --shard all: whether weights of linear layers travel as codes (not while a delayed scale is missing).
+    bool sends_codes() const { return gathers_codes(setup_) && !state_.some_without_history; }
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
 private:
@@ -136,7 +138,7 @@ private:
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
         const int64_t size = device_.place(Work::GatheredWeights).bytes / 2;
         uint8_t* to = device_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
-        const bool as_codes = gathers_codes(setup_) && !state_.some_without_history;
+        const bool as_codes = sends_codes();
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : stages_[stage]) {
