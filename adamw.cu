@@ -371,12 +371,12 @@ template <bool SECOND>
 __device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              const float* table, Values& x) {
     if (!scaled(m)) {
-        EitherDense{m.codes, m.format == Format::F32}.load(i, x);
+        EitherDense{m.data, m.format == Format::F32}.load(i, x);
         return 1.0f;
     }
     if (m.format != Format::F16)
-        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.codes) + i), table, x);
-    const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.codes) + i);
+        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.data) + i), table, x);
+    const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.data) + i);
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -389,13 +389,13 @@ template <bool SECOND>
 __device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              Values& x) {
     if (!scaled(m)) {
-        EitherDense{m.codes, m.format == Format::F32}.store(i, x, true);
+        EitherDense{m.data, m.format == Format::F32}.store(i, x, true);
     } else if (m.format == Format::F16) {
-        put(static_cast<uint16_t*>(m.codes) + i,
+        put(static_cast<uint16_t*>(m.data) + i,
             make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
                        half_pair(x[4], x[5], g.inverse), half_pair(x[6], x[7], g.inverse)));
     } else {
-        put(static_cast<uint8_t*>(m.codes) + i, encode_moment<SECOND>(f, g, x));
+        put(static_cast<uint8_t*>(m.data) + i, encode_moment<SECOND>(f, g, x));
     }
 }
 __device__ void store_scale(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t group) {
@@ -581,8 +581,8 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
     const Weights weights{static_cast<T*>(a.w.values) + start + segment.to_weight,
                           a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
-    uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.codes) + first_of_lane();
-    uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.codes) + first_of_lane();
+    uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + first_of_lane();
+    uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + first_of_lane();
     const RunOfScales scales(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;

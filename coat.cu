@@ -68,7 +68,7 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
     quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
-        dense<bf16>(x.codes), chunks, groups_of(groups), back);
+        dense<bf16>(x.data), chunks, groups_of(groups), back);
     CHECK_LAUNCH("quantize in groups");
 }
 
@@ -194,7 +194,7 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     const auto kernel = KERNELS[e5m2][out.transposed != nullptr];
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
         x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
-        static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed));
+        static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }
 
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
     require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
     transpose_codes_kernel<<<tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s>>>(
-        static_cast<const uint8_t*>(codes.codes), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
+        static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
     CHECK_LAUNCH("transpose_codes");
 }
 
@@ -351,8 +351,8 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
                                                                           act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
-    if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.codes), x.cols / 2});
-    else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.codes), x.cols});
+    if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});
+    else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
 }
 
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,

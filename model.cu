@@ -124,7 +124,7 @@ public:
         const View row = head_logits(n - 1, 1),
                    wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         convert(row, wide, cuda_);
-        copy(logits, wide.codes, config_.V * 4, cuda_);
+        copy(logits, wide.data, config_.V * 4, cuda_);
         device_.stream.wait();
     }
 
@@ -219,7 +219,7 @@ private:
     T sum_of_ranks(const T& mine) const {
         if (!peers_.several()) return mine;
         T sum{};
-        for (const T& theirs : setup_.group->all_gather(mine)) sum += theirs;
+        for (const T& theirs : setup_.processes->all_gather(mine)) sum += theirs;
         return sum;
     }
 
@@ -330,7 +330,7 @@ private:
         for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
             const Param& p = state_.params[i];
             if (!p.role.linear && i != head_)
-                clear(state_.gradient(i).codes, p.padded_size() * state_.gradient_bytes, cuda_);
+                clear(state_.gradient(i).data, p.padded_size() * state_.gradient_bytes, cuda_);
         }
     }
     // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
@@ -374,7 +374,7 @@ private:
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         save_attention(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        attention_forward(attention(), qkv.codes, out.codes, log_sum_exp(b), cuda_);
+        attention_forward(attention(), qkv.data, out.data, log_sum_exp(b), cuda_);
         save_attention(out, saved_out);
         take_amax(stored(saved_out), amax_target(b.attention_out.x_scale));
         // attention output projection: (N, q_cols) -> (N, C)
@@ -417,7 +417,7 @@ private:
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
         g8 = gradient_operand(b.gate_up, activation_backward(gated, gate_up, dact),
-                              amax_target(b.gate_up.g_scale), in_place ? gate_up.codes : nullptr);
+                              amax_target(b.gate_up.g_scale), in_place ? gate_up.data : nullptr);
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
         residual_backward(norm2, b.norm2, dx, g, amax_target(b.attention_out.g_scale));
@@ -439,9 +439,9 @@ private:
         const View qkv = load_attention(saved(b, Saved::Qkv), Work::Qkv),
                    out = load_attention(saved_out, Work::AttentionOutput);
         const bool reuse = device_.place(Work::QkvGradient).bytes == 0;
-        const View dqkv = compute_view(reuse ? gate_up.codes : device_.work(Work::QkvGradient), N_,
+        const View dqkv = compute_view(reuse ? gate_up.data : device_.work(Work::QkvGradient), N_,
                                        config_.qkv_cols());
-        attention_backward(attention(), qkv.codes, out.codes, log_sum_exp(b), dout.codes, dqkv.codes,
+        attention_backward(attention(), qkv.data, out.data, log_sum_exp(b), dout.data, dqkv.data,
                            device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
         TensorScale* const dqkv_amax = amax_target(b.qkv.g_scale);
@@ -682,10 +682,10 @@ private:
     void set_shape(int64_t B, int64_t T) { B_ = B, T_ = T, N_ = B * T; }
     View saved(const Block& b, Saved which) const {  // the rows of this batch
         const View& v = b.saved[static_cast<int>(which)];
-        return {v.codes, v.scales, N_, v.cols, v.quant};
+        return {v.data, v.scales, N_, v.cols, v.quant};
     }
     float* log_sum_exp(const Block& b) const {
-        return static_cast<float*>(saved(b, Saved::LogSumExp).codes);
+        return static_cast<float*>(saved(b, Saved::LogSumExp).data);
     }
     View compute_view(void* data, int64_t n, int64_t cols) const {
         return {data, nullptr, n, cols, Quant{recipe_.compute}};
@@ -698,14 +698,14 @@ private:
     View residual_gradient() const { return final_input(); }
     Norm norm_of(size_t weight, const View& in) const {
         const bool rms = config_.arch.rms;
-        return {in, state_.weight(weight).codes, rms ? nullptr : state_.weight(weight + 1).codes,
+        return {in, state_.weight(weight).data, rms ? nullptr : state_.weight(weight + 1).data,
                 device_.work<float2>(Work::NormStatistics), rms, config_.norm_eps};
     }
     Norm norm1_of(const Block& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
     Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
     const void* bias(const Linear& w) const {
-        return w.biased ? state_.weight(w.param + 1).codes : nullptr;
+        return w.biased ? state_.weight(w.param + 1).data : nullptr;
     }
     Rope rope() const {
         return {device_.work<float2>(Work::RopeTable), T_, config_.HS(),
@@ -723,7 +723,7 @@ private:
         const std::vector<SavedTensor> table = saved_per_layer(setup_);
         for (size_t i = 0; i < table.size(); i++) {
             const int64_t N = layout.tokens, cols = table[i].cols,
-                          offset = l * layout.layer_bytes + layout.saved_codes[i].offset;
+                          offset = l * layout.layer_bytes + layout.saved_tensors[i].offset;
             uint8_t* const codes = device_.at(layout.saved.offset + offset);
             b.saved[static_cast<int>(table[i].which)] = {codes, codes + table[i].quant.code_bytes(N, cols), N,
                                                          cols, table[i].quant};
@@ -740,10 +740,10 @@ private:
                     state_.operand_scales(l, LinearOperand::G) + number, cached, saved_x};
         };
         b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
-        b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].codes);
+        b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].data);
         b.attention_out = linear("attention_out", nullptr);
-        b.gate_up = linear("gate_up", b.saved[static_cast<int>(Saved::Norm2Output)].codes);
-        b.down = linear("down", b.saved[static_cast<int>(Saved::ActivationOutput)].codes);
+        b.gate_up = linear("gate_up", b.saved[static_cast<int>(Saved::Norm2Output)].data);
+        b.down = linear("down", b.saved[static_cast<int>(Saved::ActivationOutput)].data);
         return b;
     }
 };
@@ -824,7 +824,7 @@ std::string coat::why_no_gpu(int gpu) {
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
-    int local = setup.group ? setup.group->local() : 0;
+    int local = setup.processes ? setup.processes->local() : 0;
     const std::string missing = why_no_gpu(local);
     if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
     int gpus = 0;
@@ -835,7 +835,7 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
                     std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +
                     ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
     gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
-    for (int theirs : setup.group ? setup.group->all_gather(capability()) : std::vector<int>())
+    for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     const Setup here = on_this_gpu(setup);

@@ -243,7 +243,7 @@ inline constexpr ShardMode SHARD_MODES[] = {  // by Shard
     {"all", "weights are sharded too, and gathered just before they are used (as ZeRO-3)"},
 };
 
-class Ranks;  // ranks.h: the processes of a run, and how they exchange bytes
+class ProcessGroup;  // ranks.h: the processes of a run, and how they exchange bytes
 
 struct Setup {
     ModelConfig config;
@@ -257,7 +257,7 @@ struct Setup {
     bool recompute = true;       // of norm and activation outputs in backward; else they are saved
     int64_t rank = 0, ranks = 1;
     Shard shard = Shard::None;
-    Ranks* group = nullptr;  // of `ranks` processes; null if there is one, or for a plan
+    ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
 // The elements of a parameter that a rank owns: all ranks send it their gradients of these, and it adds them.

@@ -698,7 +698,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     layout.delayed = take(delayed ? OPERANDS * 4 * s.config.L * s.recipe.history * 4 : 0);
 
     for (const SavedTensor& t : saved_per_layer(s)) {
-        layout.saved_codes.push_back({layout.layer_bytes, t.bytes(N)});
+        layout.saved_tensors.push_back({layout.layer_bytes, t.bytes(N)});
         layout.layer_bytes += round_up(t.bytes(N), GPU_ALIGNMENT);
     }
     const int64_t saved = s.config.L * layout.layer_bytes;

@@ -101,7 +101,7 @@ inline int64_t page_tables(int64_t ranks, int64_t allocated) {
 }
 
 struct MomentPlace {
-    int64_t codes, max, k;  // offsets
+    int64_t data, max, k;  // offsets
 };
 
 // Where a rank has its part of a parameter, in elements. A rank keeps two arrays, its weights and its state
@@ -141,7 +141,7 @@ struct GpuLayout {
     std::vector<int64_t> sums;
     std::vector<MomentPlace> m, v;   // by parameter
     std::vector<ShardPlace> shards;  // by parameter
-    std::vector<Place> saved_codes;  // as in saved_per_layer(), from the layer's first byte; scales follow
+    std::vector<Place> saved_tensors;  // as in saved_per_layer(), from the layer's first byte; scales follow
     int64_t layer_bytes;             // of saved, for one layer
     int64_t gradients_over_saved;    // bytes of gradients that lie where saved activations were
     int64_t total;

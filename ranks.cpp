@@ -180,7 +180,7 @@ Launch find_launch(int64_t ranks_flag) {
 }
 
 // The connections of one rank. Rank 0 has sockets for every other rank, the others have those for rank 0.
-struct Ranks::Connections {
+struct ProcessGroup::Connections {
     const Launch launch;
     const int exceptions = std::uncaught_exceptions();
     std::vector<int> data, alarm;  // sockets, by rank; -1: none
@@ -196,7 +196,7 @@ struct Ranks::Connections {
     explicit Connections(const Launch& l)
         : launch(l), data(size_t(l.ranks), -1), alarm(data), watched(data.size(), {-1, POLLIN, 0}) {}
 
-    // If an exception ends this rank (also one of the constructor of Ranks), the others stop.
+    // If an exception ends this rank (also one of the constructor of ProcessGroup), the others stop.
     ~Connections() {
         const bool orderly = std::uncaught_exceptions() == exceptions;
         if (!orderly) closing = true;
@@ -461,18 +461,18 @@ struct Ranks::Connections {
     }
 };
 
-Ranks::Ranks(const Launch& launch, char** argv, double seconds) : launch_(launch) {
+ProcessGroup::ProcessGroup(const Launch& launch, char** argv, double seconds) : launch_(launch) {
     if (launch.ranks == 1) return;
     connections_ = std::make_unique<Connections>(launch);
     if (launch.rank == 0) connections_->accept_all(argv, seconds), connections_->start_listener();
     else connections_->connect_with_rank_0(seconds);
 }
 
-Ranks::~Ranks() = default;
+ProcessGroup::~ProcessGroup() = default;
 
 // Rank 0 passes on what the others send. It reads everything first; the others send everything first. So no
 // rank waits for another that waits for it, whatever the sizes are.
-std::vector<Bytes> Ranks::exchange(std::vector<Bytes> to) {
+std::vector<Bytes> ProcessGroup::exchange(std::vector<Bytes> to) {
     const size_t ranks = count(), me = rank();
     if (to.size() != ranks) throw std::logic_error("exchange() needs an entry for each rank");
     if (ranks == 1) return to;
@@ -496,7 +496,7 @@ std::vector<Bytes> Ranks::exchange(std::vector<Bytes> to) {
     return from;
 }
 
-void Ranks::fail(const std::string& sentence) {
+void ProcessGroup::fail(const std::string& sentence) {
     if (connections_) connections_->fail(sentence);
     print_error(sentence);
     _exit(1);

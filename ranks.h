@@ -34,16 +34,16 @@ struct Launch {
 // value is wrong, or contradicts --ranks (0: not given).
 Launch find_launch(int64_t ranks_flag);
 
-class Ranks {
+class ProcessGroup {
 public:
     // Connects with the other ranks; rank 0 waits for all of them. If launch.port is 0, rank 0 first starts
     // them on this host, with the command line argv. Error if they are not connected within `seconds`.
-    Ranks(const Launch& launch, char** argv, double seconds = 60);
+    ProcessGroup(const Launch& launch, char** argv, double seconds = 60);
     // Waits until all ranks have come here. An exception that leaves the scope on one rank ends the others,
     // each with exit code 1 and without a message: the rank that has the exception prints it.
-    ~Ranks();
-    Ranks(const Ranks&) = delete;
-    Ranks& operator=(const Ranks&) = delete;
+    ~ProcessGroup();
+    ProcessGroup(const ProcessGroup&) = delete;
+    ProcessGroup& operator=(const ProcessGroup&) = delete;
 
     int rank() const { return launch_.rank; }
     int count() const { return launch_.ranks; }
@@ -67,7 +67,7 @@ private:
 };
 
 template <class T>
-std::vector<T> Ranks::all_gather(const T& mine) {
+std::vector<T> ProcessGroup::all_gather(const T& mine) {
     std::vector<T> all;
     if constexpr (std::is_trivially_copyable_v<T>) {
         for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);

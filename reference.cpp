@@ -1064,9 +1064,9 @@ public:
         std::vector<double> losses;  // by micro-batch
         std::vector<double> norms(params.back().bucket + 1);  // by bucket: of all that were complete with it
         for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.group) clear_gradients(ALL);  // several ranks have their sums in sums_
+            if (a == 0 || setup_.processes) clear_gradients(ALL);  // several ranks have their sums in sums_
             bucket_done = [&](int64_t bucket) {
-                if (setup_.group) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
+                if (setup_.processes) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
                 update_if_finite(bucket, norm_correction_at(adamw, bucket));
                 clear_gradients(bucket);
@@ -1182,7 +1182,7 @@ private:
     // A value, or a vector of values, of all ranks in their order.
     template <class T>
     std::vector<T> all_gather(const T& mine) const {
-        return setup_.group ? setup_.group->all_gather(mine) : std::vector<T>{mine};
+        return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<T>{mine};
     }
 
     // After every micro-batch: what the ranks computed is added in FP32 in their order, and rounded once: sum

@@ -62,7 +62,7 @@ using Log = std::unique_ptr<FILE, int (*)(FILE*)>;
 struct Run {
     Flags flags;
     Setup setup{};
-    Ranks* group = nullptr;          // all ranks, also if there is only this one
+    ProcessGroup* processes = nullptr;  // all ranks, also if there is only this one
     std::string device, why_cpu;     // "cpu" or "gpu"; why auto is not the GPU
     std::shared_ptr<const Descriptor> lock;  // of --out, on rank 0; null if nothing is saved
     std::string checkpoint;          // that the run continues, or empty
@@ -151,8 +151,8 @@ void choose_model(Run& run) {
 }
 
 // Ranks that were started by hand, or on several hosts, may have other flags or data.
-void require_same_flag(Ranks& group, const char* flag, const std::string& mine) {
-    const std::vector<std::string> all = group.all_gather(mine);
+void require_same_flag(ProcessGroup& processes, const char* flag, const std::string& mine) {
+    const std::vector<std::string> all = processes.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
             throw Error("Rank ", rank, " was started with --", flag, " \"", escaped(all[rank]),
@@ -262,7 +262,7 @@ void choose_checkpoint(Run& run) {
     if (resumes && flags.text("resume").empty())
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     std::string out;
-    if (run.group->rank() == 0) {
+    if (run.processes->rank() == 0) {
         if (flags.given("out")) out = flags.text("out");
         else if (resumes) out = normal_path(find_checkpoint(flags.text("resume"))).parent_path().string();
         else out = find_flag("out").standard;
@@ -274,7 +274,7 @@ void choose_checkpoint(Run& run) {
             run.last_good = run.checkpoint;
     }
     for (std::string* chosen : {&out, &run.checkpoint, &run.last_good})
-        *chosen = run.group->all_gather(*chosen).front();
+        *chosen = run.processes->all_gather(*chosen).front();
     flags.set("out", out);
     if (!run.checkpoint.empty()) take_settings(run);
 }
@@ -307,11 +307,11 @@ void choose_vocabulary(ModelConfig& config, const Corpus* corpus) {
 }
 
 // Each rank takes its micro-batches from a stream that all of them read.
-void require_same_data(Ranks& group, const Corpus& corpus) {
+void require_same_data(ProcessGroup& processes, const Corpus& corpus) {
     std::string mine;
     for (const TokenStream* tokens : {&corpus.train, &corpus.validation})
         mine += concat(tokens->size(), " ", sampled_hash(*tokens), " ");
-    const std::vector<std::string> all = group.all_gather(mine);
+    const std::vector<std::string> all = processes.all_gather(mine);
     for (size_t rank = 1; rank < all.size(); rank++)
         if (all[rank] != all[0])
             throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
@@ -461,7 +461,7 @@ Prompt choose_prompt(const Run& run) {
     if (run.evaluates() ? !flags.given("prompt") : flags.count("sample-every") == 0) return prompt;
     if (run.evaluates() && !run.weights.empty() && fs::exists(run.weights + "/tokenizer.json")) {
         if (run.setup.rank == 0) prompt = tokenize_prompt(run.weights, flags.text("prompt"));
-        prompt.tokens = run.group->all_gather(prompt.tokens).front();
+        prompt.tokens = run.processes->all_gather(prompt.tokens).front();
     } else if (!prompt.vocabulary.empty()) {
         prompt.tokens = prompt.vocabulary.encode(flags.text("prompt"));
     } else {
@@ -529,15 +529,15 @@ FILE* open_log(const std::string& path) {
 
 // Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
 void merge_moments(QuantReport& report, const Setup& setup) {
-    if (!setup.group || setup.shard == Shard::None) return;
+    if (!setup.processes || setup.shard == Shard::None) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
-        for (const QuantStats& s : setup.group->all_gather(report.kinds[int(kind)])) sum += s;
+        for (const QuantStats& s : setup.processes->all_gather(report.kinds[int(kind)])) sum += s;
         report.kinds[int(kind)] = sum;
     }
     for (std::vector<float>* k : {&report.k_m, &report.k_v}) {
         std::vector<float> all;
-        for (const std::vector<float>& theirs : setup.group->all_gather(*k))
+        for (const std::vector<float>& theirs : setup.processes->all_gather(*k))
             all.insert(all.end(), theirs.begin(), theirs.end());
         std::sort(all.begin(), all.end());
         *k = all;
@@ -617,7 +617,7 @@ public:
             return loop();
         } catch (...) {
             try {
-                if (unsaved_ && !setup_.group) save();  // several ranks save together, or not at all
+                if (unsaved_ && !setup_.processes) save();  // several ranks save together, or not at all
             } catch (const std::exception&) {  // the first error is the one to report
             }
             throw;
@@ -652,7 +652,7 @@ private:
             const bool last = state_.step == steps_,
                        saves = !last && every("save-every") && !skipped_in_a_row_;
             // A signal to one rank stops all of them after the same step.
-            const std::vector<int> signals = run_.group->all_gather(int(interrupted));
+            const std::vector<int> signals = run_.processes->all_gather(int(interrupted));
             const int signal = *std::max_element(signals.begin(), signals.end());
             if (signal && !last) return stop_early(signal);
             if (!last && (every("eval-every") || saves)) validate();  // a checkpoint is saved with its loss
@@ -752,7 +752,7 @@ private:
             validation_.skip(std::min(first + setup_.rank, batches - 1));
             batch.fill(validation_, 1, n, 0, 1);
             const int32_t* targets = batch.targets.data();
-            const std::vector<Part> parts = run_.group->all_gather(
+            const std::vector<Part> parts = run_.processes->all_gather(
                 Part{model_.evaluate(batch.tokens.data(), targets), double(counted_targets(targets, n)) / n,
                      run_.corpus->vocabulary.text_bytes(targets, n)});
             for (int64_t i = 0; i < std::min<int64_t>(setup_.ranks, batches - first); i++) {
@@ -895,7 +895,7 @@ int train(Run& run) {
     if (!run.weights.empty()) check_weights(run.weights, setup.config);
     if (!run.weights.empty() && run.lock) run.companions = read_companions(run.weights);
     // Under a launcher --ranks is 1; then the last rank of this host counts all of them.
-    const int64_t ranks_here = std::max<int64_t>(run.flags.count("ranks"), run.group->local() + 1);
+    const int64_t ranks_here = std::max<int64_t>(run.flags.count("ranks"), run.processes->local() + 1);
     if (!run.gpu()) require_memory(setup, ranks_here);
     run.prompt = choose_prompt(run);
     const std::string& log = run.flags.text("log");
@@ -912,8 +912,8 @@ int train(Run& run) {
 // The stages of a run: flags, checkpoint, data, plan, and in train() the model and the loop. Flags are
 // completed in five steps: from the command line, the checkpoint, the device's defaults, the recipe, and the
 // model, which limits --seq.
-// group outlives an error, so that main() can tell the other ranks of it.
-int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
+// processes outlives an error, so that main() can tell the other ranks of it.
+int run(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
     // The command line, and the other ranks.
     Run run;
     Flags& flags = run.flags;
@@ -927,13 +927,13 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.count("ranks") : 0);
     if (launch.rank && !std::freopen("/dev/null", "w", stdout)) ::close(1);  // rank 0 alone prints
     const bool help = flags.given("help"), several = launch.ranks > 1 && !run.plan_only() && !help;
-    group = std::make_unique<Ranks>(several ? launch : Launch(), argv);
+    processes = std::make_unique<ProcessGroup>(several ? launch : Launch(), argv);
     if (wrong_flags) std::rethrow_exception(wrong_flags);
     if (help) return print_help(), 0;
-    run.group = group.get();
+    run.processes = processes.get();
     setup.ranks = launch.ranks;
     setup.rank = launch.rank;
-    setup.group = several ? group.get() : nullptr;
+    setup.processes = several ? processes.get() : nullptr;
 
     // The checkpoint, the device, the rows of the tables.
     choose_checkpoint(run);
@@ -941,9 +941,9 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     flags.take_defaults(run.gpu());
     choose_rows(flags, setup);
     for (const Flag& flag : flag_table())
-        if (flag.resume != Resume::Ignore) require_same_flag(*group, flag.name, flags.text(flag.name));
-    require_same_flag(*group, "resume", flags.text("resume"));
-    require_same_flag(*group, "device", run.device);
+        if (flag.resume != Resume::Ignore) require_same_flag(*processes, flag.name, flags.text(flag.name));
+    require_same_flag(*processes, "resume", flags.text("resume"));
+    require_same_flag(*processes, "device", run.device);
     choose_model(run);
     if (!run.plan_only() && !run.evaluates() && flags.count("steps") <= run.state.step)
         throw Error("--steps ", flags.text("steps"), " is already done: the checkpoint is at step ",
@@ -962,7 +962,7 @@ int run(int argc, char** argv, std::unique_ptr<Ranks>& group) {
     setup.seed = uint64_t(flags.count("seed"));
     validate(setup);
     require_same_run(run);
-    if (run.corpus) require_same_data(*group, *run.corpus);
+    if (run.corpus) require_same_data(*processes, *run.corpus);
 
     // The plan.
     print_precision_plan(setup);
@@ -1015,10 +1015,10 @@ int main(int argc, char** argv) {
     rlimit files{};
     if (getrlimit(RLIMIT_NOFILE, &files) == 0)
         files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);  // token files stay open
-    std::unique_ptr<Ranks> group;
+    std::unique_ptr<ProcessGroup> processes;
     std::string sentence;
     try {
-        return run(argc, argv, group);
+        return run(argc, argv, processes);
     } catch (const Error& error) {
         sentence = error.what();
     } catch (const fs::filesystem_error& error) {
@@ -1031,8 +1031,8 @@ int main(int argc, char** argv) {
                    "); check the limits that ulimit -a lists.";
     }
     // Most errors are those of all ranks. Then rank 0 is the one that reports it, and ends the others.
-    if (group && group->rank()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    if (group) group->fail(sentence);
+    if (processes && processes->rank()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (processes) processes->fail(sentence);
     print_error(sentence);
     return 1;
 }

@@ -119,7 +119,7 @@ Fields read_trainer(const std::string& checkpoint) {
 
 // Returns when all ranks are here. If one of them has failed, this one ends, too.
 void wait_for_ranks(const Setup& setup) {
-    if (setup.group) setup.group->all_gather(Bytes());
+    if (setup.processes) setup.processes->all_gather(Bytes());
 }
 
 }  // namespace

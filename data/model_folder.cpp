@@ -503,7 +503,7 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
     parts[0] = std::move(mine);
     Bytes whole;  // in the order of the ranks; elsewhere all parts are empty
     whole.reserve(setup.rank ? 0 : t.total_bytes());
-    for (const Bytes& part : setup.group->exchange(std::move(parts)))
+    for (const Bytes& part : setup.processes->exchange(std::move(parts)))
         whole.insert(whole.end(), part.begin(), part.end());
     return whole;
 }

@@ -87,9 +87,9 @@ public:
     View random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
         const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Quant{stream}};
         if (stream == Format::F32)
-            fill_kernel<<<4096, 256>>>(static_cast<float*>(v.codes), rows * cols, taken_.size(), std);
+            fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
         else
-            fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.codes), rows * cols, taken_.size(), std);
+            fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
         check(cudaGetLastError(), "Filling memory failed");
         return v;
     }
@@ -168,7 +168,7 @@ private:
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
     void fill_cache() {
-        amax(stored({other_.codes, nullptr, other_.cols / 1024, 1024, Q_BF16}), slot_, nullptr);
+        amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, Q_BF16}), slot_, nullptr);
     }
     void record(int i) { check(cudaEventRecord(events_[i]), "Recording an event failed"); }
     double elapsed(int i) {
@@ -218,7 +218,7 @@ double copy_rate(Clock& clock) {
     Memory memory;
     const View from = memory.random(1, BYTES / 2, Format::BF16);
     void* to = memory.take(BYTES);
-    return 2 * BYTES / clock.seconds([&] { copy(to, from.codes, BYTES); });
+    return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
 double gemm_rate(Clock& clock, const CeilingRow& row) {
     constexpr int64_t SIDE = 8192;
@@ -327,7 +327,7 @@ private:
     }
 
     static double size(const View& v) {
-        return v.codes ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
+        return v.data ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
     }
     static double reads(const Lazy& x) {
         return size(x.input) + size(x.dact) + 8.0 * static_cast<double>(x.norm.in.rows);
@@ -394,7 +394,7 @@ private:
                       g = random_operand(memory_, N_, out, q.g, stream_);
         Operand part = x;
         part.view.rows = forward_tokens;
-        const void* bias = biased ? random(1, out).codes : nullptr;
+        const void* bias = biased ? random(1, out).data : nullptr;
         gemm(LINEAR_LAYERS, name + " fprop", layers_ * N / n, Gemm::Fprop, part, w,
              random(forward_tokens, out), n * flops, bias, false);
         gemm(LINEAR_LAYERS, name + " dgrad", layers_, Gemm::Dgrad, g, w, random(N_, in), N * flops, nullptr,
@@ -422,17 +422,17 @@ private:
         const double logs = 4.0 * static_cast<double>(N_ * c_.NH);
         const Ceiling ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
         add(ATTENTION, "attention forward", layers_, size(qkv) + size(out) + logs, flops, ceiling, true,
-            [&] { attention_forward(shape, qkv.codes, out.codes, lse, nullptr); });
+            [&] { attention_forward(shape, qkv.data, out.data, lse, nullptr); });
         add(ATTENTION, "attention backward", layers_, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
             ceiling, true, [&] {
-                attention_backward(shape, qkv.codes, out.codes, lse, dout.codes, dqkv.codes, workspace,
+                attention_backward(shape, qkv.data, out.data, lse, dout.data, dqkv.data, workspace,
                                    nullptr);
             });
     }
 
     // --- Between the GEMMs ---------------------------------------------------------------------------------
     Norm random_norm(const Quant& q) {
-        const void *weight = random(1, c_.C).codes, *bias = c_.arch.rms ? nullptr : random(1, c_.C).codes;
+        const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q),          weight,      bias,
                      memory_.take<float2>(N_ * 8), c_.arch.rms, c_.norm_eps};
         residual_add(random(N_, c_.C), random(N_, c_.C), groups_ ? random(N_, c_.C) : View{}, n, true,
@@ -509,7 +509,7 @@ private:
             for (const View& v : w) {
                 to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 find_scale(stored(v), to.back());
-                bytes += size(v) + (plain + transposed) * size({v.codes, nullptr, v.rows, v.cols, r_.w});
+                bytes += size(v) + (plain + transposed) * size({v.data, nullptr, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what,
@@ -584,7 +584,7 @@ private:
                     o.expands(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = stream_ != Format::F32;
-        const Weights w{random(1, n).codes, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
+        const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
         const View gradient = random(1, n);
         const Segment* segment =
             upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
@@ -600,14 +600,14 @@ private:
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
-            gradient_squares(segment, 1, gradient.codes, stream_, 0, 0, chunks, {}, nullptr, sums, nullptr);
+            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, chunks, {}, nullptr, sums, nullptr);
             gradient_norm(sums, chunks, 1, {1}, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
         pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
              [&] {
-                 adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.codes, stream_, state, nullptr);
+                 adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
              });
     }
 

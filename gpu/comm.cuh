@@ -35,8 +35,8 @@ public:
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
 // multiprocessor from the computation. Otherwise NCCL does, or if a rank's environment variable COAT_NCCL
 // names a library (libnccl.so.2, or a path). Every receive is in the one allocation that begins at `memory`.
-std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory);
-std::unique_ptr<Comm> make_nccl(Ranks& group, const std::string& library);  // nccl.cu
+std::unique_ptr<Comm> connect_gpus(ProcessGroup& processes, void* memory);
+std::unique_ptr<Comm> make_nccl(ProcessGroup& processes, const std::string& library);  // nccl.cu
 
 // The other GPUs of the run. What travels does so on a stream of its own, beside the computation.
 class Peers {
@@ -44,7 +44,7 @@ public:
     // memory: the allocation in which everything is that travels. compute: the stream of the computation.
     Peers(const Setup& s, void* memory, cudaStream_t compute)
         : rank(s.rank), count(s.ranks), compute_(compute),
-          comm_(count > 1 ? connect_gpus(*s.group, memory) : nullptr) {}
+          comm_(count > 1 ? connect_gpus(*s.processes, memory) : nullptr) {}
 
     const int64_t rank, count;
 

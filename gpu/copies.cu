@@ -47,7 +47,8 @@ Address address_of(uint8_t* memory, uint32_t* flags) {
 
 class Copies : public Comm {
 public:
-    explicit Copies(Ranks& group) : group_(group), ranks_(group.count()), peers_(ranks_) {
+    explicit Copies(ProcessGroup& processes)
+        : processes_(processes), ranks_(processes.count()), peers_(ranks_) {
         check(cudaMalloc(&flags_, 2 * ranks_ * sizeof(uint32_t)), "Allocating the GPU's memory failed");
         check(cudaMemset(flags_, 0, 2 * ranks_ * sizeof(uint32_t)), "Clearing memory failed");
         check(cudaDeviceSynchronize(), "Clearing memory failed");
@@ -64,13 +65,13 @@ public:
     bool map_others(void* memory) {
         memory_ = static_cast<uint8_t*>(memory);
         const Address mine = address_of(memory_, flags_);
-        const std::vector<Address> addresses = group_.all_gather(mine);
+        const std::vector<Address> addresses = processes_.all_gather(mine);
         bool mapped = write_ && wait_ && mine.machine[0];
         for (int r = 0; r < ranks_ && mapped; r++)
-            mapped = r == group_.rank() ||
+            mapped = r == processes_.rank() ||
                      (!std::strcmp(addresses[r].machine, mine.machine) && map(addresses[r], mine, peers_[r]));
         cudaGetLastError();
-        for (int theirs : group_.all_gather(int(mapped))) mapped = mapped && theirs;
+        for (int theirs : processes_.all_gather(int(mapped))) mapped = mapped && theirs;
         return mapped;
     }
 
@@ -78,7 +79,7 @@ public:
     // its places are free, copies, and tells it that all has arrived. At last waits for what the others send.
     void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         const std::vector<uint8_t*>& places = places_of(key, transfers);
-        const int me = group_.rank();
+        const int me = processes_.rank();
         number_++;
         for (int i = 1; i < ranks_; i++) flag(write_, peers_[(me + i) % ranks_].flags + me, s);
         for (int i = 1; i < ranks_; i++) {  // each rank begins with another one
@@ -100,7 +101,7 @@ private:
         uint32_t* flags = nullptr;  // ready by rank, then arrived by rank
         bool mapped = false;        // to be closed; ranks that are threads of one process share addresses
     };
-    Ranks& group_;
+    ProcessGroup& processes_;
     const int ranks_;
     std::vector<Peer> peers_;
     uint8_t* memory_ = nullptr;
@@ -146,11 +147,11 @@ private:
         Places& places = found->second;
         if (first_time) {
             places.receives = receives;
-            const std::vector<std::vector<Receive>> all = group_.all_gather(receives);
+            const std::vector<std::vector<Receive>> all = processes_.all_gather(receives);
             std::vector<size_t> next(all.size());  // by rank: the first of its receives that is still to come
             for (const Transfer& t : transfers) {
                 size_t& i = next[t.rank];
-                while (all[t.rank].at(i)[0] != group_.rank()) i++;
+                while (all[t.rank].at(i)[0] != processes_.rank()) i++;
                 places.sends.push_back(peers_[t.rank].memory + all[t.rank][i++][1]);
             }
         }
@@ -161,19 +162,19 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Comm> connect_gpus(Ranks& group, void* memory) {
+std::unique_ptr<Comm> connect_gpus(ProcessGroup& processes, void* memory) {
     const char* const set = std::getenv("COAT_NCCL");
     const std::string library = set ? set : "";
     bool chosen = false;  // by any rank: a launcher may have set the variable on one host only
-    for (const std::string& theirs : group.all_gather(library)) chosen = chosen || !theirs.empty();
+    for (const std::string& theirs : processes.all_gather(library)) chosen = chosen || !theirs.empty();
     if (!chosen) {
-        auto copies = std::make_unique<Copies>(group);
+        auto copies = std::make_unique<Copies>(processes);
         if (copies->map_others(memory)) return copies;
     }
-    if (group.rank() == 0)
+    if (processes.rank() == 0)
         std::printf("The GPUs send through NCCL: %s.\n",
                     chosen ? "COAT_NCCL is set" : "they do not reach each other's memory");
-    return make_nccl(group, library.empty() ? "libnccl.so.2" : library);
+    return make_nccl(processes, library.empty() ? "libnccl.so.2" : library);
 }
 
 }  // namespace coat::gpu

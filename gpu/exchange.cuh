@@ -151,7 +151,7 @@ private:
             uint8_t* const mine = to + own.first * each;
             const View slice = state_.weight_slice(i);
             const View part{mine, scale, slice.rows, slice.cols, quant};
-            if (!codes) copy(mine, slice.codes, own.count * each, peers_.stream());
+            if (!codes) copy(mine, slice.data, own.count * each, peers_.stream());
             else quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};

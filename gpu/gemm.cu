@@ -50,8 +50,8 @@ int32_t scale_mode(const Granularity& g) {
 Side side(const Operand& x, bool over_rows, bool contiguous) {
     const View& v = x.view;
     const bool transpose = over_rows != contiguous;
-    if (!v.quant.fp8()) return {v.codes, nullptr, v.cols, v.rows, transpose, v.quant.format};
-    const void* codes = over_rows ? x.transposed : v.codes;
+    if (!v.quant.fp8()) return {v.data, nullptr, v.cols, v.rows, transpose, v.quant.format};
+    const void* codes = over_rows ? x.transposed : v.data;
     require(codes, "an FP8 operand lacks the orientation that this GEMM reads");
     if (v.quant.decoded()) return {codes, nullptr, v.cols, v.rows, transpose, Format::BF16};
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
@@ -187,8 +187,8 @@ Gemms::~Gemms() { cublasLtDestroy(handle_); }
 cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =
-        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.codes,
-                       &p.out, c.out.codes, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
+        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.data,
+                       &p.out, c.out.data, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
     if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
 }
@@ -201,7 +201,7 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
     auto fingerprint = [&] {  // in the scratch, which is free when a GEMM is done
         Fingerprint result{}, *total = static_cast<Fingerprint*>(scratch_);
         check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), TIMING);
-        fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.codes), words,
+        fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.data), words,
                                                        total);
         CHECK_LAUNCH("fingerprint_kernel");
         check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream), TIMING);

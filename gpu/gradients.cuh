@@ -30,7 +30,7 @@ void join_master(const uint16_t* weight, const int16_t* remainder, float* master
 // per tensor: codes, and max[0] that decodes them; max[1] is room for the next one. FP32 and BF16: codes
 // alone.
 struct MomentView {
-    void* codes;      // (padded_size) of format; padding stays zero
+    void* data;       // (padded_size) of format; padding stays zero
     float *max, *k;   // k is null without expansion
     Format format;
 };

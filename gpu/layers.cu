@@ -136,12 +136,12 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
     const dim3 block = row_block(C);
     with_storage(n.in, [&](auto in) {
         using F = typename decltype(in)::Compute;
-        const Addends<F> sum{dense<F>(x.codes), dense<F>(y.codes), tokens, T, rows, C};
+        const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
         auto kernel = residual_kernel<decltype(in), true>;
         if constexpr (std::is_same_v<decltype(in), Groups>)
             if (!reads_saved) kernel = residual_kernel<Groups, false>;
-        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.codes), in, parameters, n.stats,
+        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters, n.stats,
                                                        n.rms, n.eps, y_amax);
         CHECK_LAUNCH("residual");
     });
@@ -421,8 +421,8 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.codes), dense<T>(g_in.codes),
-                                      dense<T>(g_out.codes), rows, C, n.eps, n.stats, g_amax, workspace};
+        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
+                                      dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
         const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
                             : shared ? layernorm_backward_kernel<Storage, true>
                                      : layernorm_backward_kernel<Storage, false>;

@@ -55,13 +55,14 @@ struct Library {  // loaded by the constructor
 
 class Nccl : public Comm {
 public:
-    Nccl(Ranks& group, const std::string& library) : nccl_(library) {
+    Nccl(ProcessGroup& processes, const std::string& library) : nccl_(library) {
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
         UniqueId id{};
-        if (group.rank() == 0) nccl_.check(nccl_.get_unique_id(&id), "making an id");
-        id = group.all_gather(id)[0];
-        nccl_.check(nccl_.init_rank(&communicator_, group.count(), id, group.rank()), "connecting the GPUs");
+        if (processes.rank() == 0) nccl_.check(nccl_.get_unique_id(&id), "making an id");
+        id = processes.all_gather(id)[0];
+        nccl_.check(nccl_.init_rank(&communicator_, processes.count(), id, processes.rank()),
+                    "connecting the GPUs");
     }
     // Abort does not wait for ranks that have failed; at an orderly end there is nothing left to wait for.
     ~Nccl() override { nccl_.abort(communicator_); }
@@ -85,8 +86,8 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Comm> make_nccl(Ranks& group, const std::string& library) {
-    return std::make_unique<Nccl>(group, library);
+std::unique_ptr<Comm> make_nccl(ProcessGroup& processes, const std::string& library) {
+    return std::make_unique<Nccl>(processes, library);
 }
 
 }  // namespace coat::gpu

@@ -20,7 +20,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
     const Granularity& g = v.quant.granularity;
     void* const scales = transposed ? out.transposed_scales : v.scales;
-    float* const p = (transposed ? out.transposed : v.codes) ? static_cast<float*>(scales) : nullptr;
+    float* const p = (transposed ? out.transposed : v.data) ? static_cast<float*>(scales) : nullptr;
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
                   count = v.quant.operand_scales(N, K);
     const bool square = g == PER_128x128;
@@ -162,7 +162,7 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
             "no kernel scales by such blocks");
     require(q.scale_format == Format::F32, "the scales of an operand are FP32");
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
-    uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.codes), static_cast<uint8_t*>(out.transposed)};
+    uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed)};
     for (int t : {0, 1}) {
         const ScaleGrid& g = grids[t];
         require(!codes[t] == !g.scales, "codes and their scales come together");

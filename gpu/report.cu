@@ -60,7 +60,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
     if (q.granularity == PER_TENSOR) return with_scales({tensor_scale(out.view), {}, q.power_of_two});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
-        const bool same = transposed && out.view.codes && q.granularity.symmetric();  // as the row-major ones
+        const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones
         if (grid.scales && !same) with_scales({nullptr, grid});
     }
 }

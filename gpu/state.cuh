@@ -54,7 +54,7 @@ inline View rows(const View& v, int64_t first, int64_t n) {
     uint8_t* scales = static_cast<uint8_t*>(v.scales);
     const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
     if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
-    return {static_cast<uint8_t*>(v.codes) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
+    return {static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ private:
         auto floats = [&](bool any, int64_t offset) {
             return any ? reinterpret_cast<float*>(device_.at(offset)) : nullptr;
         };
-        return {device_.at(at.codes), floats(is_scaled(format), at.max),
+        return {device_.at(at.data), floats(is_scaled(format), at.max),
                 floats(setup.optimizer.expands(format), at.k), format};
     }
     Segment* segments() const { return device_.work<Segment>(Work::Segments); }
@@ -313,7 +313,7 @@ private:
             const MomentView m = moment(i, second);
             const std::string of = second ? ".v" : ".m";
             const int64_t scales = setup.optimizer.scales(m.format, kept);
-            if (suffix == of) return {m.codes, kept * info(m.format).bytes};
+            if (suffix == of) return {m.data, kept * info(m.format).bytes};
             if (suffix == of + ".max" && m.max) return {m.max, scales * 4};
             if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
         }

@@ -21,10 +21,10 @@
 
 namespace coat::gpu {
 
-// A tensor on the GPU: value(r, c) = codes(r, c) * the scale of its block. Null codes mean "no tensor" (but
+// A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. Null data means "no tensor" (but
 // see Operand).
 struct View {
-    void* codes;   // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
+    void* data;    // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
     void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
     int64_t rows, cols;
     Quant quant;
@@ -43,7 +43,7 @@ inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
-// (view.codes) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
+// (view.data) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
 // Other granularities have scales for each, in the layout that cuBLASLt reads: per row one after the other;
 // 1x128 as (cols / 128, rows); 128x128 as (rows / 128, cols / 128), each row padded to a multiple of four.
 // Hopper has no GEMM of 1x32 groups. Such an operand has decoded values in BF16 in place of codes, row-major
@@ -332,7 +332,7 @@ Dense<T> dense(const void* p) {
     return {static_cast<T*>(const_cast<void*>(p))};
 }
 inline Groups groups_of(const View& v) {
-    return {static_cast<uint8_t*>(v.codes), static_cast<uint16_t*>(v.scales)};
+    return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 inline bool in_groups(const Quant& q) { return q == Q_GROUP; }
 
@@ -346,7 +346,7 @@ template <class F>
 void with_dense(const View& v, F f) {
     require(!v.quant.fp8() && v.cols % CHUNK == 0,
             "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
-    with_dense(v.quant.format, v.codes, f);
+    with_dense(v.quant.format, v.data, f);
 }
 // The same, or groups.
 template <class F>
@@ -402,7 +402,7 @@ struct EitherDense {
 inline EitherDense either_dense(const View& v) {
     require(v.quant.format == Format::F32 || v.quant.format == Format::BF16,
             "a tensor is neither FP32 nor BF16");
-    return {v.codes, v.quant.format == Format::F32};
+    return {v.data, v.quant.format == Format::F32};
 }
 
 // -----------------------------------------------------------------------------------------------------------

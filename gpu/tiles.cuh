@@ -333,7 +333,7 @@ void with_producer(const Lazy& x, F f) {
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const Dense<T> dact = dense<T>(x.dact.codes);
+        const Dense<T> dact = dense<T>(x.dact.data);
         const int64_t width = x.op == LazyOp::ActivationBackward ? x.dact.cols : x.cols;
         const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
         if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});

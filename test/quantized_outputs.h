@@ -154,7 +154,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
         Tensor transposed_only(rows, cols, q);
         transposed_only.scales.write(out.scales.read());
         Operand operand = transposed_only.operand();
-        operand.view.codes = nullptr;
+        operand.view.data = nullptr;
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(same_bytes(transposed_only.transposed.read(), out.transposed.read()));
     }
@@ -165,7 +165,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
         check_blocks(out, values);
         Operand row_major = row_major_only.operand(), transpose = transposed_only.operand();
         row_major.transposed = row_major.transposed_scales = nullptr;
-        transpose.view.codes = transpose.view.scales = nullptr;
+        transpose.view.data = transpose.view.scales = nullptr;
         gpu::quantize(x, row_major, nullptr, 0);
         gpu::quantize(x, transpose, nullptr, 0);
         CHECK(same_bytes(row_major_only.codes.read(), out.codes.read()));

@@ -15,7 +15,7 @@
 
 namespace coat::test::several_ranks {
 
-// Calls body(setup) for every rank, each in its thread. One rank has no group, as in ./train.
+// Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train.
 inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
                        const std::function<void(const Setup&)>& body) {
     const int port = free_port();
@@ -27,17 +27,17 @@ inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
             Setup own = setup;
             own.rank = rank, own.ranks = ranks, own.shard = shard;
             try {
-                std::unique_ptr<Ranks> group;
+                std::unique_ptr<ProcessGroup> processes;
                 const Launch launch{int(rank), int(ranks), int(rank), "127.0.0.1", port};
-                if (ranks > 1) group = std::make_unique<Ranks>(launch, nullptr, 30);
-                own.group = group.get();
+                if (ranks > 1) processes = std::make_unique<ProcessGroup>(launch, nullptr, 30);
+                own.processes = processes.get();
                 try {
                     body(own);
                 } catch (const std::exception& error) {  // it ends this process before the test can tell
                     std::fprintf(stderr, "rank %d: %s\n", int(rank), error.what());
                     throw;
                 }
-            } catch (const std::exception& error) {  // the destructor of Ranks has ended the others
+            } catch (const std::exception& error) {  // the destructor of ProcessGroup has ended the others
                 errors[size_t(rank)] = error.what();
             }
         });

@@ -147,7 +147,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
                     scale = reference::scale_of(Q_E5M2, amax);
         succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
         Operand operand = out.operand();
-        operand.view.codes = in.codes.get();
+        operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);
         INFO(rows);
         CHECK(out.amax() == amax);

@@ -61,7 +61,7 @@ void check_launch(const Launch& launch, int rank, int ranks, int local, const st
 }
 
 // Runs `body` with each of several ranks, in threads.
-void with_ranks(int count, const std::function<void(Ranks&)>& body, int late_ms = 0) {
+void with_ranks(int count, const std::function<void(ProcessGroup&)>& body, int late_ms = 0) {
     const int port = free_port();
     std::vector<std::thread> threads;
     std::atomic<int> done{0};
@@ -70,7 +70,7 @@ void with_ranks(int count, const std::function<void(Ranks&)>& body, int late_ms 
             // Rank 0 is late if late_ms < 0, the last rank if late_ms > 0.
             if (rank == (late_ms < 0 ? 0 : count - 1))
                 std::this_thread::sleep_for(std::chrono::milliseconds(std::abs(late_ms)));
-            Ranks ranks({rank, count, rank, "127.0.0.1", port}, nullptr, 20);
+            ProcessGroup ranks({rank, count, rank, "127.0.0.1", port}, nullptr, 20);
             body(ranks);
             done++;
         });
@@ -84,7 +84,8 @@ Bytes parcel(int from, int to) {
     return Bytes(size, static_cast<uint8_t>(16 * from + to + 1));
 }
 
-const std::string FAULTS = "Ranks: a failing process ends all within seconds and the user sees one sentence";
+const std::string FAULTS =
+    "ProcessGroup: a failing process ends all within seconds and the user sees one sentence";
 
 // A rank in a process of its own. role: what happens on which rank, e.g. "kill 1".
 int play(const std::string& role) {
@@ -100,7 +101,7 @@ int play(const std::string& role) {
         if (what == "count" && mine) launch.ranks = 4;
         if (what == "early" && mine) throw Error(sentence);
         if (what == "vanish" && mine) raise(SIGKILL);
-        Ranks ranks(launch, argv, what == "absent" ? 2 : 20);
+        ProcessGroup ranks(launch, argv, what == "absent" ? 2 : 20);
         const std::vector<int> gathered = ranks.all_gather(launch.rank);
         if (gathered != std::vector<int>{0, 1, 2}) return 7;
         if (what == "fail" && mine) ranks.fail(sentence);
@@ -194,9 +195,9 @@ TEST_CASE("find_launch: a wrong variable is named in the error") {
     rejected({{"RANK", "0"}, {"WORLD_SIZE", "2"}}, "--ranks 1 contradicts WORLD_SIZE=2", 1);
 }
 
-TEST_CASE("Ranks: exchange() delivers bytes of any size between 1, 2, 3 and 4 ranks") {
+TEST_CASE("ProcessGroup: exchange() delivers bytes of any size between 1, 2, 3 and 4 ranks") {
     for (int count = 1; count <= 4; count++)
-        with_ranks(count, [&](Ranks& ranks) {
+        with_ranks(count, [&](ProcessGroup& ranks) {
             std::vector<Bytes> to;
             for (int p = 0; p < count; p++) to.push_back(parcel(ranks.rank(), p));
             const std::vector<Bytes> from = ranks.exchange(to);
@@ -205,8 +206,8 @@ TEST_CASE("Ranks: exchange() delivers bytes of any size between 1, 2, 3 and 4 ra
         });
 }
 
-TEST_CASE("Ranks: all_gather() gives every rank the values of all, 2000 times in a row") {
-    with_ranks(3, [](Ranks& ranks) {
+TEST_CASE("ProcessGroup: all_gather() gives every rank the values of all, 2000 times in a row") {
+    with_ranks(3, [](ProcessGroup& ranks) {
         int wrong = 0;
         for (int64_t i = 0; i < 2000; i++)
             wrong += ranks.all_gather(i + ranks.rank()) != std::vector<int64_t>{i, i + 1, i + 2};
@@ -216,14 +217,15 @@ TEST_CASE("Ranks: all_gather() gives every rank the values of all, 2000 times in
     });
 }
 
-TEST_CASE("Ranks: a rank may be late") {
+TEST_CASE("ProcessGroup: a rank may be late") {
     for (const int late_ms : {-300, 300})
-        with_ranks(3, [](Ranks& ranks) { CHECK(ranks.all_gather(1) == std::vector<int>(3, 1)); }, late_ms);
+        with_ranks(
+            3, [](ProcessGroup& ranks) { CHECK(ranks.all_gather(1) == std::vector<int>(3, 1)); }, late_ms);
 }
 
-TEST_CASE("Ranks: a connection of another program is ignored") {
+TEST_CASE("ProcessGroup: a connection of another program is ignored") {
     const int port = free_port();
-    std::thread rank_0([&] { CHECK(Ranks({0, 2, 0, "127.0.0.1", port}, nullptr, 20).count() == 2); });
+    std::thread rank_0([&] { CHECK(ProcessGroup({0, 2, 0, "127.0.0.1", port}, nullptr, 20).count() == 2); });
     const sockaddr_in at = loopback(port);
     const std::string text = "GET / HTTP/1.1\r\n\r\n";
     std::vector<int> foreign;
@@ -232,23 +234,26 @@ TEST_CASE("Ranks: a connection of another program is ignored") {
         while (connect(foreign.back(), reinterpret_cast<const sockaddr*>(&at), sizeof(at)) != 0) usleep(1000);
         CHECK(send(foreign.back(), text.data(), size, MSG_NOSIGNAL) == ssize_t(size));
     }
-    CHECK(Ranks({1, 2, 1, "127.0.0.1", port}, nullptr, 20).count() == 2);
+    CHECK(ProcessGroup({1, 2, 1, "127.0.0.1", port}, nullptr, 20).count() == 2);
     rank_0.join();
     for (const int fd : foreign) close(fd);
 }
 
-TEST_CASE("Ranks: a port in use, a missing rank 0 and a missing rank are errors") {
+TEST_CASE("ProcessGroup: a port in use, a missing rank 0 and a missing rank are errors") {
     const Bound bound;
     const Launch rank_0{0, 2, 0, "127.0.0.1", bound.port}, rank_1{1, 2, 1, "127.0.0.1", bound.port};
-    check_error([&] { Ranks(rank_1, nullptr, 0.3); }, "Rank 1 cannot connect with rank 0 at 127.0.0.1, port");
+    check_error([&] { ProcessGroup(rank_1, nullptr, 0.3); },
+                "Rank 1 cannot connect with rank 0 at 127.0.0.1, port");
     listen(bound.fd, 1);
-    check_error([&] { Ranks(rank_0, nullptr, 1); }, "Port " + std::to_string(bound.port) + " is in use");
+    check_error([&] { ProcessGroup(rank_0, nullptr, 1); },
+                "Port " + std::to_string(bound.port) + " is in use");
     const auto start = std::chrono::steady_clock::now();
-    check_error([&] { Ranks({0, 3, 0, "127.0.0.1", free_port()}, nullptr, 1); }, "(1, 2)", "COAT_PORT");
+    check_error([&] { ProcessGroup({0, 3, 0, "127.0.0.1", free_port()}, nullptr, 1); },
+                "(1, 2)", "COAT_PORT");
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(3));
 }
 
-TEST_CASE("Ranks: a port that this user may not open is an error that names COAT_PORT") {
+TEST_CASE("ProcessGroup: a port that this user may not open is an error that names COAT_PORT") {
     int first_free = 0;  // root may open all of them, so it becomes another user for a moment
     std::ifstream("/proc/sys/net/ipv4/ip_unprivileged_port_start") >> first_free;
     const uid_t user = geteuid();
@@ -256,7 +261,8 @@ TEST_CASE("Ranks: a port that this user may not open is an error that names COAT
         MESSAGE("Every user may open every port here, so this is not tested.");
         return;
     }
-    check_error([] { Ranks({0, 2, 0, "127.0.0.1", 1}, nullptr, 1); }, "Permission denied", "COAT_PORT");
+    check_error([] { ProcessGroup({0, 2, 0, "127.0.0.1", 1}, nullptr, 1); },
+                "Permission denied", "COAT_PORT");
     CHECK(seteuid(user) == 0);
 }
 

@@ -66,7 +66,7 @@ Json amax_times() {
             weight(1, C, Q_BF16), input(N, C, Q_GROUP);
         Buffer<float2> stats(N);
         Buffer<TensorScale> slot(1);
-        const Norm next{input.view(), weight.view().codes, nullptr, stats.get(), true, 1e-5f};
+        const Norm next{input.view(), weight.view().data, nullptr, stats.get(), true, 1e-5f};
         auto amax_of = [&](const Tensor& t) {
             return milliseconds([&] {
                 clear(slot.get());
