@@ -189,14 +189,14 @@ inline std::vector<Param> parameters(const ModelConfig& c) {
     return table;
 }
 
-// Elements of p that are not padding of the vocabulary.
-inline int64_t live_elements(const ModelConfig& c, const Param& p) {
+// Elements of p before the padding of the vocabulary, which stays zero.
+inline int64_t used_elements(const ModelConfig& c, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
 }
 
 inline int64_t parameter_count(const ModelConfig& c) {  // without the padding rows of the vocabulary
     int64_t n = 0;
-    for (const Param& p : parameters(c)) n += live_elements(c, p);
+    for (const Param& p : parameters(c)) n += used_elements(c, p);
     return n;
 }
 
@@ -225,9 +225,9 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {  // AdamW::step
 }
 
 // The first value of element i of parameter number `index`. Padding of the vocabulary is 0.
-COAT_HD inline float initial(float std, bool weight, int64_t live, uint64_t seed, uint64_t index, int64_t i) {
+COAT_HD inline float initial(float std, bool weight, int64_t used, uint64_t seed, uint64_t index, int64_t i) {
     if (weight) return 1.0f;
-    return std == 0 || i >= live ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
+    return std == 0 || i >= used ? 0.0f : init_value(seed, index, static_cast<uint64_t>(i), std);
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ bool gathers_codes(const Setup& s) {
 // A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;
-    const int64_t N = s.B * s.T, live = parameter_count(c);
+    const int64_t N = s.B * s.T, params = parameter_count(c);
     const Format compute = s.recipe.compute;
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
@@ -356,18 +356,18 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, kept_state) * 2;
     using C = Category;
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), weights, "parameter", live},
-        {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", live},
-        {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", live},
-        {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", live},
-        {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", live},
-        {C::Optimizer, scales, moment_scales, "parameter", live},
+        {C::Weights, format("weights", compute), weights, "parameter", params},
+        {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", params},
+        {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", params},
+        {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", params},
+        {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", params},
+        {C::Optimizer, scales, moment_scales, "parameter", params},
         {C::Activations, format("final norm input", compute), N * c.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s))
         plan.push_back({C::Activations, concat(t.name, " (", t.quant.text(), ")"), t.bytes(N) * c.L,
                         "token and layer", N * c.L});
-    if (scaling) plan.push_back({C::Weights, "amaxes and delayed scales", scaling, "parameter", live});
+    if (scaling) plan.push_back({C::Weights, "amaxes and delayed scales", scaling, "parameter", params});
     return plan;
 }
 

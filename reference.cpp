@@ -1018,13 +1018,13 @@ public:
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const int64_t live = live_elements(setup.config, p), kept = kept_state(setup, p).count;
+            const int64_t used = used_elements(setup.config, p), kept = kept_state(setup, p).count;
             State& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, kept, o.group);
             s.v.init(p.moment(o.v), o.expand, kept, o.group);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float first = initial(p.init_std, p.role.weight, live, setup.seed, i, e);
+                const float first = initial(p.init_std, p.role.weight, used, setup.seed, i, e);
                 split_master(first, &s.weight[e], &s.remainder[e]);
                 if (!setup.master) s.remainder[e] = 0;
                 weights[i][e] = weight_of(s, e);

@@ -91,7 +91,7 @@ std::vector<Piece> pieces(const ModelConfig& c) {
         const std::vector<int64_t> rows =
             names.size() == 3   ? std::vector<int64_t>{c.q_cols(), c.kv_cols(), c.kv_cols()}
             : names.size() == 2 ? std::vector<int64_t>{c.F, c.F}
-                                : std::vector<int64_t>{live_elements(c, p) / cols_of(p)};
+                                : std::vector<int64_t>{used_elements(c, p) / cols_of(p)};
         int64_t first = 0;
         for (size_t i = 0; i < names.size(); first += rows[i++]) {
             const std::string theirs = (number ? f.layers + layer : "") + names[i] + end;

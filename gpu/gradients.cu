@@ -24,11 +24,11 @@ __device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + thr
 
 // i counts from the slice's first element. Any of values, weights and remainders may be null.
 __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
-                                  int64_t count, int64_t padded, float std, bool ones,
-                                  int64_t before_padding, uint64_t seed, uint64_t index) {
+                                  int64_t count, int64_t padded, float std, bool ones, int64_t used,
+                                  uint64_t seed, uint64_t index) {
     const int64_t i = element();
     if (i >= padded) return;
-    const float value = i < count ? initial(std, ones, before_padding, seed, index, first + i) : 0.0f;
+    const float value = i < count ? initial(std, ones, used, seed, index, first + i) : 0.0f;
     uint16_t weight;
     int16_t remainder;
     split(value, weight, remainder);
@@ -47,15 +47,15 @@ __global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, fl
 
 }  // namespace
 
-void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index,
-                int64_t before_padding, uint64_t seed, cudaStream_t s) {
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
+                uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;
     auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
         const int64_t n = padded(slice);
         if (n == 0) return;
         initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight,
-            before_padding, seed, index);
+            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, used,
+            seed, index);
         CHECK_LAUNCH("initialize");
     };
     launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,

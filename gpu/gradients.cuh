@@ -19,10 +19,9 @@ struct Weights {
     Format format;
 };
 // The first values of a parameter (model.h, initial()): the slice `weight` of it at element weight_at, and
-// the remainders of the slice `state` at state_at. before_padding: the elements before the vocabulary's
-// padding, which is 0 (model.h, live_elements()).
-void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index,
-                int64_t before_padding, uint64_t seed, cudaStream_t s);
+// the remainders of the slice `state` at state_at. used: used_elements() of model.h; the rest is 0.
+void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
+                uint64_t seed, cudaStream_t s);
 void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s);
 void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s);
 

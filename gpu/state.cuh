@@ -140,7 +140,7 @@ public:
         for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
         const std::vector<float> ones(static_cast<size_t>(most_groups), 1.0f);
         for (size_t i = 0; i < params.size(); i++) {
-            gpu::initialize(weights_, params[i], shards[i], i, live_elements(setup.config, params[i]),
+            gpu::initialize(weights_, params[i], shards[i], i, used_elements(setup.config, params[i]),
                             setup.seed, cuda_);
             refresh_scale(i);
             for (const MomentView& m : {moment(i, false), moment(i, true)})

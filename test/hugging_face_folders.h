@@ -148,12 +148,12 @@ inline void check_param(const MemoryModel& model, const HuggingFaceFolder& f, co
                         const Place& place) {
     const std::vector<Param> table = parameters(model.setup().config);
     const Param& p = param(table, name);
-    const int64_t live = live_elements(model.setup().config, p) / p.cols;
+    const int64_t used = used_elements(model.setup().config, p) / p.cols;
     int64_t wrong = 0;
     for (int64_t r = 0; r < p.rows; r++)
         for (int64_t c = 0; c < p.cols; c++) {
             float expected = 0;
-            if (r < live) {
+            if (r < used) {
                 const auto [tensor, row, col] = place(r, c);
                 REQUIRE(f.index(tensor) < f.entries.size());
                 expected = HuggingFaceFolder::value(f.index(tensor), row, col);

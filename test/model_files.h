@@ -47,9 +47,9 @@ public:
         for (const Param& p : parameters(setup.config)) {
             std::string& bytes = tensors_[p.name];
             for (size_t i = 1; i < bytes.size(); i += 2) bytes[i] &= '\xBF';  // weights are finite
-            const size_t live = static_cast<size_t>(live_elements(setup.config, p)) * 2;
+            const size_t used = static_cast<size_t>(used_elements(setup.config, p)) * 2;
             // Padding rows are zero.
-            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(live), bytes.end(), '\0');
+            std::fill(bytes.begin() + static_cast<std::ptrdiff_t>(used), bytes.end(), '\0');
         }
     }
     StepResult step(const int32_t*, const int32_t*, const AdamW&) override {

@@ -28,7 +28,7 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
         Buffer<int16_t> remainder(total);
         for (size_t i = 0; i < params.size(); i++)
             gpu::initialize({values.get(), f == Format::F32 ? nullptr : remainder.get(), f}, params[i],
-                            whole(params[i]), i, live_elements(c, params[i]), 7, 0);
+                            whole(params[i]), i, used_elements(c, params[i]), 7, 0);
         const Bytes got = values.read();
         const auto remainders = remainder.read();
         int64_t wrong = 0;
@@ -36,7 +36,7 @@ GPU_TEST_CASE("initialize, split_master and join_master: equal the reference") {
             for (int64_t e = 0; e < params[i].padded_size(); e++) {
                 const Param& p = params[i];
                 float expected = 0;
-                if (e < p.size()) expected = initial(p.init_std, p.role.weight, live_elements(c, p), 7, i, e);
+                if (e < p.size()) expected = initial(p.init_std, p.role.weight, used_elements(c, p), 7, i, e);
                 uint16_t weight;
                 int16_t rest;
                 reference::split_master(expected, &weight, &rest);

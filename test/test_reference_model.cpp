@@ -39,7 +39,7 @@ std::vector<Vector> random_weights(const ModelConfig& c, Random& rng) {
     for (const Param& p : parameters(c)) {
         Vector w = rng.normals<double>(p.size(), 0.3);
         for (double& v : w) v += p.role.weight ? 1 : 0;
-        std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
+        std::fill(w.begin() + used_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
     return weights;
@@ -74,18 +74,18 @@ TEST_CASE("loss_in_double: gradients of every parameter match finite differences
                 changed[p] = w;
                 return loss_in_double(c, B, T, changed, tokens.data(), targets.data(), nullptr);
             };
-            const int64_t live = live_elements(c, params[p]);
-            for (int64_t i = live; i < params[p].size(); i++) REQUIRE(gradients[p][size_t(i)] == 0);
+            const int64_t used = used_elements(c, params[p]);
+            for (int64_t i = used; i < params[p].size(); i++) REQUIRE(gradients[p][size_t(i)] == 0);
             for (int64_t entry = 0; entry < count(6, 3); entry++) {
                 Vector direction(weights[p].size());
-                const size_t i = size_t(rng.below(live));
+                const size_t i = size_t(rng.below(used));
                 direction[i] = 1;
                 CHECK(std::fabs(slope(loss, weights[p], direction) - gradients[p][i]) <=
                       TOLERANCE * std::max(1.0, norm(gradients[p])));
             }
             for (int repeat = 0; repeat < 2; repeat++) {  // a random direction: all entries at once
                 Vector d = rng.normals<double>(params[p].size());
-                std::fill(d.begin() + live, d.end(), 0.0);
+                std::fill(d.begin() + used, d.end(), 0.0);
                 const double length = norm(d);
                 for (double& v : d) v /= length;
                 CHECK(std::fabs(slope(loss, weights[p], d) - dot(gradients[p], d)) <=
@@ -150,7 +150,7 @@ std::vector<std::vector<float>> starting_weights(const ModelConfig& c, Random& r
     for (const Param& p : parameters(c)) {
         Vector w = rng.normals<double>(p.size(), p.init_std > 0 ? double(p.init_std) : 0.02);
         for (double& v : w) v += p.role.weight ? 1 : 0;
-        std::fill(w.begin() + live_elements(c, p), w.end(), 0.0);
+        std::fill(w.begin() + used_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
     return rounded(weights, Format::BF16);

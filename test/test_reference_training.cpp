@@ -78,12 +78,12 @@ TEST_CASE("training: initial weights and remainders follow the parameter table, 
     const std::unique_ptr<Model> model = make_reference(setup);
     const std::vector<Param> params = parameters(setup.config);
     for (size_t p = 0; p < params.size(); p++) {
-        const int64_t n = params[p].size(), live = live_elements(setup.config, params[p]);
+        const int64_t n = params[p].size(), used = used_elements(setup.config, params[p]);
         const auto weight = read_as<uint16_t>(*model, params[p].name, n);
         const auto remainder = read_as<int16_t>(*model, params[p].name + ".remainder", n);
         for (int64_t i = 0; i < n; i++)
             REQUIRE(join_master(weight[size_t(i)], remainder[size_t(i)]) ==
-                    initial(params[p].init_std, params[p].role.weight, live, setup.seed, p, i));
+                    initial(params[p].init_std, params[p].role.weight, used, setup.seed, p, i));
     }
     const Snapshot state = snapshot(*model);
     for (const StateTensor& t : optimizer_tensors(setup)) {
@@ -267,7 +267,7 @@ TEST_CASE("training: norm weights and biases do not decay; padding of the vocabu
         const ModelConfig& c = training.model->setup().config;
         for (const Param& p : parameters(c)) {
             const auto weight = read_as<uint16_t>(*training.model, p.name, p.size());
-            for (int64_t i = live_elements(c, p); i < p.size(); i++) REQUIRE(weight[size_t(i)] == 0);
+            for (int64_t i = used_elements(c, p); i < p.size(); i++) REQUIRE(weight[size_t(i)] == 0);
         }
         // fp32 with and without weight decay: a weight differs exactly if it decays.
         Training with(setup_of("fp32", arch)), without(setup_of("fp32", arch));
