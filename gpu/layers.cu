@@ -169,25 +169,20 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
 
 namespace {
 
-// A thread's own columns of a parameter gradient. In shared memory the two halves of a chunk lie apart, so
-// that neighbouring threads use different banks. Where shared memory is too small, the sums are in the
-// block's row of the partial sums.
+// A thread's own columns of a parameter gradient, in shared memory. The two halves of a chunk lie apart, so
+// that neighbouring threads use different banks.
 struct ColumnSums {
     float4* sums;
-    int64_t apart, step;  // from the first half of a chunk to the second, and from chunk to chunk
-    __device__ ColumnSums(float* sums, int64_t C, bool shared)
-        : sums(reinterpret_cast<float4*>(sums)), apart(shared ? C / CHUNK : 1), step(shared ? 1 : 2) {}
-    __device__ void zero(int64_t col) const {
-        float4* at = sums + col / CHUNK * step;
-        at[0] = at[apart] = float4{};
-    }
+    int64_t apart;  // from the first half of a chunk to the second
+    __device__ ColumnSums(float* sums, int64_t C) : sums(reinterpret_cast<float4*>(sums)), apart(C / CHUNK) {}
+    __device__ void zero(int64_t col) const { sums[col / CHUNK] = sums[col / CHUNK + apart] = float4{}; }
     __device__ void add(int64_t col, const Values& v) const {
-        float4 *at = sums + col / CHUNK * step, &a = at[0], &b = at[apart];
+        float4 &a = sums[col / CHUNK], &b = sums[col / CHUNK + apart];
         a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
         b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
     }
     __device__ void read(int64_t col, Values& v) const {
-        const float4 *at = sums + col / CHUNK * step, a = at[0], b = at[apart];
+        const float4 a = sums[col / CHUNK], b = sums[col / CHUNK + apart];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
 };
@@ -198,7 +193,7 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
          col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
         for (int crew = 0; crew < blockDim.y; crew++) {
-            ColumnSums(sums + crew * C, C, true).read(col, one);
+            ColumnSums(sums + crew * C, C).read(col, one);
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
         partials.store(blockIdx.x * C + col, total, true);
@@ -260,7 +255,7 @@ struct BackwardRow {
 template <class Storage>
 __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const NormBackward<Storage> a) {
     extern __shared__ __align__(16) float sums[];  // (crews, C)
-    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C, true);
+    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++)
         if (row_column(c) < a.C) dweight.zero(row_column(c));
@@ -309,14 +304,11 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
     write_partials(sums, a.C, {a.partials});
 }
 
-template <class Storage, bool SHARED>
+template <class Storage>
 __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
-    // (2, crews, C): dweight, dbias. Not SHARED: one crew, and its row of the partials.
-    extern __shared__ __align__(16) float sums[];
-    float* const own = a.partials + blockIdx.x * a.C;
-    const ColumnSums dweight(SHARED ? sums + threadIdx.y * a.C : own, a.C, SHARED);
-    const ColumnSums dbias(SHARED ? sums + (blockDim.y + threadIdx.y) * a.C : own + gridDim.x * a.C, a.C,
-                           SHARED);
+    extern __shared__ __align__(16) float sums[];  // (2, crews, C): dweight, dbias
+    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
+        dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (row_column(c) >= a.C) continue;
@@ -365,7 +357,6 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
         }
     }
     if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
-    if (!SHARED) return;
     __syncthreads();
     write_partials(sums, a.C, {a.partials});
     write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
@@ -392,9 +383,6 @@ __global__ void __launch_bounds__(32 * REDUCE_ROWS)
 
 // A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
-// Of the 99 KiB that a block can have on every GPU with BF16; the rest is for sums over a row. All GPUs take
-// the same path.
-constexpr size_t NORM_SHARED = 98 << 10;
 
 }  // namespace
 
@@ -415,21 +403,16 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     if (rows == 0) return;
     const dim3 block = row_block(C);
     const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
-    const size_t sums = (n.rms ? 1 : 2) * block.y * C * sizeof(float),
-                 shared = sums <= NORM_SHARED ? sums : 0;
-    require(shared || !n.rms, "the sums of RMSNorm do not fit into shared memory");
+    const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
         const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
                                       dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
-        const auto kernel = n.rms    ? rmsnorm_backward_kernel<Storage>
-                            : shared ? layernorm_backward_kernel<Storage, true>
-                                     : layernorm_backward_kernel<Storage, false>;
+        const auto kernel = n.rms ? rmsnorm_backward_kernel<Storage> : layernorm_backward_kernel<Storage>;
         if (shared > 40 << 10)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(shared)),
-                  "Shared memory for norm_backward");
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                  "This GPU has too little shared memory for norms of such a hidden size");
         kernel<<<grid, block, shared, s>>>(a);
         CHECK_LAUNCH("norm_backward");
     });
