@@ -36,7 +36,8 @@ Factors factors(const AdamW& a) {
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
 //   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
-// On entry m and v still lack the scale of their group: the true moment is scale * m, so keep_m = b1 * scale.
+// On entry m is the moment divided by the scale of its group, as decode_moment() leaves it, and keep_m = b1 *
+// scale: one FMA decays it and restores the scale. The same holds for v and keep_v.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -125,7 +126,7 @@ struct StochasticWeights : DenseWeights<bf16> {
 struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
     static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
                                  uint32_t& top) {
-        Dense<float>{static_cast<float*>(w.values)}.store(i, master, live);
+        Dense<float>{static_cast<float*>(w.values)}.round_and_store(i, master, live);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
     }
@@ -188,7 +189,7 @@ __device__ bool encodes_fast(const MomentFormat& f, const GroupScale& g) {
     return !wide(f, g.k) && (g.max >= 0x1p-100f || g.max == 0);
 }
 
-// Eight values of FMAX (|x| / max)^k, before they are rounded to codes.
+// Eight magnitudes FMAX (|x| / max)^k, before they are rounded to codes. encode_moment() adds the signs.
 __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values& x, Values& y) {
     if (encodes_fast(f, g)) {
 #pragma unroll
@@ -209,7 +210,8 @@ __device__ void expand(const MomentFormat& f, const GroupScale& g, const Values&
 }
 
 // Writes (|code| / FMAX)^(1/k) of eight codes to x and returns the factor that is still missing: max, or 1 in
-// the careful path. `table` has log2(|code| / FMAX).
+// the careful path. adamw_element() multiplies by it; decode_moment() adds the signs. `table` has
+// log2(|code| / FMAX).
 __device__ float contract(const MomentFormat& f, const GroupScale& g, uint2 codes, const float* table,
                           Values& x) {
     const float inverse_k = fast_reciprocal(g.k);
@@ -280,8 +282,10 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
     }
 }
 
-// The scales of both moments of a group, from its new values. Four reductions over the group's 16 lanes (the
-// maximum and the minimum of m and of v) share one butterfly. What a lane goes on with, by its number mod 4:
+// The scales of both moments of a group, from its new values. They need the maximum of m, that of v, and the
+// smallest non-zero magnitude of each: four reductions over the group's 16 lanes. One after the other they
+// would take 16 exchanges between lanes. Here each lane drops half of its numbers in both of the first two
+// rounds, so that six exchanges do. What a lane goes on with, by its number mod 4:
 //   after the exchange with lane    0              1              2              3
 //   ^ 1                             m: max, min    v: max, min    m: max, min    v: max, min   of 2 lanes
 //   ^ 2                             m: max         v: max         m: min         v: min        of 4 lanes
@@ -389,7 +393,7 @@ template <bool SECOND>
 __device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              Values& x) {
     if (!scaled(m)) {
-        EitherDense{m.data, m.format == Format::F32}.store(i, x, true);
+        EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     } else if (m.format == Format::F16) {
         put(static_cast<uint16_t*>(m.data) + i,
             make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
@@ -558,9 +562,10 @@ struct RunOfScales {
         return {__shfl_sync(0xFFFFFFFFu, numbers, first + group),
                 __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
     }
-    // `numbers` with those of the groups that the teams of the warp have just finished. Lanes 0 ... 3 of each
-    // team offer m's max and k, v's max and k. Every lane takes its kind of number from one of the teams. It
-    // keeps that number if the team has just finished the group whose number this lane stores.
+    // `numbers` with those of the groups at ... at + TEAMS - 1 of the run, which the teams have finished.
+    // Lanes 0 ... 3 of each team offer m's max and k, v's max and k. For example with at = 0, lane 9 stores k
+    // of m of group 1, which team 1 has finished: it takes what lane 17, the second one of team 1, offers. A
+    // lane whose group is not among these keeps its number.
     __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);

@@ -1,8 +1,8 @@
 // adamw.cuh - the paper's section 4 on the GPU: AdamW with FP8 moments and dynamic range expansion
 // (adamw.cu).
 //
-// Parameters, their order and the arguments of an update are those of gpu/gradients.cuh. No function
-// allocates or waits; all launch on the given CUDA stream.
+// Parameters, their order and the table of an update are those of gpu/parameters.cuh. No function allocates
+// or waits; all launch on the given CUDA stream.
 #pragma once
 #include "gpu/gradients.cuh"
 

@@ -9,8 +9,7 @@
 //   4. quantize(): the kernel for each format
 //   5. fused kernels: the input of an activation; a bias gradient
 // From part 2 on, kernels go through a tensor in tiles, and a producer computes what is not stored: both are
-// in gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu; only what delayed scaling
-// needs of quantize_kernel (recipe te) is here.
+// in gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu.
 //
 // Words that all parts use:
 //   code        an FP8 value as it is stored, before it is multiplied by its scale
@@ -38,13 +37,13 @@ namespace coat::gpu {
 //
 // scale = amax / 448 of the group, code = E4M3(x / scale).
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
-// costs precision only in its own 16 elements. Groups::store (gpu/tensor.cuh) finds the amax, rounds the
-// scale up to BF16 and writes codes and scale.
+// costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) finds the amax,
+// rounds the scale up to BF16 and writes codes and scale.
 //
 // In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
 // of the activation's output beforehand (linear layers that are not FP8, or are not scaled per tensor just in
 // time). embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
-// the same Groups::store.
+// the same Groups::round_and_store.
 
 namespace {
 
@@ -56,8 +55,8 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     const bool live = chunk < chunks;
     Values v;
     x.values(x.load(i), v);
-    groups.store(i, v, live);  // v becomes scale * code
-    if (back) x.store(i, v, live);
+    groups.round_and_store(i, v, live);  // v becomes scale * code
+    if (back) x.round_and_store(i, v, live);
 }
 // x (BF16) goes to groups; with `back`, x becomes what they hold.
 void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s) {
@@ -128,27 +127,20 @@ void amax(const Lazy& x, TensorScale* out, cudaStream_t s) {
 
 namespace {
 
-template <bool E5M2>
-constexpr float FMAX = info(E5M2 ? Format::E5M2 : Format::E4M3).max;
-
 // Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
-// and this single pass also takes the amax for later steps.
-template <class Producer, bool E5M2, bool TRANSPOSED>
+// and DelayedAmax (gpu/other_scaling.cuh) takes the amax for later steps. codes, transposed: either may be
+// null; transposed is, unless TRANSPOSED.
+template <class Producer, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, bool power_of_two, uint8_t* codes,
-                    uint8_t* transposed) {
+    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, float fmax, bool e5m2, bool power_of_two,
+                    uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const bool delayed = tensor->delayed > 0;
-    const float scale = delayed ? tensor->delayed : scale_of(FMAX<E5M2>, tensor->amax, power_of_two),
+    const bool delayed = tensor->from_history > 0;
+    const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax, power_of_two),
                 inverse = __frcp_rn(scale);
-    // The block's amax, if scaling is delayed. In shared memory it costs just-in-time scaling no register.
-    __shared__ uint32_t most;
-    if (delayed) {
-        if (threadIdx.x == 0) most = 0;
-        __syncthreads();
-    }
+    const DelayedAmax for_later(delayed);
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
@@ -156,44 +148,25 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            if (delayed) {
-                float top = 0;
-                for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[p][j]);
-                // A thread outside the tensor reloads the last row, which may already hold codes.
-                const uint32_t row_top = __reduce_max_sync(0xFFFFFFFFu, live ? magnitude(top) : 0);
-                if (threadIdx.x % 32 == 0) atomicMax(&most, row_top);
-            }
-            four[p][i % 4] = encode(E5M2, v[p], inverse);
+            for_later.take(v[p], live);
+            four[p][i % 4] = encode(e5m2, v[p], inverse);
             if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), four[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
-    if (TRANSPOSED && transposed) flush(tiles, rows, x.width, transposed);
+    if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
         tensor->scale = scale;  // written last, so that it delays no load of x
-    if (!delayed) return;
-    __syncthreads();
-    if (threadIdx.x == 0) update_amax(&tensor->amax, most);
+    for_later.finish(&tensor->amax);
 }
 
 template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
-    const bool e5m2 = out.view.quant.format == Format::E5M2;
-    constexpr bool MAY_BE_E5M2 = PRODUCER_ROLE<Producer> != ProducerRole::Input,
-                   ALWAYS_TRANSPOSED = PRODUCER_ROLE<Producer> == ProducerRole::Gradient;
-    require(MAY_BE_E5M2 || !e5m2, "only gradients are quantized to E5M2");
-    // By format (E4M3, E5M2), then by whether transposed codes are wanted. To compile fewer kernels, some
-    // places of the table have the same kernel. A producer of inputs has E4M3 in both rows; the check above
-    // rejects E5M2. One of gradients transposes in any case (wgrad needs that), and where no transposed codes
-    // are wanted, its kernel does not write them.
-    constexpr decltype(&quantize_kernel<Producer, MAY_BE_E5M2, true>) KERNELS[2][2] = {
-        {quantize_kernel<Producer, false, ALWAYS_TRANSPOSED>, quantize_kernel<Producer, false, true>},
-        {quantize_kernel<Producer, MAY_BE_E5M2, ALWAYS_TRANSPOSED>,
-         quantize_kernel<Producer, MAY_BE_E5M2, true>}};
-    const auto kernel = KERNELS[e5m2][out.transposed != nullptr];
+    const Quant& q = out.view.quant;
+    const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, tensor_scale(out.view), out.view.quant.power_of_two,
+        x, rows, tensor_scale(out.view), info(q.format).max, q.format == Format::E5M2, q.power_of_two,
         static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }
@@ -234,7 +207,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int6
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < Producer::PLANES; p++)
-            out.store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
+            out.round_and_store(((at.row + i) * Producer::PLANES + p) * x.width + at.col, v[p], live);
     });
 }
 
@@ -300,8 +273,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
         };
         if (!READS_SAVED) take_amax();
 #pragma unroll
-        for (int p = 0; p < PLANES; p++) to[p].store(row_offset(i, PLANES * x.width), v[p], live);
-        if (READS_SAVED) take_amax();  // store left in v the values that the groups have
+        for (int p = 0; p < PLANES; p++) to[p].round_and_store(row_offset(i, PLANES * x.width), v[p], live);
+        if (READS_SAVED) take_amax();  // v: what the groups hold of it
     });
     // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_warp(&act->amax, at.col < x.width ? magnitude(top) : 0);
@@ -360,14 +333,10 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
-        if constexpr (PRODUCER_ROLE<decltype(producer)> != ProducerRole::Input) {
-            const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
-            column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
-                                                             workspace, out);
-            CHECK_LAUNCH("column_sums");
-        } else {
-            require(false, "only gradients are summed over tokens");
-        }
+        const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
+        column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
+                                                         workspace, out);
+        CHECK_LAUNCH("column_sums");
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }

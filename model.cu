@@ -40,7 +40,8 @@ using namespace gpu;
 struct Linear {
     size_t param;            // number of the weight (out, in)
     bool biased;
-    int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
+    int64_t bucket;          // of its gradients
+    int64_t stage;           // in which its weight is gathered, with --shard all (plan.h, weight_stages)
     TensorScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     void* saved_x;           // with --recompute off: the input as an operand; else null
@@ -57,13 +58,13 @@ public:
         : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.fast_accumulation),
           peers_(setup_, device_.at(0), cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
           caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
-          head_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
+          head_weight_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
           positions_(config_.arch.rope ? embedding_ : param("positions")), tokens_(step_tokens()),
-          targets_(step_tokens()), order_(step_tokens()), chunks_(step_tokens()), outcome_(1),
+          targets_(step_tokens()), order_(step_tokens()), runs_(step_tokens()), outcome_(1),
           norms_(buckets()), loss_scale_(1) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
                           sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
-                          sizeof(EmbeddingChunk) == 16 && COLUMN_PARTIALS == 128,
+                          sizeof(TokenRun) == 16 && COLUMN_PARTIALS == 128,
                       "as work_rows() in plan.cpp counts them");
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) blocks_.push_back(make_block(l, cache));
@@ -110,7 +111,7 @@ public:
         upload(0, batch_tokens());
         begin(divisor_of_mean(targets, batch_tokens()));
         forward(setup_.B, setup_.T);
-        head(false);
+        head_and_loss(false);
         check_loss(&results()->outcome.loss);
         return finish().loss;
     }
@@ -120,7 +121,7 @@ public:
         upload(0, n);
         begin(1);
         forward(1, n);
-        exchange_.use(exchange_.head(), Exchange::NONE, nullptr);
+        exchange_.make_ready(exchange_.head_stage(), Exchange::NONE, nullptr);
         const View row = head_logits(n - 1, 1),
                    wide{device_.work(Work::GemmScratch), nullptr, 1, row.cols, Q_F32};
         convert(row, wide, cuda_);
@@ -174,7 +175,7 @@ private:
     const bool caches_weights_;
     bool cache_is_valid_ = false;
     // Parameters; positions_ only where the architecture has them.
-    const size_t embedding_, head_, final_norm_, positions_;
+    const size_t embedding_, head_weight_, final_norm_, positions_;
     std::vector<Block> blocks_;
 
     // Of the pass that runs: its shape, what is measured, and which micro-batch of which step it is.
@@ -185,7 +186,7 @@ private:
     bool saves_outputs_ = false;    // --recompute off, in a pass that backward follows
 
     Pinned<int32_t> tokens_, targets_, order_;
-    Pinned<EmbeddingChunk> chunks_;
+    Pinned<TokenRun> runs_;
     Pinned<Outcome> outcome_;
     Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
     Pinned<double> loss_scale_;
@@ -244,13 +245,13 @@ private:
         clear(&results()->outcome, sizeof(Outcome), cuda_);
         clear(&results()->checked_loss, sizeof(double), cuda_);
         stats_ = stats;
-        if (state_.delayed()) {
+        if (state_.delayed_scaling()) {
             state_.clear_amaxes();
             cache_is_valid_ = false;
             exchange_.forget_gathered();
         }
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
-        exchange_.use_all();
+        exchange_.make_all_ready();
         for (const Block& b : blocks_)
             for (const Linear* w : {&b.qkv, &b.attention_out, &b.gate_up, &b.down}) {
                 take_weight_amax(*w);
@@ -285,13 +286,13 @@ private:
     // Runs the embedding and all blocks. Leaves the final norm's input in final_input(), and its statistics.
     void forward(int64_t B, int64_t T) {
         set_shape(B, T);
-        if (!state_.delayed()) state_.clear_amaxes();
+        if (!state_.delayed_scaling()) state_.clear_amaxes();
         const Norm norm1 = norm1_of(blocks_[0]);
-        exchange_.use(0, 1, nullptr);
+        exchange_.make_ready(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
                           residual_out(norm1), norm1, reads_saved(norm1),
-                          amax_target(blocks_[0].qkv.x_scale), cuda_);
+                          amax_if_needed(blocks_[0].qkv.x_scale), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -299,22 +300,22 @@ private:
     void forward_and_backward() {
         saves_outputs_ = !setup_.recompute;
         forward(setup_.B, setup_.T);
-        head(true);
+        head_and_loss(true);
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
         saves_outputs_ = false;
     }
     void embedding_backward() {
         const int64_t first = micro_batch_ * N_;
         const EmbeddingOrder order = embedding_order(tokens_.get() + first, N_, config_.V);
-        const int64_t chunks = static_cast<int64_t>(order.chunks.size());
+        const int64_t runs = static_cast<int64_t>(order.runs.size());
         int32_t* const device_order = device_.work<int32_t>(Work::EmbeddingOrder);
-        EmbeddingChunk* const device_chunks = device_.work<EmbeddingChunk>(Work::EmbeddingChunks);
+        TokenRun* const device_runs = device_.work<TokenRun>(Work::TokenRuns);
         std::copy(order.order.begin(), order.order.end(), order_.get() + first);
-        std::copy(order.chunks.begin(), order.chunks.end(), chunks_.get() + first);
+        std::copy(order.runs.begin(), order.runs.end(), runs_.get() + first);
         copy(device_order, order_.get() + first, N_ * 4, cuda_);
-        copy(device_chunks, chunks_.get() + first, chunks * int64_t(sizeof(EmbeddingChunk)), cuda_);
+        copy(device_runs, runs_.get() + first, runs * int64_t(sizeof(TokenRun)), cuda_);
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), device_order, device_chunks, chunks,
+        gpu::embedding_backward(residual_gradient(), device_order, device_runs, runs,
                                 state_.gradient(embedding_), device_.work<float>(Work::EmbeddingPartials),
                                 cuda_);
         if (!config_.arch.rope)
@@ -329,7 +330,7 @@ private:
         const BucketRange& bucket = state_.buckets[number];
         for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
             const Param& p = state_.params[i];
-            if (!p.role.linear && i != head_)
+            if (!p.role.linear && i != head_weight_)
                 clear(state_.gradient(i).data, p.padded_size() * state_.gradient_bytes, cuda_);
         }
     }
@@ -369,29 +370,29 @@ private:
 
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). The norm is computed from its saved
         // input (in coat-saved from the residual stream) while its codes are made.
-        linear_forward(b.qkv, norm(read(norm1)), qkv);
+        linear_forward(b.qkv, norm(as_forward_reads(norm1)), qkv);
         // rotary positions
         if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
         save_attention(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
         attention_forward(attention(), qkv.data, out.data, log_sum_exp(b), cuda_);
         save_attention(out, saved_out);
-        take_amax(stored(saved_out), amax_target(b.attention_out.x_scale));
+        take_amax(stored(saved_out), amax_if_needed(b.attention_out.x_scale));
         // attention output projection: (N, q_cols) -> (N, C)
         linear_forward(b.attention_out, stored(saved_out), branch);
         // residual add; it saves the input of norm 2
-        residual_forward(norm1, branch, norm2, amax_target(b.gate_up.x_scale));
+        residual_forward(norm1, branch, norm2, amax_if_needed(b.gate_up.x_scale));
 
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
-        gate_up_forward(b, norm(read(norm2)), gate_up);
+        gate_up_forward(b, norm(as_forward_reads(norm2)), gate_up);
         // SiLU(gate) x up, or GELU, computed from what was saved, or from what was quantized then; down
         // projection: (N, F) -> (N, C)
         const bool from_saved = recipe_.forward_reads_saved || !gate_up.quant.fp8();
         const View input = from_saved ? gate_up : compute_view(Work::GateUp, gate_up.cols);
         linear_forward(b.down, activation(gated, input), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
-        residual_forward(norm2, branch, next, last ? nullptr : amax_target(blocks_[l + 1].qkv.x_scale));
+        residual_forward(norm2, branch, next, last ? nullptr : amax_if_needed(blocks_[l + 1].qkv.x_scale));
     }
 
     // The gradient of the residual stream goes through the block in place. norm_backward() leaves behind what
@@ -417,10 +418,10 @@ private:
         begin_bucket(b.gate_up.bucket);
         const bool in_place = gate_up_gradient_in_place(setup_);
         g8 = gradient_operand(b.gate_up, activation_backward(gated, gate_up, dact),
-                              amax_target(b.gate_up.g_scale), in_place ? gate_up.data : nullptr);
+                              amax_if_needed(b.gate_up.g_scale), in_place ? gate_up.data : nullptr);
         // gate and up projection, dgrad; norm 2
         dgrad(b.gate_up, g8, dx);
-        residual_backward(norm2, b.norm2, dx, g, amax_target(b.attention_out.g_scale));
+        residual_backward(norm2, b.norm2, dx, g, amax_if_needed(b.attention_out.g_scale));
         // gate and up projection, wgrad: after norm 2, whose statistics recompute the norm's output
         wgrad(b.gate_up, g8, norm(norm2));
         end_bucket(b.gate_up.bucket);
@@ -444,12 +445,13 @@ private:
         attention_backward(attention(), qkv.data, out.data, log_sum_exp(b), dout.data, dqkv.data,
                            device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
-        TensorScale* const dqkv_amax = amax_target(b.qkv.g_scale);
+        TensorScale* const dqkv_amax = amax_if_needed(b.qkv.g_scale);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
         g8 = gradient_operand(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
         dgrad(b.qkv, g8, dx);
-        residual_backward(norm1, b.norm1, dx, g, l > 0 ? amax_target(blocks_[l - 1].down.g_scale) : nullptr);
+        residual_backward(norm1, b.norm1, dx, g,
+                          l > 0 ? amax_if_needed(blocks_[l - 1].down.g_scale) : nullptr);
         // q, k, v projection, wgrad: after norm 1
         wgrad(b.qkv, g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -474,7 +476,7 @@ private:
     // the activation's output is taken.
     void gate_up_forward(const Block& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
-        TensorScale* const act = amax_target(b.down.x_scale);
+        TensorScale* const act = amax_if_needed(b.down.x_scale);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
             return take_amax(activation(gated, gate_up), act);
@@ -534,9 +536,9 @@ private:
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight_operand(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        const int64_t next_in_backward = w.bucket > 1 ? w.bucket - 1 : Exchange::NONE;
-        const int64_t next = use == Gemm::Dgrad ? next_in_backward : w.bucket + 1;
-        exchange_.use(w.bucket, next, stats_of(Kind::Weight));
+        const int64_t next_in_backward = w.stage > 1 ? w.stage - 1 : Exchange::NONE;
+        const int64_t next = use == Gemm::Dgrad ? next_in_backward : w.stage + 1;
+        exchange_.make_ready(w.stage, next, stats_of(Kind::Weight));
         void* codes = device_.work(Work::WeightOperand);
         void* transposed = nullptr;
         const View whole = state_.weight(w.param);
@@ -577,8 +579,8 @@ private:
     // Where the producer of a tensor must put its amax; null if nobody needs it. Per-tensor scaling just in
     // time needs the amax before the codes. Delayed scaling needs it only while a history is empty. The
     // operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
-    TensorScale* amax_target(TensorScale* scale) const {
-        const bool just_in_time = !state_.delayed() || state_.some_without_history;
+    TensorScale* amax_if_needed(TensorScale* scale) const {
+        const bool just_in_time = !state_.delayed_scaling() || state_.some_without_history;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
     }
     void take_amax(const Lazy& x, TensorScale* scale) const {
@@ -587,7 +589,7 @@ private:
     // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another TensorScale, so it
     // takes the amax here.
     void take_weight_amax(const Linear& w) const {
-        if (state_.delayed()) take_amax(stored(state_.weight(w.param)), amax_target(w.w_scale));
+        if (state_.delayed_scaling()) take_amax(stored(state_.weight(w.param)), amax_if_needed(w.w_scale));
     }
 
     // --- Residual stream and attention
@@ -598,7 +600,7 @@ private:
     }
     // Whether the forward pass computes the norm from what is saved, and the norm as it computes it.
     bool reads_saved(const Norm& n) const { return recipe_.forward_reads_saved || !n.in.quant.fp8(); }
-    Norm read(Norm n) const {
+    Norm as_forward_reads(Norm n) const {
         if (!reads_saved(n)) n.in = residual(n);
         return n;
     }
@@ -641,21 +643,21 @@ private:
         part.stats += first;
         const Operand y = make_operand(norm(part), Quant{recipe_.compute}, device_.work(Work::FinalNorm),
                                        nullptr, nullptr, Kind::LinearInput);
-        gemms_.run(Gemm::Fprop, y, {state_.weight(head_)}, logits, false, nullptr, cuda_);
+        gemms_.run(Gemm::Fprop, y, {state_.weight(head_weight_)}, logits, false, nullptr, cuda_);
         return logits;
     }
     // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale; and in backward the
     // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time; their gradients
     // take their place. The head's gradient is summed in FP32 where a BF16 sum would be rounded too often
     // (plan.h, head_sum_apart).
-    void head(bool backward) {
-        const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_);
+    void head_and_loss(bool backward) {
+        const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_weight_);
         const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
         const View wide{device_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32},
             sum = in_fp32 ? wide : gradient;
         const int32_t* const targets = device_.work<int32_t>(Work::Targets);
         float* const losses = device_.work<float>(Work::Losses);
-        exchange_.use(exchange_.head(), backward ? exchange_.head() - 1 : Exchange::NONE,
+        exchange_.make_ready(exchange_.head_stage(), backward ? exchange_.head_stage() - 1 : Exchange::NONE,
                       stats_of(Kind::Weight));
         if (backward) exchange_.wait_for_buckets();
         if (backward && in_fp32 && !assigns()) convert(gradient, sum, cuda_);  // BF16 to FP32
@@ -667,14 +669,14 @@ private:
                           losses + first, cuda_);
             if (!backward) continue;
             gemms_.run(Gemm::Wgrad, {logits}, {y}, sum, !(assigns() && first == 0), nullptr, cuda_);
-            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_)}, rows(dy, first, n), false, nullptr,
-                       cuda_);
+            gemms_.run(Gemm::Dgrad, {logits}, {state_.weight(head_weight_)}, rows(dy, first, n), false,
+                       nullptr, cuda_);
         }
         loss_sum(losses, N_, &results()->loss_scale, &results()->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) convert(sum, gradient, cuda_);  // FP32 to BF16
         begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
-        residual_backward(final_norm(), final_norm_, dy, View{}, amax_target(blocks_.back().down.g_scale));
+        residual_backward(final_norm(), final_norm_, dy, View{}, amax_if_needed(blocks_.back().down.g_scale));
         end_bucket(buckets() - 1);
     }
 
@@ -735,9 +737,11 @@ private:
             const int64_t out = state_.params[i].rows, in = state_.params[i].cols, number = linears++;
             uint8_t* const cached = cache;
             if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
-            return {i, number == 0 ? config_.arch.qkv_bias : config_.arch.bias, state_.params[i].bucket,
-                    state_.operand_scales(l, LinearOperand::X) + number, state_.weight_scale(i),
-                    state_.operand_scales(l, LinearOperand::G) + number, cached, saved_x};
+            const bool biased = number == 0 ? config_.arch.qkv_bias : config_.arch.bias;
+            const int64_t bucket = state_.params[i].bucket, stage = bucket;  // both count linear layers
+            return {i, biased, bucket, stage, state_.operand_scales(l, LinearOperand::X) + number,
+                    state_.weight_scale(i), state_.operand_scales(l, LinearOperand::G) + number, cached,
+                    saved_x};
         };
         b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
         b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].data);

@@ -524,7 +524,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Tokens), N * 4, {{ALWAYS, "tokens"}}},
         {W(Targets), N * 4, {{ALWAYS, "targets"}}},
         {W(EmbeddingOrder), s.B * s.T * 4, {{ALWAYS, "the batch's positions, sorted by token"}}},
-        {W(EmbeddingChunks), s.B * s.T * 16, {{ALWAYS, "runs of equal tokens among them"}}},
+        {W(TokenRuns), s.B * s.T * 16, {{ALWAYS, "runs of equal tokens among them"}}},
         {W(Losses), N * 4, {{ALWAYS, "loss of each token, FP32"}}},
         {W(NormStatistics), N * 8, {{ALWAYS, "mean and 1 / standard deviation of a norm's rows"}}},
         {W(RopeTable), c.arch.rope ? s.T * c.HS() / 2 * 8 : 0, {{ALWAYS, "cosines and sines of RoPE"}}},
@@ -588,7 +588,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(EmbeddingPartials), s.B * s.T * C * 4,
          {{EMBEDDING_BACKWARD, "partial sums of the embedding's gradient"}}},
         {W(GradientSquares), s.ranks * (chunks + 1) * 8,
-         {{norm, "sums of squared gradients, by chunks and ranks"}}},
+         {{norm, "sums of squared gradients, by shard chunks and ranks"}}},
     };
 #undef W
 }
@@ -843,9 +843,6 @@ std::string why_unsupported(const Recipe& r, int capability) {
                           "but this one has ", version_text(capability, 10), "; use --recipe colossal, or "
                           "--device cpu.");
     }
-    if (r.x.format == Format::E5M2)
-        return concat(recipe, " quantizes inputs of linear layers to e5m2, which only the CPU supports; use "
-                      "e4m3, or --device cpu.");
     for (const Quant& q : {r.nonlinear, r.attention})
         if (!(q == Quant{r.compute}) && !(q == Q_GROUP && bf16))
             return concat(recipe, " saves ", q.text(), " tensors with compute dtype ", compute,

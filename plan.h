@@ -76,7 +76,7 @@ Setup bf16_baseline(Setup s);
 // contains when; ./train --plan full prints that table. A buffer that a recipe does not need has 0 bytes.
 enum class Work : uint8_t {
     // for the whole step
-    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, EmbeddingChunks, Losses, NormStatistics,
+    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, TokenRuns, Losses, NormStatistics,
     RopeTable, Scales, Segments, Results, CachedWeights,
     GatheredWeights, ReceivedGradients, RankScales,  // of several ranks
     // in some of its phases

@@ -700,18 +700,19 @@ public:
     const Recipe& recipe = setup_.recipe;
     const std::vector<Param> params = parameters(config);
     std::vector<Tensor> weights, gradients;  // by parameter, in the compute dtype and in gradient_format()
-    std::vector<std::array<DelayedScale, OPERANDS>> delayed;  // by parameter; no history unless recipe delays
+    // By parameter; without a history unless the recipe delays.
+    std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
     QuantStats* stats = nullptr;  // one for each Kind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
     std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
-    explicit Network(const Setup& s) : setup_(s), delayed(params.size()) {
+    explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
         for (const Param& p : params) {
             index_[p.name] = weights.size();
             weights.emplace_back(p.size());
             gradients.emplace_back(p.size());
             if (p.role.linear && recipe.scaling == Scaling::Delayed)
-                for (DelayedScale& d : delayed[index_[p.name]]) d.history.resize(recipe.history);
+                for (DelayedScale& d : delayed_scales[index_[p.name]]) d.history.resize(recipe.history);
         }
     }
 
@@ -720,7 +721,7 @@ public:
     // Before a step, or a forward pass on its own.
     void begin() {
         finite = true;
-        for (auto& operands : delayed)
+        for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
@@ -863,7 +864,7 @@ private:
             const float largest = q.fp8() ? checked_amax(x) : 0;
             float scale = scale_of(q, largest);
             if (recipe.scaling == Scaling::Delayed && q.fp8()) {
-                DelayedScale& d = delayed[i][int(which)];
+                DelayedScale& d = delayed_scales[i][int(which)];
                 d.amax = std::max(d.amax, largest);
                 scale = d.scale > 0 ? d.scale : scale_of(q, d.amax);
             }
@@ -1231,7 +1232,7 @@ private:
 
     // Delayed scaling: the amax of an operand is the largest of all ranks. It gives the next step's scale.
     void end_delayed_step() {
-        for (auto& operands : delayed)
+        for (auto& operands : delayed_scales)
             for (int o = 0; o < OPERANDS; o++) {
                 DelayedScale& d = operands[o];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
@@ -1271,8 +1272,8 @@ private:
             {".v", whole(s.v.codes)}, {".v.max", whole(s.v.max)}, {".v.k", whole(s.v.k)}};
         if (setup_.master) places[".remainder"] = part(s.remainder, state);
         if (setup_.keep_gradients) places[".gradient"] = part(gradients[i], state);
-        for (int o = 0; o < OPERANDS && !delayed[i][o].history.empty(); o++) {
-            DelayedScale& d = delayed[i][o];
+        for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {
+            DelayedScale& d = delayed_scales[i][o];
             places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);
             places[OPERAND_NAMES[o] + std::string(".scale")] = {&d.scale, sizeof d.scale};
         }

@@ -359,7 +359,7 @@ private:
         amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
-            check(cudaMemcpyAsync(&slot->delayed, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
+            check(cudaMemcpyAsync(&slot->from_history, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
                   "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const Lazy& x, const Quant& q, Use use) {
@@ -534,11 +534,11 @@ private:
                    positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
         const EmbeddingOrder order = embedding_order(tokens.data(), N_, c_.V);
-        const int64_t chunks = static_cast<int64_t>(order.chunks.size());
-        const auto distinct = std::count_if(order.chunks.begin(), order.chunks.end(),
-                                            [](const EmbeddingChunk& c) { return c.chunks > 0; });
+        const int64_t chunks = static_cast<int64_t>(order.runs.size());
+        const auto distinct = std::count_if(order.runs.begin(), order.runs.end(),
+                                            [](const TokenRun& c) { return c.runs > 0; });
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
-        const EmbeddingChunk* pieces = upload(order.chunks);
+        const TokenRun* pieces = upload(order.runs);
         float* workspace = floats(chunks * c_.C);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
             embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true,

@@ -48,7 +48,7 @@ sanitize_one() {  # slot, logs, tool, test
 sanitize() {  # pattern
     export -f sanitize_one
     export GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
-    local tool test chosen='--source-file=*test_coat_*.cu,*test_adamw*.cu,*test_gradients.cu,*test_layers*.cu,*test_attention*.cu,*test_other_scaling.cu,*test_report.cu' commas=${GPUS//[^,]/}
+    local tool test chosen='--source-file=*test_coat_*.cu,*test_adamw*.cu,*test_parameters.cu,*test_gradients.cu,*test_layers*.cu,*test_attention*.cu,*test_other_scaling.cu,*test_report.cu' commas=${GPUS//[^,]/}
     [ -z "$1" ] || chosen=--test-case=$1
     build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' |
         grep '^gpu: ' > "$logs/names.txt"

@@ -16,7 +16,7 @@
 // on timing, so there are two passes. The first owns tiles of keys and loops over queries (dk, dv);
 // the second owns tiles of queries and loops over keys (dq). One kernel does both, because they
 // differ only in which side is the rows: see Owner. The price is that s and dp are computed twice.
-#include "attention_sm90.cuh"
+#include "attention_common.cuh"
 
 namespace coat {
 namespace {
@@ -339,7 +339,7 @@ __device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
 }
 
 // c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns. c is spread as
-// attention_sm90.cuh describes.
+// attention_common.cuh describes.
 __device__ void mma(float* c, const FragmentA& a, const FragmentB& b) {
     for (int i = 0; i < 2; i++)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

@@ -28,7 +28,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "attention_sm90.cuh"
+#include "attention_common.cuh"
 #include "cuda.cuh"
 
 namespace coat::sm90 {
@@ -181,7 +181,7 @@ DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 // A tile (rows, HS) is stored in shared memory as panels of 64 columns. A panel has rows of 128 bytes
 // and is swizzled: the 16-byte chunks of row r are permuted by exclusive or with r % 8, so that a
 // column touches all banks. Each warp of a warpgroup holds 16 of its 64 accumulator rows, in the
-// layout described in attention_sm90.cuh.
+// layout described in attention_common.cuh.
 
 __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + threadIdx.x % WARP / 4; }
 

@@ -86,7 +86,7 @@ public:
         complete(Peers::Topic::Vectors, 0, vectors);
         if (setup_.shard == Shard::All) return peers_.make_compute_wait();
         for (size_t stage = 0; stage < stages_.size(); stage++) {
-            const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head();
+            const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head_stage();
             if (!sent_already) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
             ready_[stage].record(peers_.stream());
         }
@@ -94,7 +94,7 @@ public:
     // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
-    void use(int64_t stage, int64_t next, QuantStats* stats) {
+    void make_ready(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
         ready_[stage].make_wait(device_.stream);  // with --shard optimizer; else never recorded: no wait
         if (setup_.shard != Shard::All) return;
@@ -105,10 +105,10 @@ public:
         gathered_[current_].make_wait(device_.stream);
         if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
     }
-    void use_all() {
+    void make_all_ready() {
         for (const Event& e : ready_) e.make_wait(device_.stream);
     }
-    int64_t head() const { return static_cast<int64_t>(stages_.size()) - 1; }
+    int64_t head_stage() const { return static_cast<int64_t>(stages_.size()) - 1; }
     // --shard all: whether weights of linear layers travel as codes (not while a delayed scale is missing).
     bool sends_codes() const { return gathers_codes(setup_) && !state_.some_without_history; }
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }

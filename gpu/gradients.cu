@@ -1,81 +1,8 @@
-// gpu/gradients.cu - what any optimizer needs around its update (interface: gradients.cuh):
-//   1. weights and their exact FP32 master
-//   2. the gradient norm, clipping, steps that are skipped, and sums over ranks
+// gradients.cu - what any optimizer needs before its update: the gradient norm, clipping, steps that are
+// skipped, and sums over ranks (interface: gradients.cuh).
 #include "gradients.cuh"
 
 namespace coat::gpu {
-namespace {
-
-// ===========================================================================================================
-// 1. Weights: BF16 and a 16-bit remainder make the FP32 master, bits = (weight << 16) + remainder
-
-__device__ void split(float master, uint16_t& weight, int16_t& remainder) {
-    const uint32_t bits = __float_as_uint(master);
-    // To nearest; ties go away from zero, so that the remainder fits.
-    weight = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    remainder = static_cast<int16_t>(bits & 0xFFFFu);
-}
-__device__ float join(uint16_t weight, int16_t remainder) {
-    return __uint_as_float((uint32_t(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
-}
-
-constexpr int SIMPLE_THREADS = 256;
-__device__ int64_t element() { return int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x; }
-
-// i counts from the slice's first element. Any of values, weights and remainders may be null.
-__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
-                                  int64_t count, int64_t padded, float std, bool ones, int64_t used,
-                                  uint64_t seed, uint64_t index) {
-    const int64_t i = element();
-    if (i >= padded) return;
-    const float value = i < count ? initial(std, ones, used, seed, index, first + i) : 0.0f;
-    uint16_t weight;
-    int16_t remainder;
-    split(value, weight, remainder);
-    if (values) values[i] = value;
-    if (weights) weights[i] = weight;
-    if (remainders) remainders[i] = remainder;
-}
-__global__ void split_kernel(const float* master, uint16_t* weight, int16_t* remainder, int64_t n) {
-    const int64_t i = element();
-    if (i < n) split(master[i], weight[i], remainder[i]);
-}
-__global__ void join_kernel(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n) {
-    const int64_t i = element();
-    if (i < n) master[i] = join(weight[i], remainder[i]);
-}
-
-}  // namespace
-
-void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
-                uint64_t seed, cudaStream_t s) {
-    const bool f32 = w.format == Format::F32;
-    auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
-        const int64_t n = padded(slice);
-        if (n == 0) return;
-        initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, used,
-            seed, index);
-        CHECK_LAUNCH("initialize");
-    };
-    launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
-           f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
-    if (w.remainder) launch(at.state, nullptr, nullptr, w.remainder + at.state_at);
-}
-void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s) {
-    if (n == 0) return;
-    split_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(master, weight, remainder, n);
-    CHECK_LAUNCH("split_master");
-}
-void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s) {
-    if (n == 0) return;
-    join_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(weight, remainder, master, n);
-    CHECK_LAUNCH("join_master");
-}
-
-// ===========================================================================================================
-// 2. Before the update: the gradient norm, clipping, steps that are skipped, sums over ranks
-
 namespace {
 
 // Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
@@ -173,7 +100,7 @@ __global__ void __launch_bounds__(ADD_THREADS)
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
-    sum.store(i, total, true);
+    sum.round_and_store(i, total, true);
 }
 
 __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
@@ -184,7 +111,7 @@ __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* th
     for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
     scales[i].amax = __uint_as_float(top);
     scales[i].scale =
-        scales[i].delayed > 0 ? scales[i].delayed : scale_of(fmax, scales[i].amax, power_of_two);
+        scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax, power_of_two);
 }
 
 constexpr int CHECK_THREADS = 256;

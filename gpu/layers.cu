@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (a.y.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
-        if (x_out.data) x_out.store(i, sum, live);
-        in.store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
+        if (x_out.data) x_out.round_and_store(i, sum, live);
+        in.round_and_store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
         if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
@@ -196,7 +196,7 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
             ColumnSums(sums + crew * C, C).read(col, one);
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
-        partials.store(blockIdx.x * C + col, total, true);
+        partials.round_and_store(blockIdx.x * C + col, total, true);
     }
 }
 
@@ -247,7 +247,7 @@ struct BackwardRow {
         a.g_in.values(raw_g[c], v);
     }
     __device__ void store(int c, Values& v, float& top) const {
-        a.g_out.store(first + offset(c), v, true);
+        a.g_out.round_and_store(first + offset(c), v, true);
         for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[j]);
     }
 };
@@ -597,7 +597,7 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
         if (threadIdx.x == 0) losses[row] = 0;
         Values zeros = {};
         for (int64_t col = threadIdx.x * CHUNK; scale_of_step && col < stride; col += LOSS_THREADS * CHUNK)
-            logits.store(first + col, zeros, true);
+            logits.round_and_store(first + col, zeros, true);
         return;
     }
     const float correct = static_cast<float>(logits.data[first + target]);
@@ -643,7 +643,7 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
             for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? scale : 0.0f;
         }
         mask(col, x, 0.0f);
-        logits.store(first + col, x, true);
+        logits.round_and_store(first + col, x, true);
     }
 }
 
@@ -693,15 +693,15 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
     out.order.resize(N);
     std::vector<int32_t> next(first.begin(), first.end() - 1);
     for (int64_t i = 0; i < N; i++) out.order[next[tokens[i]]++] = static_cast<int32_t>(i);
-    // Tokens with several chunks come first: only their chunks need partial sums.
+    // Tokens with several runs come first: only their runs need partial sums.
     for (const bool several : {true, false})
         for (int64_t t = 0; t < V; t++) {
             const int32_t count = first[t + 1] - first[t],
-                          chunks = static_cast<int32_t>(ceil_div(count, EMBEDDING_CHUNK));
-            for (int32_t c = 0; c < chunks && several == (chunks > 1); c++)
-                out.chunks.push_back({static_cast<int32_t>(t), first[t] + c * EMBEDDING_CHUNK,
-                                      std::min(EMBEDDING_CHUNK, count - c * EMBEDDING_CHUNK),
-                                      c ? 0 : chunks});
+                          runs = static_cast<int32_t>(ceil_div(count, RUN_ROWS));
+            for (int32_t c = 0; c < runs && several == (runs > 1); c++)
+                out.runs.push_back({static_cast<int32_t>(t), first[t] + c * RUN_ROWS,
+                                      std::min(RUN_ROWS, count - c * RUN_ROWS),
+                                      c ? 0 : runs});
         }
     return out;
 }
@@ -727,31 +727,31 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
     }
 }
 
-// Stage one: the rows of a chunk. A token with one chunk is done then; others leave their chunks' sums in
+// Stage one: the rows of a run. A token with one run is done then; others leave their runs' sums in
 // partials.
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_chunks_kernel(Dense<T> g, int64_t C, const int32_t* order, const EmbeddingChunk* chunks,
+    embedding_runs_kernel(Dense<T> g, int64_t C, const int32_t* order, const TokenRun* runs,
                             EitherDense gradient, Dense<float> partials) {
     const int64_t col = embedding_column();
     if (col >= C) return;
-    const EmbeddingChunk chunk = chunks[blockIdx.x];
+    const TokenRun run = runs[blockIdx.x];
     Values sum = {};
-    sum_rows(g, C, col, chunk.count, [&](int i) { return int64_t(order[chunk.first + i]); }, sum);
-    if (chunk.chunks == 1) gradient.add(chunk.token * C + col, sum);
-    else partials.store(blockIdx.x * C + col, sum, true);
+    sum_rows(g, C, col, run.count, [&](int i) { return int64_t(order[run.first + i]); }, sum);
+    if (run.runs == 1) gradient.add(run.token * C + col, sum);
+    else partials.round_and_store(blockIdx.x * C + col, sum, true);
 }
 
-// Stage two: the chunks of a token that has several, in order.
+// Stage two: the runs of a token that has several, in order.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_tokens_kernel(int64_t C, const EmbeddingChunk* chunks, EitherDense gradient,
+    embedding_tokens_kernel(int64_t C, const TokenRun* runs, EitherDense gradient,
                             Dense<float> partials) {
     const int64_t col = embedding_column();
-    const EmbeddingChunk chunk = chunks[blockIdx.x];
-    if (col >= C || chunk.chunks < 2) return;
+    const TokenRun run = runs[blockIdx.x];
+    if (col >= C || run.runs < 2) return;
     Values sum = {};
-    sum_rows(partials, C, col, chunk.chunks, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
-    gradient.add(chunk.token * C + col, sum);
+    sum_rows(partials, C, col, run.runs, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
+    gradient.add(run.token * C + col, sum);
 }
 
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
@@ -768,18 +768,18 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 }  // namespace
 
-void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks,
-                        int64_t number_of_chunks, const View& gradient, float* workspace, cudaStream_t s) {
-    if (number_of_chunks == 0) return;
-    const dim3 grid = embedding_grid(number_of_chunks, g.cols);
+void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs,
+                        int64_t number_of_runs, const View& gradient, float* workspace, cudaStream_t s) {
+    if (number_of_runs == 0) return;
+    const dim3 grid = embedding_grid(number_of_runs, g.cols);
     const Dense<float> partials{workspace};
     const EitherDense to = either_dense(gradient);
     with_dense(g, [&](auto x) {
-        embedding_chunks_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, chunks, to, partials);
+        embedding_runs_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, runs, to, partials);
         CHECK_LAUNCH("embedding_backward");
     });
-    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, chunks, to, partials);
-    CHECK_LAUNCH("embedding_backward, tokens with several chunks");
+    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, runs, to, partials);
+    CHECK_LAUNCH("embedding_backward, tokens with several runs");
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {

@@ -62,21 +62,21 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 // --- Embedding, backward
 
 // The rows of g that belong to the same token, sorted on the host by counting, so that sums have a fixed
-// order. A chunk is at most EMBEDDING_CHUNK rows of one token.
-inline constexpr int EMBEDDING_CHUNK = 32;
-struct EmbeddingChunk {
+// order. A run is at most RUN_ROWS rows of one token.
+inline constexpr int RUN_ROWS = 32;
+struct TokenRun {
     int32_t token, first, count;  // rows order[first .. first + count)
-    int32_t chunks;               // of this token, which follow each other; 0 for all but the first of them
+    int32_t runs;                 // of this token, which follow each other; 0 for all but the first of them
 };
 struct EmbeddingOrder {
-    std::vector<int32_t> order;          // (N) row numbers by token, ascending within a token
-    std::vector<EmbeddingChunk> chunks;  // at most N
+    std::vector<int32_t> order;  // (N) row numbers by token, ascending within a token
+    std::vector<TokenRun> runs;  // at most N
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V);
-// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and chunks are on the
-// device. Workspace: (number_of_chunks, C) floats.
-void embedding_backward(const View& g, const int32_t* order, const EmbeddingChunk* chunks,
-                        int64_t number_of_chunks, const View& gradient, float* workspace, cudaStream_t s);
+// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and runs are on the
+// device. Workspace: (number_of_runs, C) floats.
+void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs,
+                        int64_t number_of_runs, const View& gradient, float* workspace, cudaStream_t s);
 // gradient (max_T, C): row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 

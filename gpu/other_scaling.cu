@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             Values y;
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) y[j] = quantize_and_decode(e5m2, v[p][j], *grid.at(row, col + j));
-            out.store(row * PLANES * x.width + col, y, true);
+            out.round_and_store(row * PLANES * x.width + col, y, true);
         }
     });
 }
@@ -223,9 +223,9 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
     __syncthreads();
     if (threadIdx.x != 0) return;
     const float wanted = ldexpf(__uint_as_float(most), margin);
-    if (wanted > 0 && wanted < INFINITY) tensor.delayed = scale_of(fmax, wanted);
-    if (!(tensor.delayed > 0)) atomicAdd(empty, 1u);
-    else tensor.scale = tensor.delayed;  // a rank without a part of this weight receives only codes
+    if (wanted > 0 && wanted < INFINITY) tensor.from_history = scale_of(fmax, wanted);
+    if (!(tensor.from_history > 0)) atomicAdd(empty, 1u);
+    else tensor.scale = tensor.from_history;  // a rank without a part of this weight receives only codes
 }
 
 }  // namespace

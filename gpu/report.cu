@@ -17,7 +17,7 @@ struct ScaleSource {
     __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
         if (blocks.scales) return *blocks.at(row, col);
         if (!tensor) return group;
-        return tensor->delayed > 0 ? tensor->delayed : scale_of(fmax, tensor->amax, power_of_two);
+        return tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax, power_of_two);
     }
 };
 

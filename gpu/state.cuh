@@ -49,14 +49,6 @@ private:
     uint8_t* base_ = nullptr;
 };
 
-// The rows [first, first + n) of a view that is dense, in groups or per tensor.
-inline View rows(const View& v, int64_t first, int64_t n) {
-    uint8_t* scales = static_cast<uint8_t*>(v.scales);
-    const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
-    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
-    return {static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Weights, gradients and moments, by parameter
 
@@ -121,13 +113,13 @@ public:
     }
     // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
     TensorScale* weight_scale(size_t i) const {
-        return delayed() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
+        return delayed_scaling() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
     }
     int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
     int64_t number_of_scales() const {
         return static_cast<int64_t>(params.size()) + number_of_operand_scales();
     }
-    bool delayed() const { return setup.recipe.scaling == Scaling::Delayed; }
+    bool delayed_scaling() const { return setup.recipe.scaling == Scaling::Delayed; }
 
     // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
     void initialize() {
@@ -157,9 +149,11 @@ public:
                                 number_of_operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
-    void expect_missing_histories() { some_without_history = delayed() && linear_formats(setup).x.fp8(); }
+    void expect_missing_histories() {
+        some_without_history = delayed_scaling() && linear_formats(setup).x.fp8();
+    }
     void end_delayed_step() {
-        if (!delayed()) return;
+        if (!delayed_scaling()) return;
         Outcome& outcome = device_.results()->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
@@ -200,7 +194,7 @@ public:
     // scaling those of a step. Also gives codes of weights their scale, for ranks that own none of them.
     void combine_amaxes() {
         if (!peers_.several()) return;
-        const int64_t n = delayed() ? number_of_scales() : static_cast<int64_t>(params.size());
+        const int64_t n = delayed_scaling() ? number_of_scales() : static_cast<int64_t>(params.size());
         const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
         TensorScale* const all = device_.work<TensorScale>(Work::RankScales);
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
@@ -318,11 +312,11 @@ private:
             if (suffix == of + ".k" && m.k) return {m.k, scales * 4};
         }
         for (LinearOperand o : LINEAR_OPERANDS) {
-            if (!delayed() || !params[i].role.linear) continue;
+            if (!delayed_scaling() || !params[i].role.linear) continue;
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
             const int64_t linear = params[i].bucket - 1;
             if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
-            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].delayed, 4};
+            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].from_history, 4};
         }
         throw Error("The model has no tensor " + name + ".");
     }

@@ -3,9 +3,10 @@
 // A thread handles a chunk of 8 consecutive elements, which is 16 bytes of BF16, the widest access of a GPU.
 // How elements lie in memory is a Storage: Dense<bf16>, Dense<float>, or Groups (E4M3 codes with one BF16
 // scale per 16 elements).
-//   load()    fetches a chunk as it is, so that several fetches can be in flight before the first is used;
-//   values()  converts a fetched chunk to FP32;
-//   store()   rounds, writes, and leaves in the caller's registers the values that a reader will get back.
+//   load()             fetches a chunk as it is, so that several are in flight before the first is used;
+//   values()           converts a fetched chunk to FP32;
+//   round_and_store()  rounds the values in the caller's registers and writes them. The registers then hold
+//                      what a reader will get back.
 //
 // Determinism: every sum has a fixed order. Atomics on values are maxima, and counters are integers: their
 // order does not matter. (Attention on Hopper adds up dq in memory too, but its blocks wait for their turn.)
@@ -30,13 +31,21 @@ struct View {
     Quant quant;
 };
 
+// The rows [first, first + n) of a view that is dense, in groups or per tensor.
+inline View rows(const View& v, int64_t first, int64_t n) {
+    uint8_t* scales = static_cast<uint8_t*>(v.scales);
+    const bool grouped = v.quant.fp8() && v.quant.granularity.rows == 1;
+    if (grouped) scales += first * v.quant.scale_cols(v.cols) * info(v.quant.scale_format).bytes;
+    return {static_cast<uint8_t*>(v.data) + v.quant.code_bytes(first, v.cols), scales, n, v.cols, v.quant};
+}
+
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
 // GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
 // scale from it.
 struct alignas(16) TensorScale {
     float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
     float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
-    float delayed;  // delayed scaling: the scale from the history of amaxes; 0 while that history is empty
+    float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
     float unused;
 };
 inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
@@ -248,7 +257,8 @@ struct Dense<bf16> {
             v[2 * j] = two.x, v[2 * j + 1] = two.y;
         }
     }
-    __device__ void store(int64_t i, Values& v, bool live) const {  // writes only if live, rounds in any case
+    // Writes only if live, rounds in any case.
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         const uint4 raw{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
         if (live) put(data + i, raw);
         values(raw, v);
@@ -272,7 +282,7 @@ struct Dense<float> {
         v[0] = r.lo.x, v[1] = r.lo.y, v[2] = r.lo.z, v[3] = r.lo.w;
         v[4] = r.hi.x, v[5] = r.hi.y, v[6] = r.hi.z, v[7] = r.hi.w;
     }
-    __device__ void store(int64_t i, Values& v, bool live) const {
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         if (!live) return;
         put(data + i, make_float4(v[0], v[1], v[2], v[3]));
         put(data + i + 4, make_float4(v[4], v[5], v[6], v[7]));
@@ -281,7 +291,7 @@ struct Dense<float> {
 
 // E4M3 codes in groups of 1 x 16 with BF16 scales (paper section 5). The number of columns is a multiple of
 // the group size, so the group of element i is i / GROUP. Two neighbouring lanes hold one group: both must
-// call store(), the first writes the scale.
+// call round_and_store(), the first writes the scale.
 constexpr int GROUP = PER_GROUP.cols;
 static_assert(GROUP == 2 * CHUNK);
 struct Groups {
@@ -315,7 +325,7 @@ struct Groups {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
-    __device__ void store(int64_t i, Values& v, bool live) const {
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         const float scale = group_scale(v);
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
@@ -383,8 +393,8 @@ struct EitherDense {
         for (int j = 0; j < CHUNK; j++) v[j] = __uint_as_float(words[j]);
     }
     __device__ void load(int64_t i, Values& v) const { values(fetch(i), v); }
-    __device__ void store(int64_t i, Values& v, bool live) const {
-        with([&](auto x) { x.store(i, v, live); });
+    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
+        with([&](auto x) { x.round_and_store(i, v, live); });
     }
     __device__ void add(int64_t i, const Values& sum) const {  // chunk at element i = round(chunk + sum)
         with([&](auto x) {
@@ -392,7 +402,7 @@ struct EitherDense {
             x.values(x.load(i), v);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) v[j] += sum[j];
-            x.store(i, v, true);
+            x.round_and_store(i, v, true);
         });
     }
     __device__ void add(int64_t i, float one) const {

@@ -315,17 +315,6 @@ struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 // ===========================================================================================================
 // 3. From a Lazy to its producer
 
-// What a producer's values can be, so that kernels exist only where they are used. Only gradients are
-// quantized to E5M2 and summed over tokens. Gradients are needed transposed too, because wgrad reads g^T. So
-// a producer that makes only gradients has no kernel without the transpose in shared memory.
-enum class ProducerRole { Input, Gradient, Any };
-template <class Producer>
-constexpr ProducerRole PRODUCER_ROLE = ProducerRole::Input;  // of a linear layer
-template <class T>
-constexpr ProducerRole PRODUCER_ROLE<StoredProducer<Dense<T>>> = ProducerRole::Any;
-template <class Storage, bool GATED>
-constexpr ProducerRole PRODUCER_ROLE<ActivationBackwardProducer<Storage, GATED>> = ProducerRole::Gradient;
-
 // Calls f with the producer of a lazily computed tensor.
 template <class F>
 void with_producer(const Lazy& x, F f) {

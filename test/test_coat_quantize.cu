@@ -145,7 +145,8 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
         const Floats exact = values.values();
         const float amax = reference::amax(exact.data(), rows * 2 * F),
                     scale = reference::scale_of(Q_E5M2, amax);
-        succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
+        succeeded(
+            cudaMemcpy(&out.tensor_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
         Operand operand = out.operand();
         operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);

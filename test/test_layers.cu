@@ -59,14 +59,14 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward: aga
                              reference::quantize(sum.data(), N, C, formats.nonlinear).codes));
 
             auto order = gpu::embedding_order(tokens.data(), N, V);
-            const int64_t chunk_count = static_cast<int64_t>(order.chunks.size());
-            REQUIRE(chunk_count <= N);
+            const int64_t run_count = static_cast<int64_t>(order.runs.size());
+            REQUIRE(run_count <= N);
             const Buffer<int32_t> device_order(order.order);
-            const Buffer<gpu::EmbeddingChunk> chunks(order.chunks);
-            Buffer<float> workspace(chunk_count * C);
+            const Buffer<gpu::TokenRun> runs(order.runs);
+            Buffer<float> workspace(run_count * C);
             for (const Format format : {formats.compute, Format::F32}) {  // of the gradients
                 const Tensor de(e, V, C, Quant{format}), dp(p, T, C, Quant{format});
-                gpu::embedding_backward(device_g.view(), device_order.get(), chunks.get(), chunk_count,
+                gpu::embedding_backward(device_g.view(), device_order.get(), runs.get(), run_count,
                                         de.view(), workspace.get(), 0);
                 gpu::positions_backward(device_g.view(), T, dp.view(), 0);
                 check_row_sums(de.values(), e, g, C, format, [&](int64_t n) { return tokens[n]; });

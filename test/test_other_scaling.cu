@@ -29,7 +29,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                     amax = rng.below(3) ? static_cast<float>(std::exp(3 * rng.normal())) : 0.0f;
                 if (i == 0) wanted[i].history.assign(length, 0.0f);  // before the first step
                 histories.insert(histories.end(), wanted[i].history.begin(), wanted[i].history.end());
-                scales[i].delayed = wanted[i].scale = i == 0 ? 0.0f : static_cast<float>(rng.uniform());
+                scales[i].from_history = wanted[i].scale = i == 0 ? 0.0f : static_cast<float>(rng.uniform());
             }
             Buffer<float> device_histories(histories);
             Buffer<TensorScale> device_scales(scales);
@@ -53,7 +53,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 const Floats got_histories = device_histories.read();
                 for (int64_t i = 0; i < SCALES; i++) {
                     if (!skipped) wanted[i].end_step(format, margin);
-                    CHECK(got[i].delayed == wanted[i].scale);
+                    CHECK(got[i].from_history == wanted[i].scale);
                     const Floats& history = wanted[i].history;
                     CHECK(std::equal(history.begin(), history.end(), got_histories.begin() + i * length));
                 }

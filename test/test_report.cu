@@ -54,7 +54,8 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         if (delayed) {
             Tensor out(300, 272, q);
             const float scale = reference::scale_of(q, reference::amax(x.data(), 300 * 272) / 3);
-            succeeded(cudaMemcpy(&out.tensor_scale()->delayed, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            succeeded(
+                cudaMemcpy(&out.tensor_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
             gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
             reference::quantize(x.data(), 300, 272, q, &expected, &scale);
             CHECK(expected.saturated > 0);

@@ -1,4 +1,4 @@
-// attention_sm90.cuh - what attention.cu and attention_sm90.cu share: launching a kernel, delta, and
+// attention_common.cuh - what attention.cu and attention_sm90.cu share: launching a kernel, delta, and
 // the online softmax on the registers of a tensor core; then the entry points of the Hopper kernels,
 // which attention.cu calls.
 #pragma once
