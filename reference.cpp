@@ -684,7 +684,7 @@ template auto instantiate<double>();
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Backward computes the outputs of norms and of the activation again, from the saved inputs. Both passes read
 // the same quantized values, so that the gradient is that of the computed loss. (Not in coat-saved: see
-// read().)
+// as_forward_reads().)
 
 namespace {
 
@@ -844,7 +844,7 @@ private:
         }
     }
     // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_saved).
-    Tensor read(const Tensor& x, const SavedActivation& saved) const {
+    Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
         return recipe.forward_reads_saved ? load(saved) : rounded(x);
     }
     static Tensor load(const SavedActivation& saved) {
@@ -937,7 +937,8 @@ private:
         s.norm1_input = save(residual, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 1 -> qkv -> RoPE
-        Tensor qkv = linear_forward(layer + "qkv", norm(layer + "norm1", read(residual, s.norm1_input)));
+        const Tensor norm1 = norm(layer + "norm1", as_forward_reads(residual, s.norm1_input));
+        Tensor qkv = linear_forward(layer + "qkv", norm1);
         if (config.arch.rope) rope(config, B_, T_, qkv.data(), false);
         s.qkv = save(rounded(qkv), config.qkv_cols(), recipe.attention, Kind::Attention);
 
@@ -954,12 +955,12 @@ private:
         s.norm2_input = save(middle, config.C, recipe.nonlinear, Kind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = norm(layer + "norm2", read(middle, s.norm2_input));
+        const Tensor norm2 = norm(layer + "norm2", as_forward_reads(middle, s.norm2_input));
         const Tensor gate_up = linear_forward(layer + "gate_up", norm2);
         s.gate_up = save(gate_up, config.gate_up_cols(), recipe.nonlinear, Kind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(read(gate_up, s.gate_up));
+        const Tensor act = activation(as_forward_reads(gate_up, s.gate_up));
         return sum(rounded(middle), linear_forward(layer + "down", act));
     }
 
