@@ -63,7 +63,7 @@ $(PROGRAM): $(call object,train.cpp) $(OBJECTS)
 $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 test: $(PROGRAM) $(O)/tests
-	OMP_WAIT_POLICY=passive COAT_TRAIN=./$(PROGRAM) $(O)/tests $(TEST_ARGS)
+	OMP_WAIT_POLICY=passive COAT_TRAIN=$(abspath $(PROGRAM)) $(O)/tests $(TEST_ARGS)
 
 # BENCH_ARGS="--model gpt2 --recipe bf16" chooses another run than those in the bench's table. A ladder:
 # make build/ladder_adamw

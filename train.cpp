@@ -287,7 +287,8 @@ void choose_checkpoint(Run& run) {
 std::string sampled_hash(const TokenStream& tokens) {
     uint64_t hash = 0xCBF29CE484222325u;
     for (int64_t i = 0; i < tokens.size(); i += std::max<int64_t>(1, tokens.size() / 4096)) {
-        const int32_t token = tokens[i];
+        int32_t token;
+        tokens.read(i, 1, &token);
         int32_t target = token;
         tokens.mask(i, 1, &target);
         hash = (hash ^ uint32_t(target == NO_TARGET ? ~token : token)) * 0x100000001B3u;
@@ -637,8 +638,7 @@ private:
             // One optimizer step on all micro-batches.
             const double before = now();
             batch_.fill(train_, setup_.accumulate, batch_tokens_, setup_.rank, setup_.ranks);
-            train_.prefetch(micro_batches_);  // the next step's batch, while the model works on this one
-            unsaved_ = false;                 // an error within the step leaves weights of two steps
+            unsaved_ = false;  // an error within the step leaves weights of two steps
             const AdamW adamw = optimizer_settings();
             const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), adamw);
             count_step(result);

@@ -141,7 +141,8 @@ LoopState read_loop_state(const std::string& checkpoint) {
     for (const json& value : f.at("norm_correction")) {
         s.norm_correction.push_back(value.is_number() ? value.get<double>() : -1);
         if (!(s.norm_correction.back() >= 0 && std::isfinite(s.norm_correction.back())))
-            f.reject("norm_correction", "must be numbers of at least 0, not ", Fields::excerpt(value));
+            f.reject("norm_correction", "must be numbers of at least 0, not ", Fields::excerpt(value),
+                     "; resume from another checkpoint");
     }
     s.settings = f.text("settings");
     s.run = f.text("run");
@@ -222,12 +223,13 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
 void remove_checkpoint(const Checkpoint& c) {
     const fs::path doomed = c.folder.string() + ".tmp";
-    fs::rename(c.folder, doomed);
-    fs::remove_all(doomed);
+    std::error_code ignored;  // what cannot be removed does not end a run
+    fs::rename(c.folder, doomed, ignored);
+    if (!ignored) fs::remove_all(doomed, ignored);
 }
 
 void remove_leftovers(const std::string& out) {  // of runs that were killed
-    std::error_code ignored;  // what cannot be removed does not end a run
+    std::error_code ignored;
     for (const fs::path& path : entries(out))
         for (const char* end : {".tmp", ".old.tmp"})
             if (is_step(path, end)) fs::remove_all(path, ignored);

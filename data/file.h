@@ -71,8 +71,6 @@ public:
             next += got, at += got, bytes -= got;
         }
     }
-    // A hint that these bytes are read soon: the system fetches them in the background.
-    void prefetch(int64_t at, int64_t bytes) const { ::posix_fadvise(file_, at, bytes, POSIX_FADV_WILLNEED); }
 
 protected:
     int descriptor() const { return file_; }
@@ -87,7 +85,7 @@ private:
 };
 
 // A whole file as memory, read only. Pages are read when they are touched, so the file may be larger than
-// memory. data() is null if the file is empty.
+// memory. data() is null if the file is empty. A file that becomes shorter meanwhile ends the program.
 class MappedFile : public InputFile {
 public:
     explicit MappedFile(const std::string& path) : InputFile(path) {

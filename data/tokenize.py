@@ -443,8 +443,6 @@ def write(path, *content):
 
 
 def write_tokens(path, tokens, size, mask):
-    if len(tokens) > MAX_TOKENS:
-        raise Wrong(f"{path} would have more than {MAX_TOKENS} tokens; tokenize the text in parts.")
     width = "H" if size <= 1 << 16 else "I"
     beside = path[: -len(".bin")] + ".mask"
     # In this order, so that no interruption leaves tokens without their mask, or with that of others.
@@ -569,6 +567,9 @@ def run(arguments):
     # All of it before the first file is replaced: an error leaves the files of earlier data as they are.
     tokenized = list(tokenize_texts(tokenizer, arguments, parts, pieces, end) if is_text else
                      tokenize_conversations(tokenizer, arguments, pieces, special, end))
+    for name, (tokens, _) in zip(FILES, tokenized):
+        if len(tokens) > MAX_TOKENS:
+            raise Wrong(f"{name} would have more than {MAX_TOKENS} tokens; tokenize the text in parts.")
     os.makedirs(arguments.out, exist_ok=True)
     for name, (tokens, mask) in zip(FILES, tokenized):
         write_tokens(os.path.join(arguments.out, name), tokens, len(pieces), mask)
@@ -584,7 +585,9 @@ def main():
         run(parse_arguments())
     except Wrong as problem:
         sys.exit(str(problem))
-    except OSError as problem:  # of a file or folder that cannot be read or made
+    except OSError as problem:
+        if problem.filename is None:  # of a process that cannot be started
+            sys.exit(f"The system refuses ({problem.strerror}); check the limits of ulimit -a, or the disk.")
         cure = "check the path and its permissions, or give another"
         sys.exit(f"{problem.filename} cannot be used ({problem.strerror}); {cure}.")
 

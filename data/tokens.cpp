@@ -85,18 +85,6 @@ void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
     });
 }
 
-void TokenStream::prefetch(int64_t first, int64_t count) const {
-    for_each_source(first, count, [](const TokenSource& s, int64_t at, int64_t n) {
-        if (s.file) s.file->prefetch(s.start + at * s.width, n * s.width);
-    });
-}
-
-int32_t TokenStream::operator[](int64_t i) const {
-    int32_t token;
-    read(i, 1, &token);
-    return token;
-}
-
 TokenStream TokenStream::part(int64_t first, int64_t count) const {
     TokenStream result;
     for_each_source(first, count, [&](TokenSource s, int64_t at, int64_t n) {
@@ -128,17 +116,6 @@ Vocabulary Vocabulary::bytes() {
     return v;
 }
 
-// In vocabulary.json a piece is text whose code points U+0000 to U+00FF stand for bytes, since JSON holds
-// only UTF-8. Appends the bytes; false on other code points.
-static bool append_bytes(const std::string& utf8, std::string* bytes) {
-    for (size_t i = 0; i < utf8.size(); i++) {
-        const auto c = uint8_t(utf8[i]);
-        if (c >= 0x80 && ((c != 0xC2 && c != 0xC3) || ++i == utf8.size())) return false;
-        *bytes += char(c < 0x80 ? c : (c & 3) << 6 | (utf8[i] & 0x3F));
-    }
-    return true;
-}
-
 Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path).object, path); }
 
 Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
@@ -153,8 +130,15 @@ Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) 
     Vocabulary v;
     for (const json& piece : pieces) {
         require(piece.is_string());
-        v.pieces_.emplace_back();
-        require(append_bytes(piece.get_ref<const std::string&>(), &v.pieces_.back()));
+        // JSON holds only UTF-8: the code points U+0000 to U+00FF stand for bytes.
+        std::string& bytes = v.pieces_.emplace_back();
+        const auto& text = piece.get_ref<const std::string&>();
+        for (size_t i = 0, length; i < text.size(); i += length) {
+            uint32_t point = 0;
+            length = utf8_character(text, i, &point);
+            require(length && point <= 0xFF);
+            bytes += char(point);
+        }
     }
     if (!table.contains("special")) return v;
     const json& special = table["special"];
@@ -232,13 +216,16 @@ bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 // All regular files below a folder that are not hidden, sorted.
 std::vector<std::string> files_under(const std::string& folder) {
     std::vector<std::string> paths;
+    std::error_code failed;  // an exception of ++ does not name the folder
     fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
-    for (; entry != end; ++entry) {
+    for (; entry != end; entry.increment(failed)) {
         const bool hidden = entry->path().filename().string()[0] == '.';
         std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
         if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
         if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
     }
+    if (failed)
+        throw Error("--data ", folder, " cannot be read (", failed.message(), "); check the disk, or copy it.");
     std::sort(paths.begin(), paths.end());
     return paths;
 }
@@ -310,12 +297,7 @@ Corpus load_headers(const std::string& folders) {
 }
 
 // llm.c's token files: a header of 256 int32 (magic, version, number of tokens), then the tokens.
-struct TokenFormat {
-    int32_t magic;
-    int bytes;            // of one token
-    int32_t max_version;  // llm.c numbers its first version with 4 bytes 7
-};
-constexpr TokenFormat TOKEN_FORMATS[] = {{20240520, 2, 1}, {20240801, 4, 7}};
+constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
 constexpr int64_t TOKEN_HEADER = 256 * 4;
 
 TokenStream read_token_file(const std::string& path) {
@@ -326,17 +308,17 @@ TokenStream read_token_file(const std::string& path) {
     require(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than the header of a token file");
     int32_t header[3];
     file->read(0, header, sizeof header);
-    const auto format = std::find_if(std::begin(TOKEN_FORMATS), std::end(TOKEN_FORMATS),
-                                     [&](const TokenFormat& f) { return f.magic == header[0]; });
-    require(format != std::end(TOKEN_FORMATS), "is not a token file: its magic number is ", header[0],
-            ", not 20240520 or 20240801");
-    require(header[1] == 1 || header[1] == format->max_version,
+    const bool wide = header[0] == MAGIC_32_BIT;
+    require(wide || header[0] == MAGIC_16_BIT, "is not a token file: its magic number is ", header[0],
+            ", not ", MAGIC_16_BIT, " or ", MAGIC_32_BIT);
+    require(header[1] == 1 || (wide && header[1] == 7),  // llm.c numbers its first version with 32 bits 7
             "is a token file of the unknown version ", header[1]);
+    const int width = wide ? 4 : 2;
     const int64_t count = header[2], bytes = file->bytes() - TOKEN_HEADER;
     require(count > 0, "has no tokens");
-    require(bytes == count * format->bytes, "is truncated or damaged: ", count, " tokens need ",
-            count * format->bytes, " bytes, but it has ", bytes);
-    TokenSource source{nullptr, file, TOKEN_HEADER, format->bytes, 0, count};
+    require(bytes == count * width, "is truncated or damaged: ", count, " tokens need ",
+            count * width, " bytes, but it has ", bytes);
+    TokenSource source{nullptr, file, TOKEN_HEADER, width, 0, count};
     const std::string beside = fs::path(path).replace_extension(".mask").string();
     if (fs::exists(beside)) {
         source.mask = std::make_shared<const InputFile>(beside);
@@ -488,10 +470,6 @@ int64_t Loader::windows_without_target() const {
         without += counted_targets(targets.data(), T_) == 0;
     }
     return without;
-}
-
-void Loader::prefetch(int64_t batches) const {
-    for (int64_t i = 0; i < batches * B_; i++) stream_.prefetch(window(at_ + i) * T_, T_ + 1);
 }
 
 void Loader::seek(Position p) {

@@ -35,11 +35,9 @@ public:
     // shorter, or has a larger token.
     explicit TokenStream(TokenSource source);
     int64_t size() const { return count_; }
-    int32_t operator[](int64_t i) const;
     void read(int64_t first, int64_t count, int32_t* tokens) const;
     void mask(int64_t first, int64_t count, int32_t* targets) const;  // NO_TARGET where the mask is 0
     bool masked() const;
-    void prefetch(int64_t first, int64_t count) const;  // a hint that these tokens are read soon
     TokenStream part(int64_t first, int64_t count) const;
     void append(const TokenStream& other);
     int64_t largest() const;  // token (of a part: of the whole), as an unsigned value; -1 if there are none
@@ -97,7 +95,6 @@ public:
     void next(int32_t* tokens, int32_t* targets);
     void skip(int64_t batches) { at_ += batches * B_; }  // as next(), without reading
     int64_t windows_without_target() const;              // of an epoch: those in which no target counts
-    void prefetch(int64_t batches) const;                // a hint that so many batches are read soon
     int64_t windows() const { return windows_; }         // in an epoch
     Position position() const { return {at_ / windows_, at_ % windows_}; }
     void seek(Position p);  // Error if the data have no such window

@@ -83,10 +83,11 @@ struct ChatFolder : Folder {
     std::string windows(int64_t T) const {
         const Vocabulary pieces = Vocabulary::read(*this / "tokens/vocabulary.json");
         const TokenStream stream = load_corpus(*this / "tokens").train;
+        const std::vector<int32_t> tokens = token_files::tokens_of(stream);
         std::string text;
         bool inside = false;
         for (int64_t i = 0; i + 1 < stream.size(); i++) {
-            int32_t token = stream[i], target = token;
+            int32_t token = tokens[i], target = token;
             stream.mask(i, 1, &target);
             if (inside != (target != NO_TARGET)) text += inside ? "]" : "[";
             inside = target != NO_TARGET;

@@ -269,7 +269,7 @@ TEST_CASE("checkpoint: another shape, version, recipe or optimizer is rejected b
         std::string bad = good;
         bad.replace(bad.find(from), std::strlen(from), to);
         write_file(path, bad);
-        check_error([&] { read_loop_state(checkpoint); }, path);
+        check_error([&] { read_loop_state(checkpoint); }, path, "; ");  // after it the cure
     }
 }
 

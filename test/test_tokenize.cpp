@@ -217,7 +217,7 @@ json.dump({"chat_template": chat, "eos_token": "<|im_end|>"}, open("model/tokeni
     const TokenStream stream = load_corpus(folder / "tokens").train;
     std::vector<int32_t> counted;
     for (int64_t i = 0; i < stream.size(); i++) {
-        int32_t target = stream[i];
+        int32_t target = token_files::tokens_of(stream)[i];
         stream.mask(i, 1, &target);
         if (target != NO_TARGET) counted.push_back(target);
     }

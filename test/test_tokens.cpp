@@ -16,7 +16,7 @@ namespace {
 
 std::string text_of(const TokenStream& stream) {
     std::string text;
-    for (int64_t i = 0; i < stream.size(); i++) text += static_cast<char>(stream[i]);
+    for (int32_t token : tokens_of(stream)) text += static_cast<char>(token);
     return text;
 }
 

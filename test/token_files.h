@@ -7,8 +7,8 @@
 namespace coat::test::token_files {
 
 inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
-    std::vector<int32_t> tokens;
-    for (int64_t i = 0; i < stream.size(); i++) tokens.push_back(stream[i]);
+    std::vector<int32_t> tokens(stream.size());
+    stream.read(0, stream.size(), tokens.data());
     return tokens;
 }
 

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "../bad_files.h"
+#include "../model_files.h"
 #include "../program.h"
 
 using namespace coat;
@@ -18,11 +19,12 @@ using namespace coat::test::bad_files;
 
 namespace {
 
-// The fsync, readdir and fstat defined here replace those of the C library. fsync records which paths are
-// synced; the others can be made to fail.
+// The fsync, readdir, fstat and rename defined here replace those of the C library. fsync records which paths
+// are synced; the others can be made to fail.
 std::set<std::string> synced;
 int readable_entries = INT_MAX;  // entries of folders before the first failure
 bool fstat_fails = false;
+std::string busy;  // a path that cannot be renamed
 
 }  // namespace
 
@@ -40,6 +42,12 @@ extern "C" dirent* readdir(DIR* folder) {
 extern "C" int fstat(int file, struct stat* status) {
     if (!fstat_fails) return static_cast<int>(syscall(SYS_fstat, file, status));
     errno = EIO;
+    return -1;
+}
+
+extern "C" int rename(const char* from, const char* to) noexcept {
+    if (from != busy) return static_cast<int>(syscall(SYS_rename, from, to));
+    errno = EBUSY;
     return -1;
 }
 
@@ -125,14 +133,33 @@ TEST_CASE("train: paths in the output have no control characters") {
     CHECK(!contains(second.out, "\u202E"));
 }
 
-TEST_CASE("load_corpus: a folder that cannot be read is rejected by name") {
+TEST_CASE("find_checkpoint, load_corpus: a folder that cannot be read is rejected by name") {
     Folder folder;
-    for (int i = 0; i < 6; i++) folder.write(std::to_string(i), "");
-    readable_entries = 5;
-    const std::string error = error_of([&] { find_checkpoint(folder.path.string()); });
-    readable_entries = INT_MAX;
-    CHECK(contains(error, folder.path.string()));
-    CHECK(contains(error, "Input/output error"));
+    for (int i = 0; i < 6; i++) folder.write(std::to_string(i), "text");
+    const std::string path = folder.path.string();
+    const std::function<void()> readers[] = {[&] { find_checkpoint(path); }, [&] { load_corpus(path); }};
+    for (const auto& read : readers) {
+        readable_entries = 5;
+        const std::string error = error_of(read);
+        readable_entries = INT_MAX;
+        CHECK(contains(error, path));
+        CHECK(contains(error, "Input/output error"));
+    }
+}
+
+TEST_CASE("save_checkpoint: an older checkpoint that cannot be removed does not end the run") {
+    Folder folder;
+    model_files::MemoryModel model(small_setup(), 1);
+    using model_files::some_state;
+    const std::string out = folder / "out", name = "0123456789abcdef";
+    busy = save_checkpoint(out, model, some_state(10, name, 2.0));
+    const std::string second = save_checkpoint(out, model, some_state(20, name, 1.0));
+    CHECK(fs::exists(busy + "/trainer.json"));
+    busy.clear();
+    CHECK(find_checkpoint(out) == second);
+    const std::string third = save_checkpoint(out, model, some_state(30, name, 0.5));
+    CHECK(!fs::exists(out + "/step-000010"));
+    CHECK(find_checkpoint(out) == third);
 }
 
 TEST_CASE("InputFile: a file whose size cannot be read is an error, and is closed") {
