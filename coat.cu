@@ -132,13 +132,13 @@ namespace {
 // null; transposed is, unless TRANSPOSED.
 template <class Producer, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, float fmax, bool e5m2, bool power_of_two,
-                    uint8_t* codes, uint8_t* transposed) {
+    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, float fmax, bool e5m2, uint8_t* codes,
+                    uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
     const bool delayed = tensor->from_history > 0;
-    const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax, power_of_two),
+    const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax),
                 inverse = __frcp_rn(scale);
     const DelayedAmax for_later(delayed);
     uint8_t* to[PLANES];
@@ -166,7 +166,7 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     const Quant& q = out.view.quant;
     const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, tensor_scale(out.view), info(q.format).max, q.format == Format::E5M2, q.power_of_two,
+        x, rows, tensor_scale(out.view), info(q.format).max, q.format == Format::E5M2,
         static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }

@@ -62,11 +62,9 @@ struct Quant {
     Format format;
     Granularity granularity = PER_TENSOR;
     Format scale_format = Format::F32;
-    bool power_of_two = false;  // scales are rounded up to a power of two
 
     constexpr bool operator==(const Quant& o) const {
-        return format == o.format && granularity == o.granularity && scale_format == o.scale_format &&
-               power_of_two == o.power_of_two;
+        return format == o.format && granularity == o.granularity && scale_format == o.scale_format;
     }
     bool fp8() const { return is_fp8(format); }
     // The scales of a (rows, cols) tensor form a (scale_rows, scale_cols) matrix.
@@ -79,8 +77,9 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
     }
-    // An operand for which Hopper has no FP8 GEMM is decoded to BF16. That is exact: an FP8 value times a
-    // power of two fits BF16, for scales from 2^-117 on.
+    // An operand for which Hopper has no FP8 GEMM is decoded to BF16. Its scales are rounded up to powers of
+    // two (OCP MX). So decoding is exact: an FP8 value times a power of two fits BF16, for scales from 2^-117
+    // on.
     bool decoded() const { return granularity == PER_1x32; }
     int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
@@ -105,8 +104,9 @@ struct Quant {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table, never a branch
-// in the code. A combination that a GPU does not support is an error (plan.cpp, validate).
+// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for a
+// column, never for a recipe's name. plan.cpp rejects on every device what Hopper's GEMMs cannot do
+// (validate), and on a GPU what GPUs lack (why_unsupported).
 //
 // Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
@@ -130,9 +130,8 @@ struct Recipe {
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
     // as in the paper, or the tensors in the compute dtype (coat-saved). Backward reads the quantized ones in
-    // any case. So in coat-saved the input of a linear layer is computed twice, from values that differ a
-    // little. The CPU takes an amax both times. A GPU scales wgrad's operand by the forward pass's amax:
-    // values a few percent above it saturate.
+    // any case. So in coat-saved the operand x of wgrad differs a little from that of fprop. The CPU takes
+    // its amax anew. A GPU uses the amax of fprop's, so values a few percent above it saturate.
     bool forward_reads_saved = true;
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
@@ -143,7 +142,7 @@ inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
 inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
 inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
-inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32, Format::F32, true};  // microscaling (OCP MX)
+inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32};  // microscaling (OCP MX)
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;

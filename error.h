@@ -1,7 +1,8 @@
 // error.h - errors for the user, and text that is safe to print.
 //
 // A file, a path or a flag can contain any bytes, also those that control a terminal. Text from them is
-// printed through printable() or escaped(); the message of an Error is always escaped.
+// printed through printable() or escaped(); the message of an Error is always escaped;
+// escaped() within one only shortens a long value.
 #pragma once
 #include <cstdint>
 #include <cstdio>

@@ -7,8 +7,8 @@
 
 namespace coat {
 
-// In optimizer, m-format, v-format and gemm-sums, "" stands for the choice of the recipe or the optimizer;
-// elsewhere for none.
+// An empty default means that the recipe or the optimizer chooses (optimizer, m-format, v-format, gemm-sums),
+// or that there is none (the others).
 const std::vector<Flag>& flag_table() {
     constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
     constexpr Value TEXT = Value::Text, COUNT = Value::Count, REAL = Value::Real;
@@ -22,7 +22,7 @@ const std::vector<Flag>& flag_table() {
         {"model", TEXT, SAME, "llama-tiny",
          "a named model, or a Hugging Face folder to start from", 0, 0, "llama-30m"},
         {"recipe", TEXT, SAME, "coat", "formats of weights, activations and gradients"},
-        {"optimizer", TEXT, SAME, "", "formats of the moments; default: coat with recipe coat, else fp32"},
+        {"optimizer", TEXT, SAME, "", "formats of the moments; default: coat with a coat recipe, else fp32"},
         {"m-format", TEXT, SAME, "", "format of the first moment: e4m3, e5m2, fp16, bf16, fp32"},
         {"v-format", TEXT, SAME, "", "format of the second moment; both default to the optimizer's"},
         {"attention", TEXT, SAME, "compute", "format of the saved q, k, v and attention output"},
@@ -83,12 +83,6 @@ size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-std::string number_text(double x) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.10g", x);
-    return text;
-}
-
 // The rows of a table whose names are the values of a flag.
 template <class Table>
 void print_choices(const char* flag, const Table& table) {
@@ -112,9 +106,8 @@ const Flag& find_flag(const std::string& name) {
 
 std::string Flag::limits() const {
     if (!number()) return "a value";
-    const std::string kind = value == Value::Count ? "a whole number" : "a number";
-    return kind + (most < 1e15 ? " from " + number_text(least) + " to " + number_text(most)
-                               : " of at least " + number_text(least));
+    return concat(value == Value::Count ? "a whole number" : "a number", " from ", int64_t(least), " to ",
+                  int64_t(most));
 }
 
 double Flag::parse(const std::string& text) const {

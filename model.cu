@@ -226,10 +226,7 @@ private:
 
     // --- Before a pass
     void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        for (int64_t i = 0; i < n; i++)
-            if (tokens[i] < 0 || tokens[i] >= config_.V || targets[i] < NO_TARGET || targets[i] >= config_.V)
-                throw Error("A token lies outside the vocabulary of " + std::to_string(config_.V) +
-                            "; choose --data and --model that belong together.");
+        require_tokens(config_, tokens, targets, n);
         std::copy(tokens, tokens + n, tokens_.get());
         std::copy(targets, targets + n, targets_.get());
     }

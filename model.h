@@ -403,8 +403,8 @@ struct SavedTensor {
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
-    // The scales, one for each block, are those of the transpose, which wgrad reads. (Codes with one scale
-    // are saved transposed, too, but take the same bytes either way.)
+    // Whether the bytes are counted for the transpose, which wgrad reads: blocks run along the tokens then.
+    // (With one scale per tensor the transpose is saved, too, but takes as many bytes.)
     bool transposed = false;
 
     int64_t bytes(int64_t tokens) const {
@@ -443,7 +443,8 @@ struct AdamW {    // the arguments of one step
     float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
     // Without keep_gradients a bucket is updated before the norm of all gradients is known. The estimate is
     // the norm of the buckets done so far times norm_correction[bucket], which the StepResult of the step
-    // before has. Empty: 1. Infinity clips the gradients to zero.
+    // before has. Empty means 1 for every bucket. Infinite ones clip all gradients to zero (train.cpp,
+    // measured_norm_corrections).
     std::vector<double> norm_correction = {};
 };
 
@@ -475,6 +476,13 @@ inline double norm_correction_at(const AdamW& a, int64_t bucket) {
 inline constexpr int32_t NO_TARGET = -1;
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
+}
+// Error unless tokens are in [0, V), and targets are in [0, V) or NO_TARGET.
+inline void require_tokens(const ModelConfig& c, const int32_t* tokens, const int32_t* targets, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (tokens[i] < 0 || tokens[i] >= c.V || targets[i] < NO_TARGET || targets[i] >= c.V)
+            throw Error("A token lies outside the vocabulary of ", c.V,
+                        "; choose --data and --model that belong together.");
 }
 // What the mean loss of one micro-batch divides by.
 inline double divisor_of_mean(const int32_t* targets, int64_t n) {

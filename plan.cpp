@@ -82,15 +82,11 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
         require(known && q.scale_format == Format::F32,
                 "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
                 "1x32 by 1x32");
-        require(!q.decoded() || q.power_of_two,
-                "1x32 groups need scales that are powers of two, so that BF16 holds the decoded values");
         require(!fast || q.granularity.cols != PER_1x128.cols,
                 "blocks of 128 need exact accumulation; use --gemm-sums exact");
         require(!delayed || q.granularity == PER_TENSOR,
                 "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
                 "scaling");
-        require(!delayed || !q.power_of_two,
-                "delayed scaling does not round scales to powers of two; use just-in-time scaling");
     }
 }
 
@@ -132,6 +128,10 @@ void validate(const Setup& s) {
         throw Error("--model ", s.config.name, " has ", largest.size(), " elements in ", largest.name,
                     ", of which a rank can keep at most ", MAX_ELEMENTS,
                     "; use --shard all with at least --ranks ", ranks, ".");
+    constexpr int64_t MOST_MICRO_BATCHES = 1 << 20;  // of --accumulate: one rank must be able to resume
+    if (s.accumulate * s.ranks > MOST_MICRO_BATCHES)
+        throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ", MOST_MICRO_BATCHES,
+                    " micro-batches a step; use a smaller --accumulate.");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
@@ -918,10 +918,9 @@ void print_precision_plan(const Setup& s) {
     }
     std::printf("\n");
     auto adds = [&](int gemm) { return r.fast_accumulation[gemm] ? "fast" : "exact"; };
-    if (fp8 && r.x.power_of_two)
-        print_note("Scales of operands of linear layers are rounded up to powers of two.");
     if (q.x.decoded())
-        print_note("A GPU decodes these operands to BF16, which is exact, and runs BF16 GEMMs.");
+        print_note("Scales of operands of linear layers are rounded up to powers of two. A GPU decodes these "
+                   "operands to BF16, which is exact, and runs BF16 GEMMs.");
     else if (fp8)
         print_note("FP8 GEMMs on Hopper accumulate: ", adds(0), " in fprop, ", adds(1), " in dgrad, ",
                    adds(2), " in wgrad.");

@@ -19,8 +19,8 @@ const std::vector<Schedule>& schedules();
 // Of one step, counted from 0.
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// A flag with two values that trades memory for precision or time. The first is the default and loses
-// nothing.
+// A flag with two values that trades memory for precision or time. The first is the default: the more exact
+// one, or the same bits in less memory.
 struct Choice {
     const char *name, *about;
 };
@@ -39,7 +39,7 @@ struct MemoryMode {
 };
 const std::vector<MemoryMode>& memory_modes();
 
-// Error if the sizes or modes of a run are not supported on any device. Allocates nothing.
+// Error if a run is refused, on every device, also where only GPUs have the limit. Allocates nothing.
 void validate(const Setup& s);
 
 // The precision flow (paper section 5): formats of what operators read, write and save for backward.

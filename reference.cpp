@@ -12,8 +12,9 @@
 //   5. Precision flow     which tensor has which format: block_forward, block_backward  (section 5)
 //   6. Model              one step: forward, backward, clipping, update
 //
-// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. So the
-// result is the same for any number of threads.
+// One rule for every parallel loop: one thread computes an element of an output, in a fixed order. (Only
+// maxima are taken over threads: they are the same in any order.) So the result is the same for any number of
+// threads.
 #include "reference.h"
 
 #include "ranks.h"
@@ -133,7 +134,7 @@ float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
-    if (q.power_of_two) return std::exp2(std::ceil(std::log2(double(s))));
+    if (q.decoded()) return std::exp2(std::ceil(std::log2(double(s))));
     return q.scale_format == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
@@ -1038,7 +1039,7 @@ public:
     // keep_gradients, each bucket is updated as soon as backward has completed it (model.h, AdamW).
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
-        check(tokens, targets, accumulate * N);
+        require_tokens(config, tokens, targets, accumulate * N);
         int64_t counted = 0;
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
@@ -1090,14 +1091,14 @@ public:
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        check(tokens, targets, N);
+        require_tokens(config, tokens, targets, N);
         begin();
         const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
         return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check(tokens, nullptr, n);
+        require_tokens(config, tokens, tokens, n);
         begin();
         const auto x = forward(tokens, 1, n);
         const Floats last(x.end() - config.C, x.end());
@@ -1107,7 +1108,7 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        check(tokens, targets, N);
+        require_tokens(config, tokens, targets, N);
         QuantReport report;
         stats = report.kinds;
         begin();
@@ -1135,7 +1136,7 @@ public:
         if (bytes) std::memcpy(out, data, bytes);
     }
     void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = find(name);
+        const auto [data, bytes] = find(name, true);
         if (bytes) std::memcpy(data, in, bytes);
         refresh(param_of(params, name));
     }
@@ -1159,15 +1160,6 @@ private:
     float weight_of(const State& s, int64_t e) const {
         const bool bf16 = recipe.compute == Format::BF16;
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
-    }
-
-    // targets may be null.
-    void check(const int32_t* tokens, const int32_t* targets, int64_t n) const {
-        auto outside = [&](int32_t t) { return t < 0 || t >= config.V; };
-        for (int64_t i = 0; i < n; i++)
-            if (outside(tokens[i]) || (targets && targets[i] != NO_TARGET && outside(targets[i])))
-                throw Error("A token lies outside the vocabulary of " + std::to_string(config.V) +
-                            "; choose --data and --model that belong together.");
     }
 
     std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
@@ -1259,8 +1251,8 @@ private:
     }
 
     // Where this rank's part of a tensor begins, and its bytes: the tensors of model.h's weight_tensors() and
-    // optimizer_tensors(), and gradients.
-    std::pair<void*, size_t> find(const std::string& name) {
+    // optimizer_tensors(), and gradients, which are not written.
+    std::pair<void*, size_t> find(const std::string& name, bool to_write = false) {
         using Place = std::pair<void*, size_t>;
         auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
         auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
@@ -1272,7 +1264,7 @@ private:
             {".m", whole(s.m.codes)}, {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
             {".v", whole(s.v.codes)}, {".v.max", whole(s.v.max)}, {".v.k", whole(s.v.k)}};
         if (setup_.master) places[".remainder"] = part(s.remainder, state);
-        if (setup_.keep_gradients) places[".gradient"] = part(gradients[i], state);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], state);
         for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {
             DelayedScale& d = delayed_scales[i][o];
             places[OPERAND_NAMES[o] + std::string(".history")] = whole(d.history);

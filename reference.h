@@ -104,7 +104,8 @@ template <class Real> struct Matrix { const Real* data; int64_t row, col; };
 template <class Real>
 void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
 
-// RMSNorm: y = x / rms(x) * weight; bias and dbias are null. LayerNorm: y = (x - mean) / std * weight + bias.
+// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias is not used.
+// LayerNorm: y = (x - mean) / std * weight + bias.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y);

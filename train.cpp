@@ -84,11 +84,6 @@ struct Run {
 // -----------------------------------------------------------------------------------------------------------
 // Flags
 
-bool is_folder(const std::string& path) {
-    std::error_code ignored;
-    return fs::is_directory(path, ignored);
-}
-
 // As an argument in a command of the shell: in quotes, if it needs any.
 std::string for_shell(const std::string& text) {
     const char* const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./";
@@ -142,7 +137,7 @@ void choose_model(Run& run) {
     const bool named =
         std::any_of(models().begin(), models().end(), [&](auto& c) { return c.name == name; });
     if (!run.checkpoint.empty()) run.weights = run.checkpoint;
-    else if (!named && is_folder(name)) run.weights = name;
+    else if (!named && fs::is_directory(name)) run.weights = name;
     else if (!named)
         throw Error("--model ", name,
                     " is neither a folder nor a named model; ./train --help lists the names.");
@@ -173,7 +168,7 @@ fs::path normal_path(const std::string& path) {
 // systems have no locks; then nothing is locked.)
 std::shared_ptr<const Descriptor> lock_folder(const std::string& out) {
     std::error_code failed;
-    const bool made = !is_folder(out);
+    const bool made = !fs::is_directory(out);
     create_folders(out, failed);
     auto folder = std::make_unique<const Descriptor>(out, O_RDONLY | O_DIRECTORY);
     if (failed || *folder < 0 || access(out.c_str(), R_OK | W_OK | X_OK) != 0)
@@ -223,13 +218,9 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
     const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
     const std::string micro_batches = concat(all, " micro-batches a step");
-    if (all % ranks) {
-        std::string fitting;
-        for (int64_t n = 1; n <= std::min<int64_t>(all, 1024); n++)
-            if (all % n == 0) fitting += concat(n == 1 ? "" : n == all ? " or " : ", ", n);
-        throw Error("The run has ", micro_batches, ", which ", ranks, " ranks cannot share; use ", fitting,
-                    (all == 1 ? " rank." : " ranks."));
-    }
+    if (all % ranks)
+        throw Error("The run has ", micro_batches, ", which ", ranks,
+                    " ranks cannot share; use a number of ranks that divides ", all, ".");
     if (ranks > 1 && flags.given("accumulate") && flags.count("accumulate") * ranks != all)
         throw Error("--accumulate ", flags.text("accumulate"), " on ", ranks,
                     " ranks differs from the checkpoint's ", micro_batches,
@@ -368,7 +359,9 @@ int64_t cpu_memory(const Setup& setup) {
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t each = 4 * (setup.ranks > 1 ? 3 : 2);  // bytes for a parameter: weight, gradient, sum
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    const std::vector<MemoryRow> plan = memory_plan(setup);
+    Setup here = setup;
+    here.recompute = true;  // --recompute off saves on GPUs only
+    const std::vector<MemoryRow> plan = memory_plan(here);
     return total_bytes(plan) - total_bytes(plan, Category::Gradients) +
            parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
@@ -564,14 +557,6 @@ std::string duration(double s) {
     return text;
 }
 
-// Of a run, in its checkpoints: two runs in one folder are told apart by it.
-std::string random_name() {
-    std::random_device random;
-    char text[17];
-    std::snprintf(text, sizeof text, "%08x%08x", random(), random());
-    return text;
-}
-
 // Of `ranks` consecutive micro-batches every rank has one. So all ranks together train on the micro-batches
 // of one rank with a larger --accumulate.
 struct Batch {  // (micro-batches, B, T) each
@@ -598,7 +583,8 @@ public:
         settings["train_tokens"] = run_.corpus->train.size();
         settings["train_hash"] = sampled_hash(run_.corpus->train);
         state_.settings = json_text(settings);
-        if (state_.run.empty()) state_.run = random_name();
+        std::random_device random;  // two runs in one folder are told apart by such a name
+        if (state_.run.empty()) state_.run = concat(random(), "-", random());
         // A new run replaces the log of an earlier one; a pipe has nothing to cut off.
         if (log_ && resumed_at_ == 0) std::ignore = ::ftruncate(::fileno(log_.get()), 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};
@@ -912,7 +898,7 @@ int train(Run& run) {
 // The stages of a run: flags, checkpoint, data, plan, and in train() the model and the loop. Flags are
 // completed in five steps: from the command line, the checkpoint, the device's defaults, the recipe, and the
 // model, which limits --seq.
-// processes outlives an error, so that main() can tell the other ranks of it.
+// `processes` belongs to main(), which after an error tells the other ranks of it.
 int run(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
     // The command line, and the other ranks.
     Run run;

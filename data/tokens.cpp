@@ -225,7 +225,8 @@ std::vector<std::string> files_under(const std::string& folder) {
         if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
     }
     if (failed)
-        throw Error("--data ", folder, " cannot be read (", failed.message(), "); check the disk, or copy it.");
+        throw Error("--data ", folder, " cannot be read (", failed.message(),
+                    "); check the disk, or copy the folder.");
     std::sort(paths.begin(), paths.end());
     return paths;
 }

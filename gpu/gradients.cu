@@ -104,14 +104,14 @@ __global__ void __launch_bounds__(ADD_THREADS)
 }
 
 __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
-                                      int64_t ranks, float fmax, bool power_of_two) {
+                                      int64_t ranks, float fmax) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     uint32_t top = 0;
     for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
     scales[i].amax = __uint_as_float(top);
     scales[i].scale =
-        scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax, power_of_two);
+        scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax);
 }
 
 constexpr int CHECK_THREADS = 256;
@@ -163,10 +163,9 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
     CHECK_LAUNCH("add_gradients");
 }
 
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, const Quant& q,
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s) {
-    combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, info(q.format).max,
-                                                         q.power_of_two);
+    combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, info(fp8).max);
     CHECK_LAUNCH("combine_amaxes");
 }
 

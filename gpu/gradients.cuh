@@ -46,7 +46,7 @@ void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, cons
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    const Share& share, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, const Quant& q,
+void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -90,14 +90,17 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
         [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
 }
 
+__device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the mantissa carries
+    return __uint_as_float((__float_as_uint(s) + 0x7FFFFFu) & 0xFF800000u);
+}
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
 __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, bool power_of_two,
                                     TensorScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
-    if (i < n)
-        scales[i] = amax < INFINITY ? scale_of(fmax, amax, power_of_two) : __uint_as_float(0x7FC00000u);
+    const float s = scale_of(fmax, amax), rounded = power_of_two ? round_up_to_power_of_two(s) : s;
+    if (i < n) scales[i] = amax < INFINITY ? rounded : __uint_as_float(0x7FC00000u);
     if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
 }
 
@@ -177,7 +180,7 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
         for (const ScaleGrid& g : grids) {
             if (!g.scales) continue;
             block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
-                                                                     q.power_of_two, out.amax);
+                                                                     q.decoded(), out.amax);
             CHECK_LAUNCH("block_scales");
         }
         for (int t : {0, 1}) {

@@ -12,12 +12,11 @@ namespace {
 struct ScaleSource {
     const TensorScale* tensor = nullptr;
     ScaleGrid blocks{};
-    bool power_of_two = false;  // of the tensor's scale
 
     __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
         if (blocks.scales) return *blocks.at(row, col);
         if (!tensor) return group;
-        return tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax, power_of_two);
+        return tensor->from_history > 0 ? tensor->from_history : scale_of(fmax, tensor->amax);
     }
 };
 
@@ -57,7 +56,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
         });
     };
     if (in_groups(q)) return with_scales({});
-    if (q.granularity == PER_TENSOR) return with_scales({tensor_scale(out.view), {}, q.power_of_two});
+    if (q.granularity == PER_TENSOR) return with_scales({tensor_scale(out.view), {}});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones

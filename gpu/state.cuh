@@ -199,7 +199,7 @@ public:
         TensorScale* const all = device_.work<TensorScale>(Work::RankScales);
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
         peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
-        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w, cuda_);
+        gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w.format, cuda_);
     }
 
     // For the quantization report: the error of storing the moments of a bucket.

@@ -172,15 +172,10 @@ inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
     }
 }
 
-inline __device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the mantissa carries
-    return __uint_as_float((__float_as_uint(s) + 0x7FFFFFu) & 0xFF800000u);
-}
-// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN. It may be
-// rounded up to a power of two.
-inline __device__ float scale_of(float fmax, float amax, bool power_of_two = false) {
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN.
+inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
-    const float s = fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
-    return power_of_two ? round_up_to_power_of_two(s) : s;
+    return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
 }
 // amax / 448 with the bits of a division: the product with the rounded reciprocal, corrected by its
 // remainder. It has the right bits for every normal result; the caller raises smaller ones to 2^-126.

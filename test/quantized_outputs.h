@@ -61,8 +61,7 @@ inline const Quant BLOCK_OUTPUTS[] = {Q_ROW,
                                       Q_1x128,
                                       Q_128x128,
                                       Q_1x32,
-                                      {Format::E4M3, PER_ROW, Format::F32, true},  // powers of two
-                                      {Format::E5M2, PER_1x32, Format::F32, true},
+                                      {Format::E5M2, PER_1x32},
                                       {Format::E5M2, PER_ROW},
                                       {Format::E5M2, PER_1x128},
                                       {Format::E5M2, PER_128x128}};

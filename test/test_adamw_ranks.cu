@@ -164,7 +164,7 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                        s->scales->intact()));
             }
             const Buffer<TensorScale> theirs(all), combined(int64_t(params.size()));
-            gpu::combine_amaxes(combined.get(), theirs.get(), int64_t(params.size()), ranks, Q_E4M3, 0);
+            gpu::combine_amaxes(combined.get(), theirs.get(), int64_t(params.size()), ranks, Format::E4M3, 0);
             flat.amax = combined.read();
             CHECK(sums.intact());
             return flat;

@@ -52,7 +52,8 @@ TEST_CASE("train: a run stops on four ranks and continues on one and on two, bit
     CHECK(trainer("one") == trainer("parts"));  // also the losses and the place in the data
 
     check_rejected(folder, "--device cpu --resume parts --ranks 3 --steps 9",
-                   "4 micro-batches a step, which 3 ranks cannot share; use 1, 2 or 4 ranks.");
+                   "4 micro-batches a step, which 3 ranks cannot share; use a number of ranks that "
+                   "divides 4.");
     check_rejected(folder, "--device cpu --resume parts --ranks 2 --accumulate 4 --steps 9",
                    "--accumulate 4 on 2 ranks");
     check_rejected(folder, "--device cpu --resume parts --accumulate 2 --steps 9",

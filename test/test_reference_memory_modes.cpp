@@ -92,6 +92,7 @@ TEST_CASE("--gradients none: bit-identical to kept gradients where the same norm
                 }
                 std::vector<float> gradient(size_t(config.C));
                 CHECK_THROWS_AS(dropped.model->read("final_norm.weight.gradient", gradient.data()), Error);
+                CHECK_THROWS_AS(kept.model->write("final_norm.weight.gradient", gradient.data()), Error);
                 // The report computes every gradient once, with the same result.
                 const QuantReport x = kept.model->quantization(kept.tokens.data(), kept.targets.data());
                 const QuantReport y =

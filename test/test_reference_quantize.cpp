@@ -25,8 +25,7 @@ std::vector<Quant> fp8_quants() {
             for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128},
                                   Granularity{1, 0}, Granularity{0, 1}})
                 table.push_back({f, g, scale});
-    for (Format f : {Format::E4M3, Format::E5M2})
-        for (Granularity g : {PER_TENSOR, PER_ROW, PER_1x32}) table.push_back({f, g, Format::F32, true});
+    for (Format f : {Format::E4M3, Format::E5M2}) table.push_back({f, PER_1x32});
     return table;
 }
 
@@ -46,7 +45,7 @@ void for_every_quant(Random& rng, Check check) {
                 std::vector<float> x = sample(d, rng, shape.rows * shape.cols);
                 // A larger value could be rounded up to 2^128, which FP32 does not have.
                 for (float& v : x)
-                    if (q.power_of_two) v = std::clamp(v, -0x1p127f, 0x1p127f);
+                    if (q.decoded()) v = std::clamp(v, -0x1p127f, 0x1p127f);
                 check(q, shape.rows, shape.cols, x);
             }
 }
@@ -75,7 +74,7 @@ TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is
             const float exact = std::max(a / info(q.format).max, 0x1p-126f);
             INFO(q.text(), " amax ", a);
             int exponent;
-            if (q.power_of_two) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
+            if (q.decoded()) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
             else if (q.scale_format == Format::F32) REQUIRE(s == exact);
             else REQUIRE((s >= exact && s <= exact * (1 + 0x1p-7f) && from_bf16(to_bf16(s)) == s));
             REQUIRE(std::isfinite(1 / s));
@@ -97,7 +96,7 @@ TEST_CASE("scale_of: a power of two stays as it is, and the next larger amax get
     for (Format f : {Format::E4M3, Format::E5M2})
         for (int exponent = -126; exponent < 100; exponent++) {
             const float power = std::ldexp(1.0f, exponent), amax = power * info(f).max;
-            const Quant q{f, PER_1x32, Format::F32, true};
+            const Quant q{f, PER_1x32};
             CHECK(scale_of(q, amax) == power);
             CHECK(scale_of(q, std::nextafter(amax, HUGE_VALF)) == 2 * power);
         }
@@ -224,7 +223,7 @@ TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
-        if (q.scale_format != Format::F32 || q.power_of_two) return;
+        if (q.scale_format != Format::F32 || q.decoded()) return;
         const Quantized once = quantize(x.data(), rows, cols, q);
         const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
         for (size_t i = 0; i < x.size(); i++) {
@@ -289,7 +288,9 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
                                 : group(i, across) == group(r, across) && group(j, along) == group(c, along);
                     if (same) largest = std::max(largest, std::fabs(x[size_t(i * cols + j)]));
                 }
-            const float s = largest == 0 ? 1.0f : std::max(largest / info(q.format).max, 0x1p-126f);
+            float s = largest == 0 ? 1.0f : std::max(largest / info(q.format).max, 0x1p-126f);
+            int exponent;  // MX: rounded up to a power of two
+            if (q.granularity == PER_1x32 && std::frexp(s, &exponent) != 0.5f) s = std::ldexp(1.0f, exponent);
             y.push_back(
                 float(fp8_value(q.format, nearest.of(x[size_t(r * cols + c)] * (1.0f / s))) * double(s)));
         }

@@ -133,7 +133,7 @@ TEST_CASE("ranks: flags that are wrong on all ranks give one sentence, and no fi
 TEST_CASE("ranks: the memory for all ranks of a host is checked, also if a launcher has started them") {
     RunFolder folder;
     // 2 GiB for the batches of a rank: 1001 ranks need more than any machine has.
-    const std::string flags = "--device cpu --data text --batch 16 --seq 16 --accumulate 1048576 "
+    const std::string flags = "--device cpu --data text --batch 32 --seq 16 --accumulate 524288 "
                               "--sample-every 0 --steps 1 --out ''";
     const int port = free_port();
     std::string other = rank_by_hand(1, 2, port, flags);
