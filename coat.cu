@@ -124,6 +124,8 @@ void amax(const Lazy& x, TensorScale* out, cudaStream_t s) {
 
 // ===========================================================================================================
 // 3. Per-tensor FP8: codes = encode(x / s) with s = amax / FMAX, row-major and transposed
+//
+// A kernel multiplies by 1 / s, rounded to FP32, as the CPU does.
 
 namespace {
 

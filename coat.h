@@ -104,8 +104,8 @@ struct Quant {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for a
-// column, never for a recipe's name. plan.cpp rejects on every device what Hopper's GEMMs cannot do
+// Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for
+// a column, never for a recipe's name. plan.cpp rejects on every device what Hopper's GEMMs cannot do
 // (validate), and on a GPU what GPUs lack (why_unsupported).
 //
 // Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:

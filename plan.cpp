@@ -130,8 +130,8 @@ void validate(const Setup& s) {
                     "; use --shard all with at least --ranks ", ranks, ".");
     constexpr int64_t MOST_MICRO_BATCHES = 1 << 20;  // of --accumulate: one rank must be able to resume
     if (s.accumulate * s.ranks > MOST_MICRO_BATCHES)
-        throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ", MOST_MICRO_BATCHES,
-                    " micro-batches a step; use a smaller --accumulate.");
+        throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ",
+                    MOST_MICRO_BATCHES, " micro-batches a step; use a smaller --accumulate.");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
@@ -467,8 +467,9 @@ bool qkv_gradient_in_place(const Setup& s) {
     return bytes <= s.recipe.nonlinear.bytes(N, s.config.gate_up_cols());
 }
 
-// What attention's backward needs on any GPU. With tensor cores (attention_sm90.cu, Scratch): FP32 sums of
-// dq, statistics by tiles of queries, and counters. Without (attention.cu): a value for each query and head.
+// What attention's backward needs on any GPU: a value for each query and head (attention.cu). For shapes that
+// the Hopper kernels take (attention_sm90.cu, Scratch), also FP32 sums of dq, statistics by tiles of queries,
+// and counters.
 int64_t attention_bytes(const ModelConfig& c, Format compute, int64_t B, int64_t T) {
     const int64_t simple = round_up(B * c.NH * T * 4, GPU_ALIGNMENT), tile = c.HS() == 64 ? 128 : 64;
     const int64_t tiles = B * c.NH * ceil_div(T, tile);

@@ -53,10 +53,11 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 // Rounds x to the nearest code, ties to even. Values beyond the largest saturate. For example 1.1 in E4M3,
 // which has M = 3 and bias 7: from 1 to 2 the codes are 1/8 apart, and 1.1 is 8.8 steps of 1/8. It is rounded
 // to 9 steps, and the code is 9 + (6 << 3) = 0x39, which is 1.125.
-// In general the codes from 2^e to 2^(e+1) are 2^(e - M) apart; for subnormals e is 1 - bias. The rounded
-// steps are the mantissa and, in a normal value, 2^M for its leading 1. That 2^M adds 1 to the exponent in
-// the code, which is why we add e + bias - 1 only. If the steps round up to 2^(M+1), the same carry makes the
-// exponent right.
+// In general the codes from 2^e to 2^(e+1) are 2^(e - M) apart; for subnormals e is 1 - bias. In the example
+// e = 0, so the exponent's field must be e + bias = 7. The 9 steps are 1001 in binary: the mantissa 001, and
+// before it the leading 1 of a normal value. Added to the code, that 1 makes the field one larger, so the
+// field starts with e + bias - 1 = 6. If x rounds up to 2^(e+1), the steps are 10000, and the same carry
+// gives the next exponent.
 static inline uint32_t nearest_code(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
@@ -125,7 +126,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //
 // A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
-// elements form a block.
+// elements form a block. (Both sides multiply by 1 / s, rounded to FP32, and do not divide.)
 
 // A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
 // is not finite, the scale of a block is NaN, and so is every value that is decoded with it. The scale of a
@@ -299,10 +300,10 @@ float contract(Format fp8, float y, float max, float k) {
 
 void Moment::init(Format f, bool expansion, int64_t count, int64_t group_size) {
     format = f, n = count, group = group_size;
-    expand = expansion && is_fp8(f);
+    expands = expansion && is_fp8(f);
     codes.assign(n * info(f).bytes, 0);
     max.assign(!is_scaled(f) ? 0 : group ? ceil_div(n, group) : 1, 0.0f);
-    k.assign(expand ? max.size() : 0, 1.0f);
+    k.assign(expands ? max.size() : 0, 1.0f);
 }
 
 // Dequantizes one element. FP32 and BF16 have no scale.
@@ -310,7 +311,7 @@ float Moment::value(int64_t i) const {
     const float y = get(format, codes.data(), i);
     if (!is_scaled(format)) return y;
     const int64_t g = group ? i / group : 0;
-    if (expand) return contract(format, y, max[g], k[g]);
+    if (expands) return contract(format, y, max[g], k[g]);
     return max[g] == 0 ? 0.0f : y * scale_of({format}, max[g]);
 }
 
@@ -333,10 +334,10 @@ void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
             if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
         }
         if (scaled) max[g] = largest;
-        if (expand) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+        if (expands) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
         const float inverse = scaled ? 1.0f / scale_of({format}, largest) : 1.0f;
         for (int64_t i = first; i < last; i++) {
-            const float y = expand ? reference::expand(format, x[i], max[g], k[g]) : x[i] * inverse;
+            const float y = expands ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
             put(format, codes.data(), i, y);
             if (scaled && keep_positive && x[i] > 0 && get(format, codes.data(), i) == 0)
                 put(format, codes.data(), i, info(format).min);

@@ -72,7 +72,7 @@ float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y
 //   else:      code = encode(x / s),      x = decode(code) s,         with s = scale_of(max), and no k
 struct Moment {
     Format format = Format::F32;
-    bool expand = false;
+    bool expands = false;
     int64_t n = 0, group = MOMENT_GROUP;  // group 0: all n elements
     std::vector<uint8_t> codes;  // n elements of format
     std::vector<float> max, k;   // one for each group; empty if the format has no scales

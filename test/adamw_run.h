@@ -33,7 +33,7 @@ struct DeviceMoment {
         : codes(padded * info(m.format).bytes),
           // With one scale per tensor, a second element receives the maximum of the new moment.
           max(static_cast<int64_t>(m.max.size()) * (m.group == 0 ? 2 : 1)),
-          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expand),
+          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expands),
           per_tensor(m.group == 0) {
         codes.zero();
         codes.write(m.codes);
@@ -69,10 +69,10 @@ inline void decode_exactly(const reference::Moment& m, int64_t n, Doubles& x, Do
     const double fmax = info(m.format).max, range = std::log2(fmax / info(m.format).min);
     for (int64_t i = 0; i < n; i++) {
         const int64_t g = m.group == 0 ? 0 : i / MOMENT_GROUP;
-        const double k = m.expand ? m.k[g] : 1, code = decode_any(m.format, code_at(m.format, m.codes, i));
+        const double k = m.expands ? m.k[g] : 1, code = decode_any(m.format, code_at(m.format, m.codes, i));
         const double magnitude = m.max[g] * std::pow(std::abs(code) / fmax, 1 / k);
         x[i] = code == 0 || m.max[g] == 0 ? 0.0 : std::copysign(magnitude, code);
-        const double relative = m.expand ? range / k * 0x1p-21 + 0x1p-20 : 8 * U;
+        const double relative = m.expands ? range / k * 0x1p-21 + 0x1p-20 : 8 * U;
         error[i] = std::abs(x[i]) * relative + (x[i] != 0 ? 0x1p-147 : 0);
     }
 }
