@@ -118,6 +118,19 @@ struct Quant {
 
 enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
 
+// Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
+// intervals, which takes longer. --gemm-sums replaces the choice of the recipe.
+struct Accumulation {
+    const char* name;
+    bool fast[3];  // of fprop, dgrad and wgrad
+    const char* about;
+};
+inline constexpr Accumulation ACCUMULATIONS[] = {
+    {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
+    {"exact", {false, false, false}, "exact in all GEMMs"},
+    {"fast", {true, true, true}, "fast in all GEMMs"},
+};
+
 struct Recipe {
     const char* name;
     Format compute;       // compute dtype: residual stream, attention, outputs of GEMMs, gradients, head
@@ -125,7 +138,7 @@ struct Recipe {
     Quant nonlinear;      // inputs of norms and of activation functions, as they are saved for backward
     Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
     Scaling scaling;      // of x, w and g
-    bool fast_accumulation[3];  // of fprop, dgrad and wgrad, on Hopper's FP8 tensor cores
+    Accumulation sums;    // precision of the sums in its FP8 GEMMs
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
@@ -146,45 +159,34 @@ inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32};  // microscaling (OCP MX)
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
+    constexpr const Accumulation &FORWARD = ACCUMULATIONS[0], &EXACT = ACCUMULATIONS[1],
+                                 &FAST = ACCUMULATIONS[2];
     static const std::vector<Recipe> table = {
-        //  name, compute dtype, x, w, g, nonlinear, attention, scaling, fast accumulation, about, optimizer
-        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, {false, false, false},
+        //  name, compute dtype, x, w, g, nonlinear, attention, scaling, sums, about, optimizer
+        {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, EXACT,
          "everything in FP32, to compare the others with"},
-        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, {false, false, false},
+        {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, EXACT,
          "BF16 tensors, FP32 accumulation"},
-        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, {true, false, false},
+        {"coat", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP, Q_BF16, JIT, FORWARD,
          "mixed-granularity FP8 flow: per-tensor GEMMs, 1x16 groups elsewhere (paper section 5)", "coat"},
-        {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, {true, false, false},
+        {"coat-saved", Format::BF16, Q_E4M3, Q_E4M3, Q_E4M3, Q_GROUP, Q_BF16, JIT, FORWARD,
          "coat with E4M3 gradients, and with groups that only backward reads", "coat", false},
-        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, {true, false, false},
+        {"te", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, DELAYED, FORWARD,
          "FP8 GEMMs with delayed per-tensor scaling (TransformerEngine)"},
-        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, true, true},
+        {"colossal", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FAST,
          "FP8 GEMMs with just-in-time per-tensor scaling and fast accumulation (Colossal-AI)"},
-        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, {true, false, false},
+        {"tensorwise", Format::BF16, Q_E4M3, Q_E4M3, Q_E5M2, Q_BF16, Q_BF16, JIT, FORWARD,
          "FP8 GEMMs with just-in-time per-tensor scaling (torchao's tensorwise)"},
         // torchao's rowwise also rounds scales up to powers of two, and accumulates fast in all GEMMs.
-        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, {true, false, false},
+        {"rowwise", Format::BF16, Q_ROW, Q_ROW, Q_ROW, Q_BF16, Q_BF16, JIT, FORWARD,
          "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
-        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, {false, false, false},
+        {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, EXACT,
          "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
-        {"mxfp8", Format::BF16, Q_1x32, Q_1x32, Q_1x32, Q_BF16, Q_BF16, JIT, {false, false, false},
+        {"mxfp8", Format::BF16, Q_1x32, Q_1x32, Q_1x32, Q_BF16, Q_BF16, JIT, EXACT,
          "1x32 groups with power-of-two scales (OCP MX), rounded up (NVIDIA); BF16 GEMMs of decoded values"},
     };
     return table;
 }
-
-// Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
-// intervals, which takes longer. --gemm-sums replaces the choice of the recipe.
-struct Accumulation {
-    const char* name;
-    bool fast[3];  // as Recipe::fast_accumulation
-    const char* about;
-};
-inline constexpr Accumulation ACCUMULATIONS[] = {
-    {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
-    {"exact", {false, false, false}, "exact in all GEMMs"},
-    {"fast", {true, true, true}, "fast in all GEMMs"},
-};
 
 // The optimizer's moments (paper section 4). FP8 moments have one scale for a group of 128 consecutive
 // elements, or one for the tensor (MS-AMP's FP8-LM, arXiv 2310.18313).

@@ -55,7 +55,7 @@ struct Block {
 class GpuModel : public Model {
 public:
     GpuModel(const Setup& s, const GpuFacts& facts)
-        : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.fast_accumulation),
+        : device_(s, facts), gemms_(device_.work(Work::GemmScratch), recipe_.sums.fast),
           peers_(setup_, device_.at(0), cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
           caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
           head_weight_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),

@@ -91,9 +91,9 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
 }
 
 void validate(const Recipe& r) {
-    validate_gemm(r, "fprop", r.x, r.w, r.fast_accumulation[0]);
-    validate_gemm(r, "dgrad", r.g, r.w, r.fast_accumulation[1]);
-    validate_gemm(r, "wgrad", r.g, r.x, r.fast_accumulation[2]);
+    validate_gemm(r, "fprop", r.x, r.w, r.sums.fast[0]);
+    validate_gemm(r, "dgrad", r.g, r.w, r.sums.fast[1]);
+    validate_gemm(r, "wgrad", r.g, r.x, r.sums.fast[2]);
     if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
         throw Error("Recipe ", r.name,
                     " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
@@ -918,7 +918,7 @@ void print_precision_plan(const Setup& s) {
                     row.saved.c_str());
     }
     std::printf("\n");
-    auto adds = [&](int gemm) { return r.fast_accumulation[gemm] ? "fast" : "exact"; };
+    auto adds = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
     if (q.x.decoded())
         print_note("Scales of operands of linear layers are rounded up to powers of two. A GPU decodes these "
                    "operands to BF16, which is exact, and runs BF16 GEMMs.");

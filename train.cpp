@@ -115,14 +115,8 @@ void choose_rows(Flags& flags, Setup& setup) {
         if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
         *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
     }
-    bool* const fast = setup.recipe.fast_accumulation;
-    if (flags.text("gemm-sums").empty()) {  // stays empty if no row is like the recipe
-        for (const Accumulation& row : ACCUMULATIONS)
-            if (std::equal(row.fast, row.fast + 3, fast)) flags.set("gemm-sums", row.name);
-    } else {
-        const Accumulation& row = find_row(ACCUMULATIONS, flags.text("gemm-sums"), "--gemm-sums");
-        std::copy(row.fast, row.fast + 3, fast);
-    }
+    if (flags.text("gemm-sums").empty()) flags.set("gemm-sums", setup.recipe.sums.name);
+    setup.recipe.sums = find_row(ACCUMULATIONS, flags.text("gemm-sums"), "--gemm-sums");
     for (const MemoryMode& mode : memory_modes()) {
         const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());

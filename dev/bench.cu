@@ -234,7 +234,7 @@ double gemm_rate(Clock& clock, const CeilingRow& row) {
 }
 Ceiling gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
     if (operand.fp8())
-        return r.fast_accumulation[static_cast<int>(kind)] ? Ceiling::Fp8Fast : Ceiling::Fp8Exact;
+        return r.sums.fast[static_cast<int>(kind)] ? Ceiling::Fp8Fast : Ceiling::Fp8Exact;
     return operand.format == Format::F32 ? Ceiling::Fp32 : Ceiling::Bf16;
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
@@ -283,7 +283,7 @@ public:
           batches_(static_cast<double>(s.accumulate)),
           slot_(fp8_ && r.x.granularity == PER_TENSOR && r.scaling == Scaling::JustInTime ? clock.slot()
                                                                                           : nullptr),
-          gemms_(scratch_.take(Gemms::SCRATCH), r.fast_accumulation) {
+          gemms_(scratch_.take(Gemms::SCRATCH), r.sums.fast) {
         gemms_.tune(true);
         for (auto part :
              {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands,

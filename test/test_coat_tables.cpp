@@ -14,7 +14,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
-        for (bool fast : r.fast_accumulation) text += fast ? "fast " : "exact ";
+        for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
         return text + "| " + r.optimizer + (r.x.decoded() ? " | power of two" : "") +
                (r.forward_reads_saved ? "" : " | forward reads unrounded");
     };

@@ -133,7 +133,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
 GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the reference") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
-    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
+    gpu::Gemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").sums.fast);
     gpu::Gemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;

@@ -135,7 +135,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
     change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
     for (int gemm = 0; gemm < 3; gemm++)
-        change("deepseek", "--gemm-sums exact", [&](Recipe& r) { r.fast_accumulation[gemm] = true; });
+        change("deepseek", "--gemm-sums exact", [&](Recipe& r) { r.sums.fast[gemm] = true; });
     change("rowwise", "delayed scaling needs one scale per tensor",
            [](Recipe& r) { r.scaling = Scaling::Delayed; });
     change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });
