@@ -138,7 +138,7 @@ private:
 
 Setup setup_of(const ModelConfig& config, const Way& way, const Batch& batch) {
     const Recipe recipe = {way.name,      Format::F32, way.linear,          Q_F32,                 Q_F32,
-                           way.nonlinear, Q_F32,       Scaling::JustInTime, {false, false, false}, ""};
+                           way.nonlinear, Q_F32,       Scaling::JustInTime, ACCUMULATIONS[1],      ""};
     return {config, recipe, find_row(optimizers(), "bf16", "--optimizer"), batch.B, batch.T};
 }
 
