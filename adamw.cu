@@ -331,10 +331,11 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 // ===========================================================================================================
 // 3. AdamW in any format
 //
-// One kernel for moments in FP32, BF16, FP16 and FP8, in groups or with one scale per tensor. It goes through
-// groups of 128, half a warp each. One scale per tensor (FP8-LM) needs the largest new moment before the
-// first is encoded: so the moments are computed twice, once for the maxima, which go to max[1] while max[0]
-// still decodes, and once to be stored.
+// One kernel for moments in FP32, BF16, FP16 and FP8, in groups or with one scale per tensor. (Segments with
+// both moments in FP8 groups are updated by part 4; of these this kernel only measures errors.) It goes
+// through groups of 128, half a warp each. One scale per tensor (FP8-LM) needs the largest new moment before
+// the first is encoded: so the moments are computed twice, once for the maxima, which go to max[1] while
+// max[0] still decodes, and once to be stored.
 
 struct AdamArguments {
     Factors f;
@@ -427,7 +428,7 @@ __device__ void measure_moment(const MomentView& m, const MomentFormat& f, const
     }
 }
 
-// Whether the kernel of section 4 takes the segment.
+// Whether the kernel of part 4 takes the segment.
 __device__ bool in_fp8_groups(const AdamArguments& a, const Segment& s) {
     auto fp8 = [](const MomentView& m) { return m.format == Format::E4M3 || m.format == Format::E5M2; };
     return fp8(s.m) && fp8(s.v) && !a.m.per_tensor;

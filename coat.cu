@@ -3,7 +3,8 @@
 // The types View, Values, Dense, Groups and TensorScale are those of gpu/tensor.cuh.
 //
 // Read it in this order:
-//   1. quantize in groups: the simplest quantizer, one kernel of a dozen lines
+//   1. quantize in groups: the simplest quantizer. Its arithmetic is Groups::group_scale and round_and_store
+//      in gpu/tensor.cuh
 //   2. group scaling: the amax of a tensor
 //   3. per-tensor FP8, row-major and transposed
 //   4. quantize(): the kernel for each format
@@ -78,7 +79,7 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 //
 // Stage one: each warp takes the maximum of its part of a tile. (The paper takes 1xG groups; the result is
 // the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Our kernels
-// that write a tensor take its amax in passing. This kernel is for the rest: what a GEMM or attention writes,
+// that write a tensor take its amax in passing. This kernel is for the rest: attention's output,
 // values that no kernel stores, and weights that AdamW did not just update.
 
 // What a kernel can read from here on (coat.cuh).

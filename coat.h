@@ -80,7 +80,7 @@ struct Quant {
     // An operand for which Hopper has no FP8 GEMM is decoded to BF16. Its scales are rounded up to powers of
     // two (OCP MX). So decoding is exact: an FP8 value times a power of two fits BF16, for scales from 2^-117
     // on.
-    bool decoded() const { return granularity == PER_1x32; }
+    bool decoded() const { return granularity == PER_1x32 && scale_format == Format::F32; }
     int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
     }
@@ -133,7 +133,7 @@ inline constexpr Accumulation ACCUMULATIONS[] = {
 
 struct Recipe {
     const char* name;
-    Format compute;       // compute dtype: residual stream, attention, outputs of GEMMs, gradients, head
+    Format compute;       // compute dtype: residual stream, attention, GEMM outputs, head; gradients, or FP32
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
     Quant nonlinear;      // inputs of norms and of activation functions, as they are saved for backward
     Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
@@ -162,7 +162,8 @@ inline const std::vector<Recipe>& recipes() {
     constexpr const Accumulation &FORWARD = ACCUMULATIONS[0], &EXACT = ACCUMULATIONS[1],
                                  &FAST = ACCUMULATIONS[2];
     static const std::vector<Recipe> table = {
-        //  name, compute dtype, x, w, g, nonlinear, attention, scaling, sums, about, optimizer
+        // name, compute dtype, x, w, g, nonlinear, attention, scaling, sums, about, optimizer,
+        // forward_reads_saved
         {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, EXACT,
          "everything in FP32, to compare the others with"},
         {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, EXACT,

@@ -3,8 +3,8 @@
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
 // GpuModel::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
-//   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and within
-//     a step the host never waits for the GPU.
+//   - Everything is in one allocation, laid out by plan.cpp. Nothing is allocated after the start, and the
+//     host waits for the GPU only at the end of a step.
 //   - Saved for backward is what model.h's saved_per_layer() lists. What can be recomputed elementwise is
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.

@@ -677,9 +677,9 @@ template auto instantiate<double>();
 // 5. The precision flow (paper section 5): which tensor has which format
 //
 // Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
-// log-sum-exp, which is FP32. Four results are quantized from FP32, without rounding to BF16 first: the
-// residual sum, the outputs of norms, the activation's output, and the gradient of its input. In the recipe
-// coat:
+// log-sum-exp and sums of many gradients (gradient_format), which are FP32. Four results are quantized from
+// FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the activation's output, and
+// the gradient of its input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
