@@ -551,6 +551,14 @@ std::string duration(double s) {
     return text;
 }
 
+// Of a run, in its checkpoints: two runs in one folder are told apart by it.
+std::string random_name() {
+    std::random_device random;
+    char text[17];
+    std::snprintf(text, sizeof text, "%08x%08x", random(), random());
+    return text;
+}
+
 // Of `ranks` consecutive micro-batches every rank has one. So all ranks together train on the micro-batches
 // of one rank with a larger --accumulate.
 struct Batch {  // (micro-batches, B, T) each
@@ -577,8 +585,7 @@ public:
         settings["train_tokens"] = run_.corpus->train.size();
         settings["train_hash"] = sampled_hash(run_.corpus->train);
         state_.settings = json_text(settings);
-        std::random_device random;  // two runs in one folder are told apart by such a name
-        if (state_.run.empty()) state_.run = concat(random(), "-", random());
+        if (state_.run.empty()) state_.run = random_name();
         // A new run replaces the log of an earlier one; a pipe has nothing to cut off.
         if (log_ && resumed_at_ == 0) std::ignore = ::ftruncate(::fileno(log_.get()), 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};

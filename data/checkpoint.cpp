@@ -223,9 +223,9 @@ std::vector<Checkpoint> checkpoints(const std::string& folder, const Warn& warn 
 // Renames first: if the program is killed meanwhile, no incomplete folder has the name of a checkpoint.
 void remove_checkpoint(const Checkpoint& c) {
     const fs::path doomed = c.folder.string() + ".tmp";
-    std::error_code ignored;  // what cannot be removed does not end a run
-    fs::rename(c.folder, doomed, ignored);
-    if (!ignored) fs::remove_all(doomed, ignored);
+    std::error_code failed;  // what cannot be removed does not end a run
+    fs::rename(c.folder, doomed, failed);
+    if (!failed) fs::remove_all(doomed, failed);
 }
 
 void remove_leftovers(const std::string& out) {  // of runs that were killed

@@ -23,7 +23,7 @@ struct LoopState {
     double first_validation = 0;  // loss before the first step
     std::vector<double> norm_correction;  // of the last step that was not skipped (AdamW::norm_correction)
     std::string settings;         // flags of the run as JSON; train.cpp compares them on resume
-    std::string run = {};         // names the run: random digits that stay the same on resume
+    std::string run = {};         // names the run: 16 random hex digits that stay the same on resume
     double validation = std::numeric_limits<double>::quiet_NaN();  // loss after this step; NaN: unknown
 };
 

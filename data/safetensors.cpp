@@ -110,23 +110,32 @@ const Tensor& Safetensors::require(const std::string& name, const std::string& d
 }
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors)
-    : OutputFile(path) {
+    : file_(path) {
     // All offsets follow from the table, so the header is complete before the first byte of a tensor.
     // The outer object is written by hand: adding to an ordered_json takes quadratic time.
-    int64_t end = 0;  // of the tensors so far
     std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
     for (const TensorInfo& t : tensors) {
         const int64_t bytes = bytes_of(t);
         const nlohmann::ordered_json entry = {
-            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {end, end + bytes}}};
+            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
         text += "," + Json(t.name).dump() + ":" + entry.dump();
-        end += bytes;
+        left_ += bytes;
     }
     text += "}";
     text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8
     const uint64_t length = text.size();
-    write(&length, sizeof length);
-    write(text.data(), int64_t(length));
+    file_.write(&length, sizeof length);
+    file_.write(text.data(), int64_t(length));
+}
+
+void SafetensorsWriter::write(const void* data, int64_t bytes) {
+    file_.write(data, bytes);
+    left_ -= bytes;
+}
+
+void SafetensorsWriter::finish() {
+    if (left_ != 0) throw std::logic_error("the bytes written are not those of the table of tensors");
+    file_.finish();
 }
 
 }  // namespace coat

@@ -41,8 +41,15 @@ private:
 
 // Writes the header for a table of tensors with different names; write() then takes their bytes in the order
 // of the table, in pieces of any size, so that memory holds no more than a piece.
-struct SafetensorsWriter : OutputFile {
+class SafetensorsWriter {
+public:
     SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors);
+    void write(const void* data, int64_t bytes);
+    void finish();  // std::logic_error unless exactly the bytes of the table were written
+
+private:
+    OutputFile file_;
+    int64_t left_ = 0;
 };
 
 }  // namespace coat

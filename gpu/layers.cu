@@ -700,8 +700,7 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
                           runs = static_cast<int32_t>(ceil_div(count, RUN_ROWS));
             for (int32_t c = 0; c < runs && several == (runs > 1); c++)
                 out.runs.push_back({static_cast<int32_t>(t), first[t] + c * RUN_ROWS,
-                                      std::min(RUN_ROWS, count - c * RUN_ROWS),
-                                      c ? 0 : runs});
+                                    std::min(RUN_ROWS, count - c * RUN_ROWS), c ? 0 : runs});
         }
     return out;
 }
@@ -732,7 +731,7 @@ __device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, 
 template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_runs_kernel(Dense<T> g, int64_t C, const int32_t* order, const TokenRun* runs,
-                            EitherDense gradient, Dense<float> partials) {
+                          EitherDense gradient, Dense<float> partials) {
     const int64_t col = embedding_column();
     if (col >= C) return;
     const TokenRun run = runs[blockIdx.x];

@@ -136,6 +136,9 @@ GPU_TEST_CASE(
         swapped.recipe.x = Q_128x128, swapped.recipe.w = Q_1x128;
         swapped.recompute = false;
         check_step(swapped);
+        Setup inputs = setup_of("coat", arch);  // the formats of inputs and gradients exchanged
+        inputs.recipe.x = Q_E5M2, inputs.recipe.g = Q_E4M3;
+        check_step(inputs);
         Setup cached = setup_of("coat", arch);  // FP8 weights that two micro-batches use
         cached.accumulate = 2;
         check_step(cached);

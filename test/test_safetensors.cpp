@@ -39,6 +39,8 @@ TEST_CASE("SafetensorsWriter: leaves no file when it is not finished") {
     const std::string path = folder / "a.safetensors";
     { SafetensorsWriter file(path, {{"x", "F32", {2}}}); }
     CHECK(!fs::exists(path));
+    SafetensorsWriter file(path, {{"x", "F32", {2}}});
+    CHECK_THROWS_AS(file.finish(), std::logic_error);
 }
 
 TEST_CASE("Safetensors: a wrong header is an error that names the file") {

@@ -215,9 +215,10 @@ json.dump({"chat_template": chat, "eos_token": "<|im_end|>"}, open("model/tokeni
     folder.write("c.jsonl", chat + "\n" + completion("held", "out") + "\n");
     require_success(shell(folder, tokenize));
     const TokenStream stream = load_corpus(folder / "tokens").train;
+    const std::vector<int32_t> tokens = token_files::tokens_of(stream);
     std::vector<int32_t> counted;
     for (int64_t i = 0; i < stream.size(); i++) {
-        int32_t target = token_files::tokens_of(stream)[i];
+        int32_t target = tokens[i];
         stream.mask(i, 1, &target);
         if (target != NO_TARGET) counted.push_back(target);
     }
