@@ -709,7 +709,7 @@ void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments argu
 }  // namespace
 
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
-           const Range& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
+           const Slice& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
     const bool per_tensor = optimizer.group == 0;
     require(format == Format::F32 || format == w.format,
@@ -720,10 +720,9 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
             "FP16 moments have one scale per tensor");
     require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
-    const EitherDense g{const_cast<void*>(gradients), format == Format::F32};
     launch(a, optimizer,
-           {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding, g,
-            state},
+           {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding,
+            either_dense(gradients, format), state},
            s);
 }
 
@@ -731,9 +730,9 @@ void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, i
                      const void* gradients, Format format, int64_t first, QuantStats* m_stats,
                      QuantStats* v_stats, cudaStream_t s) {
     if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
-    const EitherDense g{const_cast<void*>(gradients), format == Format::F32};
     launch({1, 0.0f}, optimizer,
-           {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0, g, nullptr, m_stats, v_stats},
+           {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0,
+            either_dense(gradients, format), nullptr, m_stats, v_stats},
            s);
 }
 

@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     groups.round_and_store(i, v, live);  // v becomes scale * code
     if (back) x.round_and_store(i, v, live);
 }
-// x (BF16) goes to groups; with `back`, x becomes what they hold.
+}  // namespace
+
 void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
                 x.cols == groups.cols && x.cols % GROUP == 0,
@@ -72,8 +73,6 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
     CHECK_LAUNCH("quantize in groups");
 }
 
-}  // namespace
-
 // ===========================================================================================================
 // 2. Group scaling (paper section 5): the amax of a tensor in two stages
 //
@@ -81,22 +80,6 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 // the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Our kernels
 // that write a tensor take its amax in passing. This kernel is for the rest: attention's output,
 // values that no kernel stores, and weights that AdamW did not just update.
-
-// What a kernel can read from here on (coat.cuh).
-Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
-Lazy norm(const Norm& n) {
-    return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n};
-}
-Lazy activation(bool gated, const View& gate_up) {
-    return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
-}
-Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
-    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols,
-            "dact and gate_up differ in shape");
-    require(dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
-            "dact is not in the compute dtype");
-    return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
-}
 
 namespace {
 
@@ -248,10 +231,6 @@ void convert(const View& x, const View& out, cudaStream_t s) {
     quantize(stored(x), {out}, nullptr, s);
 }
 
-void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s) {
-    quantize_groups(x, groups, true, stats, s);
-}
-
 // ===========================================================================================================
 // 5. Fused kernels of the precision flow
 
@@ -259,9 +238,9 @@ namespace {
 
 // The input of the activation is quantized in groups. The same pass takes the amax of the activation's
 // output.
-template <bool READS_SAVED, class Producer>
+template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, TensorScale* act) {
+    quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, bool reads_saved, TensorScale* act) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     Groups to[PLANES];
@@ -274,10 +253,10 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             for (int j = 0; j < CHUNK; j++)
                 top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
         };
-        if (!READS_SAVED) take_amax();
+        if (!reads_saved) take_amax();
 #pragma unroll
         for (int p = 0; p < PLANES; p++) to[p].round_and_store(row_offset(i, PLANES * x.width), v[p], live);
-        if (READS_SAVED) take_amax();  // v: what the groups hold of it
+        if (reads_saved) take_amax();  // v: what the groups hold of it
     });
     // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_warp(&act->amax, at.col < x.width ? magnitude(top) : 0);
@@ -321,10 +300,8 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
     auto launch = [&](auto producer) {
-        const auto kernel = reads_saved ? quantize_gate_up_kernel<true, decltype(producer)>
-                                        : quantize_gate_up_kernel<false, decltype(producer)>;
-        kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(producer, x.rows, groups_of(groups),
-                                                                          act_amax);
+        quantize_gate_up_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(
+            producer, x.rows, groups_of(groups), reads_saved, act_amax);
         CHECK_LAUNCH("quantize_gate_up");
     };
     if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});

@@ -25,14 +25,23 @@ struct Lazy {
     gpu::Norm norm{};
 };
 
-Lazy stored(const View& x);   // (rows, cols), compute dtype or groups
-Lazy norm(const Norm& n);     // (N, C); needs n.stats
+// A stored tensor (rows, cols), compute dtype or groups.
+inline Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
+// The output of a norm (N, C); needs n.stats.
+inline Lazy norm(const Norm& n) { return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n}; }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated; compute dtype or groups. Result (N, F):
 // SiLU(gate) x up or GELU.
-Lazy activation(bool gated, const View& gate_up);
+inline Lazy activation(bool gated, const View& gate_up) {
+    return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
+}
 // dact (N, F) is the gradient of the activation's output, in the compute dtype. Result: the gradient of
 // gate_up, same shape.
-Lazy activation_backward(bool gated, const View& gate_up, const View& dact);
+inline Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
+    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols &&
+                dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
+            "dact and gate_up differ in shape, or dact is not in the compute dtype");
+    return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
+}
 
 // Group scaling (paper section 5): out->amax = max(out->amax, |x|). Zero a step's amaxes first.
 void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
@@ -46,8 +55,9 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 
-// x (BF16) becomes what `groups` hold of it: attention computes with the very values that backward will read.
-void quantize_and_dequantize(const View& x, const View& groups, QuantStats* stats, cudaStream_t s);
+// x (BF16) goes to 1x16 groups. With `back`, x becomes what they hold: so attention computes with the very
+// values that backward will read.
+void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s);
 
 // The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
 // activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,

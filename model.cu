@@ -15,10 +15,9 @@
 //   Peers     the other GPUs                                                       (gpu/comm.cuh)
 //   State     weights, gradients, scales and moments, by parameter; the update     (gpu/state.cuh)
 //   Exchange  which gradients and weights travel between GPUs, and when            (gpu/exchange.cuh)
-//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks
+//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks in the order of the
+//             --plan print-out
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "gpu/attention.cuh"
 #include "gpu/exchange.cuh"
@@ -32,16 +31,12 @@ namespace {
 
 using namespace gpu;
 
-// -----------------------------------------------------------------------------------------------------------
-// The Model that train.cpp drives: steps, micro-batches, and blocks in the order of the --plan print-out
-
 // A linear layer y = x w^T + bias, and the scales of the operands of its three GEMMs. The bias (out) is the
 // parameter that follows the weight.
 struct Linear {
     size_t param;            // number of the weight (out, in)
     bool biased;
-    int64_t bucket;          // of its gradients
-    int64_t stage;           // in which its weight is gathered, with --shard all (plan.h, weight_stages)
+    int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
     TensorScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     void* saved_x;           // with --recompute off: the input as an operand; else null
@@ -69,14 +64,6 @@ public:
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
         for (int64_t l = 0; l < config_.L; l++) blocks_.push_back(make_block(l, cache));
         set_shape(setup_.B, setup_.T);
-        auto lacks_room = [&](Work w, size_t bytes) {
-            return static_cast<int64_t>(bytes) > device_.place(w).bytes;
-        };
-        if (lacks_room(Work::AttentionScratch, attention_workspace(attention())) ||
-            lacks_room(Work::NormPartials, norm_backward_workspace(config_.C)))
-            throw Error(
-                "The memory plan has less room for attention or norms than their kernels need; correct "
-                "work_rows() in plan.cpp.");
         if (config_.arch.rope) rope_table(config_, setup_.T, device_.work<float2>(Work::RopeTable), cuda_);
         start();
         warm_up();
@@ -533,9 +520,9 @@ private:
     // The weight: fprop reduces over its columns, dgrad over its rows.
     Operand weight_operand(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        const int64_t next_in_backward = w.stage > 1 ? w.stage - 1 : Exchange::NONE;
-        const int64_t next = use == Gemm::Dgrad ? next_in_backward : w.stage + 1;
-        exchange_.make_ready(w.stage, next, stats_of(Kind::Weight));
+        const int64_t stage = w.bucket, next_in_backward = stage > 1 ? stage - 1 : Exchange::NONE;
+        exchange_.make_ready(stage, use == Gemm::Dgrad ? next_in_backward : stage + 1,
+                             stats_of(Kind::Weight));
         void* codes = device_.work(Work::WeightOperand);
         void* transposed = nullptr;
         const View whole = state_.weight(w.param);
@@ -623,7 +610,7 @@ private:
         return saved.quant.fp8() ? compute_view(work, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_and_dequantize(x, saved, stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_groups(x, saved, true, stats_of(Kind::Attention), cuda_);
     }
     View load_attention(const View& saved, Work work) {
         const View x = attention_view(saved, work);
@@ -735,8 +722,7 @@ private:
             uint8_t* const cached = cache;
             if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
             const bool biased = number == 0 ? config_.arch.qkv_bias : config_.arch.bias;
-            const int64_t bucket = state_.params[i].bucket, stage = bucket;  // both count linear layers
-            return {i, biased, bucket, stage, state_.operand_scales(l, LinearOperand::X) + number,
+            return {i, biased, state_.params[i].bucket, state_.operand_scales(l, LinearOperand::X) + number,
                     state_.weight_scale(i), state_.operand_scales(l, LinearOperand::G) + number, cached,
                     saved_x};
         };
@@ -749,96 +735,10 @@ private:
     }
 };
 
-// -----------------------------------------------------------------------------------------------------------
-// Whether this GPU can run a setup
-
-int capability() {
-    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
-           device_attribute(cudaDevAttrComputeCapabilityMinor);
-}
-
-// Device memory that CUDA and cuBLAS take when kernels are first launched.
-constexpr int64_t LOADED_LATER = 256 << 20;
-
-int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
-    const int64_t allocated = gpu_layout(s, facts).total;
-    return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
-}
-
-void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
-    if (needed_memory(s, facts) <= free) return;
-    Setup smaller = s;
-    int64_t fitting = 0, too_large = s.B;  // --batch
-    while (too_large - fitting > 1) {
-        smaller.B = (fitting + too_large) / 2;
-        (needed_memory(smaller, facts) <= free ? fitting : too_large) = smaller.B;
-    }
-    throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
-                " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
-                (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
-                         : "not even --batch 1 fits: choose a smaller --model or --seq") +
-                ".");
-}
-
-GpuFacts facts_for(const Setup& s) {
-    GpuFacts facts;
-    facts.multiprocessors = multiprocessors();
-    size_t free_bytes = 0, total = 0;
-    check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
-    const int64_t free = static_cast<int64_t>(free_bytes);
-    require_memory(s, facts, free);
-    facts.cache_fp8_weights = caches_weights(s);
-    if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
-    return facts;
-}
-
-// The setup as this GPU runs it. Error if a kernel for it is missing.
-Setup on_this_gpu(Setup s) {
-    const bool fp8_gemm = capability() >= FP8_CAPABILITY;
-    if (!fp8_gemm && s.recipe.x.fp8())
-        std::fprintf(stderr,
-                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear "
-                     "layers run in %s, on FP8 storage.\n",
-                     info(s.recipe.compute).name);
-    s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
-    for (const std::string& reason : {why_unsupported(s.optimizer), why_unsupported(s.recipe, capability())})
-        if (!reason.empty()) throw Error(reason);
-    return s;
-}
-
 }  // namespace
+
+std::unique_ptr<Model> gpu_model(const Setup& s, const GpuFacts& facts) {
+    return std::make_unique<GpuModel>(s, facts);
+}
+
 }  // namespace coat
-
-std::string coat::why_no_gpu(int gpu) {
-    GpuFound found{};
-    cudaDriverGetVersion(&found.driver);
-    cudaRuntimeGetVersion(&found.runtime);
-    const cudaError_t error = cudaGetDeviceCount(&found.gpus);
-    cudaGetLastError();  // clear it: nothing has failed
-    found.driver_too_old = error == cudaErrorInsufficientDriver;
-    if (error == cudaErrorNoDevice) found.gpus = 0;
-    else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
-    const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
-    if (usable) cudaSetDevice(std::min(gpu, found.gpus - 1));  // another would get a context, too
-    if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
-    return why_unsupported(found);
-}
-
-std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
-    int local = setup.processes ? setup.processes->local() : 0;
-    const std::string missing = why_no_gpu(local);
-    if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
-    int gpus = 0;
-    gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
-    if (std::getenv("COAT_SHARE_GPU")) local %= gpus;  // slow: for tests of several ranks on one GPU
-    if (local >= gpus)
-        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but it sees only " +
-                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +
-                    ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
-    gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
-    for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
-        if (theirs != capability())
-            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
-    const Setup here = on_this_gpu(setup);
-    return std::make_unique<GpuModel>(here, facts_for(here));
-}

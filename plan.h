@@ -129,6 +129,10 @@ struct GpuFacts {
     bool cache_fp8_weights = false;  // make all FP8 weights once per step; else when needed
 };
 
+// The model on a GPU, in memory that gpu_layout() lays out (model.cu). make_gpu() of model.h first asks what
+// the GPU supports (gpu/this_gpu.cu).
+std::unique_ptr<Model> gpu_model(const Setup& s, const GpuFacts& facts);
+
 struct GpuLayout {
     int64_t tokens;                  // rows of buffers: those of a micro-batch, rounded up to 16s
     Place weights, remainder, moments, scales, saved, final_norm_input;

@@ -46,24 +46,15 @@ class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work>
     void run(cudaStream_t s, Work work) {
-        if (!handle) record(s, work);
-        check(cudaGraphLaunch(handle, s), "Launching a CUDA graph failed");
-    }
-
-private:
-    template <class Work>
-    void record(cudaStream_t s, Work work) {
-        Owned<cudaGraph_t, cudaGraphDestroy> graph;
-        check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "Recording a CUDA graph failed");
-        try {
+        if (!handle) {
+            Owned<cudaGraph_t, cudaGraphDestroy> graph;
+            constexpr char RECORDING[] = "Recording a CUDA graph failed";
+            check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), RECORDING);
             work();
-        } catch (...) {
-            cudaStreamEndCapture(s, &graph.handle);
-            cudaGetLastError();  // the exception says what has failed
-            throw;
+            check(cudaStreamEndCapture(s, &graph.handle), RECORDING);
+            check(cudaGraphInstantiate(&handle, graph.handle, 0), RECORDING);
         }
-        check(cudaStreamEndCapture(s, &graph.handle), "Recording a CUDA graph failed");
-        check(cudaGraphInstantiate(&handle, graph.handle, 0), "Making a CUDA graph failed");
+        check(cudaGraphLaunch(handle, s), "Launching a CUDA graph failed");
     }
 };
 
@@ -75,7 +66,6 @@ public:
         check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
     }
     T* get() const { return static_cast<T*>(handle); }
-    T* operator->() const { return get(); }
 };
 
 // A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.

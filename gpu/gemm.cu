@@ -11,8 +11,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
+
+#include "cuda.cuh"
 
 namespace coat::gpu {
 namespace {
@@ -215,22 +216,19 @@ void Gemms::choose_fastest(Problem& p, const Call& c) const {
         if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits)
             equal.push_back(candidate);
 
-    using Mark = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, cudaError_t (*)(cudaEvent_t)>;
-    std::vector<Mark> marks;  // one before each launch, one after the last
-    for (size_t i = 0; i <= ROUNDS * equal.size(); i++) {
-        cudaEvent_t mark = nullptr;
+    std::vector<Owned<cudaEvent_t, cudaEventDestroy>> marks(ROUNDS * equal.size() + 1);
+    for (size_t i = 0; i < marks.size(); i++) {  // one before each launch, one after the last
         if (i > 0) succeed(launch(p, equal[(i - 1) % equal.size()], c), "A GEMM failed");
-        check(cudaEventCreate(&mark), TIMING);
-        marks.emplace_back(mark, cudaEventDestroy);
-        check(cudaEventRecord(mark, c.stream), TIMING);
+        check(cudaEventCreate(&marks[i].handle), TIMING);
+        check(cudaEventRecord(marks[i].handle, c.stream), TIMING);
     }
-    check(cudaEventSynchronize(marks.back().get()), TIMING);
+    check(cudaEventSynchronize(marks.back().handle), TIMING);
     float best = INFINITY;
     for (size_t i = 0; i < equal.size(); i++) {
         float ms[ROUNDS];
         for (size_t round = 0; round < ROUNDS; round++) {
             const size_t at = round * equal.size() + i;
-            check(cudaEventElapsedTime(&ms[round], marks[at].get(), marks[at + 1].get()), TIMING);
+            check(cudaEventElapsedTime(&ms[round], marks[at].handle, marks[at + 1].handle), TIMING);
         }
         std::nth_element(ms, ms + ROUNDS / 2, ms + ROUNDS);
         if (ms[ROUNDS / 2] < best) best = ms[ROUNDS / 2], p.algorithm = equal[i];

@@ -21,9 +21,8 @@ __device__ double sum_of_squares(const Values& v) {
 // One warp for each shard chunk, which is SHARD_CHUNK elements (model.h). The warps take turns with the shard
 // chunks of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
-template <class T>
 __global__ void __launch_bounds__(NORM_THREADS)
-    squares_kernel(const Segment* segments, int number_of_segments, Dense<T> gradients, int64_t first,
+    squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
                    int64_t first_shard_chunk, Share share, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
@@ -42,10 +41,10 @@ __global__ void __launch_bounds__(NORM_THREADS)
             const int64_t from = c * SHARD_CHUNK + lane * CHUNK, stop = min(size, (c + 1) * SHARD_CHUNK);
             double sum = 0;
             for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
-                typename Dense<T>::Raw raw[NORM_UNROLL] = {};
+                EitherDense::Raw raw[NORM_UNROLL] = {};
 #pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++)
-                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
+                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.fetch(offset + at + u * 32 * CHUNK);
 #pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++) {
                     Values v;
@@ -61,8 +60,8 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 constexpr int STATE_THREADS = 1024;
 __global__ void __launch_bounds__(STATE_THREADS)
-    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, Clipping clip,
-                          GradientState* state) {
+    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+                          double norm_correction, GradientState* state) {
     double mine = 0;
     for (int64_t c = threadIdx.x; c < shard_chunks; c += STATE_THREADS) {
         double sum = 0;  // of all ranks; one at most is not 0
@@ -73,8 +72,8 @@ __global__ void __launch_bounds__(STATE_THREADS)
     if (threadIdx.x != 0) return;
     state->squares += squares;
     state->norm = sqrt(state->squares);
-    const double norm = state->norm * clip.norm_correction;
-    state->clip_factor = static_cast<float>(clip.limit > 0 && norm > clip.limit ? clip.limit / norm : 1.0);
+    const double norm = state->norm * norm_correction;
+    state->clip_factor = static_cast<float>(clip > 0 && norm > clip ? clip / norm : 1.0);
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
     bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
@@ -85,18 +84,17 @@ __global__ void __launch_bounds__(STATE_THREADS)
 
 // Several ranks: gradients are added in the order of the ranks.
 constexpr int ADD_THREADS = 256;
-template <class T>
 __global__ void __launch_bounds__(ADD_THREADS)
-    add_gradients_kernel(Dense<T> sum, bool assign, Dense<T> own, Dense<T> received, int64_t n, Share share) {
+    add_gradients_kernel(EitherDense sum, bool assign, EitherDense own, EitherDense received, int64_t n,
+                         Share share) {
     const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
     if (i >= n) return;
     Values total = {};
-    if (!assign) sum.values(sum.load(i), total);
+    if (!assign) sum.load(i, total);
     for (int64_t r = 0; r < share.ranks; r++) {
-        const int64_t place = r < share.rank ? r : r - 1;
-        const Dense<T> from = r == share.rank ? own : received.from(place * n);
         Values v;
-        from.values(from.load(i), v);
+        if (r == share.rank) own.load(i, v);
+        else received.load((r < share.rank ? r : r - 1) * n + i, v);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
@@ -138,16 +136,16 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
     const int64_t wanted = ceil_div(32 * shard_chunks + 32, NORM_THREADS);
     const unsigned grid =
         static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
-    with_dense(format, gradients, [&](auto g) {
-        squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments, g, first,
-                                                     first_shard_chunk, share, loss, sums);
-    });
+    squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments,
+                                                 either_dense(gradients, format), first, first_shard_chunk,
+                                                 share, loss, sums);
     CHECK_LAUNCH("gradient_squares");
 }
 
-void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
-                   GradientState* state, cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, state);
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+                   double norm_correction, GradientState* state, cudaStream_t s) {
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, norm_correction,
+                                                      state);
     CHECK_LAUNCH("gradient_norm");
 }
 
@@ -155,11 +153,9 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
                    const Share& share, cudaStream_t s) {
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
-    with_dense(format, sum, [&](auto to) {
-        using T = typename decltype(to)::Compute;
-        add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
-            to, assign, dense<T>(own), dense<T>(received), n, share);
-    });
+    add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
+        either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
+        share);
     CHECK_LAUNCH("add_gradients");
 }
 

@@ -14,10 +14,6 @@ struct GradientState {
     // Not 0: something was not finite. Neither this bucket nor a later one of the step is updated.
     uint32_t skip;
 };
-struct Clipping {
-    float limit;                 // of the norm; 0: none
-    double norm_correction = 1;  // estimated ratio of the whole norm to the norm so far
-};
 
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
@@ -37,9 +33,10 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
                       int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
                       const double* loss, double* sums, cudaStream_t s);
 // Adds them to the state: those of all ranks, (ranks, 1 + shard_chunks), of which one at most is not 0 for a
-// shard chunk.
-void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, const Clipping& clip,
-                   GradientState* state, cudaStream_t s);
+// shard chunk. clip: the limit of the norm; 0: none. norm_correction: the estimated ratio of the whole norm
+// to the norm so far, else 1.
+void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+                   double norm_correction, GradientState* state, cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without
 // the old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.

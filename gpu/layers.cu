@@ -83,10 +83,10 @@ struct Addends {
 
 // Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
 // statistics and the amax of its output.
-template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
+template <class Storage, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
-                    bool rms, float eps, TensorScale* y_amax) {
+                    bool rms, float eps, bool reads_saved, TensorScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
     const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
                   y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_and_store(i, sum, live);
         in.round_and_store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
-        if (!READS_SAVED)
+        if (!reads_saved)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     const float2 st = row_stats(v, C, rms, eps);
@@ -138,11 +138,8 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
         using F = typename decltype(in)::Compute;
         const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
-        auto kernel = residual_kernel<decltype(in), true>;
-        if constexpr (std::is_same_v<decltype(in), Groups>)
-            if (!reads_saved) kernel = residual_kernel<Groups, false>;
-        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters, n.stats,
-                                                       n.rms, n.eps, y_amax);
+        residual_kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters,
+                                                                n.stats, n.rms, n.eps, reads_saved, y_amax);
         CHECK_LAUNCH("residual");
     });
 }
@@ -716,22 +713,21 @@ __device__ int64_t embedding_column() {
 }
 
 // sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
-template <class Storage, class Index>
-__device__ void sum_rows(Storage x, int64_t C, int64_t col, int n, Index index, Values& sum) {
+template <class Index>
+__device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
 #pragma unroll 4
     for (int i = 0; i < n; i++) {
         Values v;
-        x.values(x.load(index(i) * C + col), v);
+        x.load(index(i) * C + col, v);
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }
 
 // Stage one: the rows of a run. A token with one run is done then; others leave their runs' sums in
 // partials.
-template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_runs_kernel(Dense<T> g, int64_t C, const int32_t* order, const TokenRun* runs,
-                          EitherDense gradient, Dense<float> partials) {
+    embedding_runs_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRun* runs,
+                          EitherDense gradient, EitherDense partials) {
     const int64_t col = embedding_column();
     if (col >= C) return;
     const TokenRun run = runs[blockIdx.x];
@@ -743,8 +739,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 // Stage two: the runs of a token that has several, in order.
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_tokens_kernel(int64_t C, const TokenRun* runs, EitherDense gradient,
-                            Dense<float> partials) {
+    embedding_tokens_kernel(int64_t C, const TokenRun* runs, EitherDense gradient, EitherDense partials) {
     const int64_t col = embedding_column();
     const TokenRun run = runs[blockIdx.x];
     if (col >= C || run.runs < 2) return;
@@ -754,9 +749,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
-template <class T>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    positions_kernel(Dense<T> g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
+    positions_kernel(EitherDense g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
     Values sum = {};
@@ -771,23 +765,19 @@ void embedding_backward(const View& g, const int32_t* order, const TokenRun* run
                         int64_t number_of_runs, const View& gradient, float* workspace, cudaStream_t s) {
     if (number_of_runs == 0) return;
     const dim3 grid = embedding_grid(number_of_runs, g.cols);
-    const Dense<float> partials{workspace};
-    const EitherDense to = either_dense(gradient);
-    with_dense(g, [&](auto x) {
-        embedding_runs_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(x, g.cols, order, runs, to, partials);
-        CHECK_LAUNCH("embedding_backward");
-    });
+    const EitherDense partials{workspace, true}, to = either_dense(gradient);
+    embedding_runs_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(either_dense(g), g.cols, order, runs, to,
+                                                             partials);
+    CHECK_LAUNCH("embedding_backward");
     embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, runs, to, partials);
     CHECK_LAUNCH("embedding_backward, tokens with several runs");
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
     if (g.rows == 0) return;
-    with_dense(g, [&](auto x) {
-        positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
-            x, g.rows, g.cols, T, either_dense(gradient));
-        CHECK_LAUNCH("positions_backward");
-    });
+    positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
+        either_dense(g), g.rows, g.cols, T, either_dense(gradient));
+    CHECK_LAUNCH("positions_backward");
 }
 
 }  // namespace coat::gpu

@@ -47,13 +47,6 @@ __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
     if (live) update_amax(amax, top);
 }
 
-// No recipe that scales by blocks saves groups: these combinations only have to work.
-template <class Producer, class Use>
-__device__ void for_each_row_of_blocks(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
-    if constexpr (std::is_same_v<typename Producer::In, Groups>) for_each_row_in_turn(x, at, rows, use);
-    else for_each_row(x, at, rows, use);
-}
-
 // Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, 2)
@@ -62,7 +55,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     __shared__ uint32_t columns[ACROSS][TILE + 1];
     const TilePlace at;
     uint32_t tops[PLANES][CHUNK] = {};
-    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             uint32_t top = 0;
@@ -121,7 +114,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             if (transposed && at.col < x.width)
                 inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
     uint2 four[PLANES][4];
-    for_each_row_of_blocks(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;

@@ -1,5 +1,5 @@
 // gpu/parameters.cuh - how a parameter lies in a GPU's memory: its weights with their FP32 masters, its
-// moments, and its row in the table of an update (parameters.cu: first values; masters split and joined).
+// moments, and its row in the table of an update (parameters.cu: first values).
 //
 // All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset`
 // on. The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on
@@ -43,7 +43,5 @@ struct Segment {
 // the remainders of the slice `state` at state_at. used: used_elements() of model.h; the rest is 0.
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
-void split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n, cudaStream_t s);
-void join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n, cudaStream_t s);
 
 }  // namespace coat::gpu

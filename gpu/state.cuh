@@ -1,6 +1,8 @@
 // gpu/state.cuh - what a GPU keeps of a training run: its memory and stream (Device); and by parameter the
 // weights, gradients, scales and moments, with their update (State). For model.cu and exchange.cuh.
 #pragma once
+#include <cstring>
+
 #include "../adamw.cuh"
 #include "../coat.cuh"
 #include "../plan.h"
@@ -170,7 +172,7 @@ public:
                      end = whole_step ? params.size() : buckets[bucket].last;
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
-        const Range range{first.state_at, last.state_at + padded(last.state) - first.state_at};
+        const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
         const int64_t shard_chunks =
             last.shard_chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.shard_chunk;
         // Where all ranks have all gradients, they share the work.
@@ -184,8 +186,8 @@ public:
                          squares + peers_.rank * (1 + shard_chunks), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + shard_chunks) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, shard_chunks, peers_.count,
-                      {a.clip, whole_step ? 1 : norm_correction_at(a, bucket)}, state, cuda_);
+        gradient_norm(squares, shard_chunks, peers_.count, a.clip,
+                      whole_step ? 1 : norm_correction_at(a, bucket), state, cuda_);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }
@@ -232,7 +234,8 @@ public:
     void read(const std::string& name, void* out) const {
         const auto [i, suffix] = parse(name);
         if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
-        if (is_master(suffix)) return copy_half(i, suffix == ".remainder", out, nullptr);
+        if (is_master(suffix))
+            return copy_half(i, suffix == ".remainder", static_cast<uint16_t*>(out), nullptr);
         const auto [data, bytes] = find(name, i, suffix);
         copy(out, data, bytes, cuda_);
         device_.wait("Reading a tensor failed");
@@ -240,7 +243,7 @@ public:
     void write(const std::string& name, const void* in) {
         const auto [i, suffix] = parse(name);
         if (is_master(suffix)) {
-            copy_half(i, suffix == ".remainder", nullptr, in);
+            copy_half(i, suffix == ".remainder", nullptr, static_cast<const uint16_t*>(in));
         } else {
             const auto [data, bytes] = find(name, i, suffix);
             copy(data, in, bytes, cuda_);
@@ -321,43 +324,40 @@ private:
         throw Error("The model has no tensor " + name + ".");
     }
 
-    // The fp32 recipe stores FP32 masters. Files have them as BF16 and remainder: they are converted piece by
-    // piece in the scratch of the GEMMs, which is free between steps.
-    static constexpr int64_t PIECE = 1 << 21;
-    float* piece() const { return device_.work<float>(Work::GemmScratch); }
+    // The fp32 recipe stores FP32 masters, which files have as BF16 weight and remainder: bits = (weight <<
+    // 16) + remainder. Copies one half of the masters to `out`, or replaces it by `in`. What is kept of
+    // weights and of remainders are parts of one FP32 array.
     bool is_master(const std::string& suffix) const {
         return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
     }
-    // Copies one half of the masters to `out`, or replaces it by `in`. What is kept of weights and of
-    // remainders are parts of one FP32 array.
-    void copy_half(size_t i, bool remainder, void* out, const void* in) const {
+    void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
         const ShardPlace& at = shards[i];
         const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
                       count = (remainder ? at.state : at.weight).count;
-        float* const masters = reinterpret_cast<float*>(kept_weights(i)) + skipped;
-        uint16_t* const weights = reinterpret_cast<uint16_t*>(piece() + PIECE);
-        int16_t* const remainders = reinterpret_cast<int16_t*>(weights) + PIECE;
-        void* const half = remainder ? static_cast<void*>(remainders) : weights;
-        for (int64_t first = 0; first < count; first += PIECE) {
-            const int64_t n = std::min(PIECE, count - first);
-            split_master(masters + first, weights, remainders, n, cuda_);
-            if (out) {
-                copy(static_cast<uint16_t*>(out) + first, half, n * 2, cuda_);
-            } else {
-                copy(half, static_cast<const uint16_t*>(in) + first, n * 2, cuda_);
-                join_master(weights, remainders, masters + first, n, cuda_);
-            }
-            device_.wait("Converting a tensor failed");
+        uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i)) + skipped;
+        std::vector<uint32_t> bits(static_cast<size_t>(count));
+        copy(bits.data(), masters, count * 4, cuda_);
+        device_.wait("Reading a tensor failed");
+        for (size_t e = 0; e < bits.size(); e++) {
+            const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
+            if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
+            else bits[e] = join(remainder ? weight : in[e], remainder ? in[e] : rest);
         }
+        if (!out) copy(masters, bits.data(), count * 4, cuda_);
+        device_.wait("Writing a tensor failed");
+    }
+    static uint32_t join(uint32_t weight, uint32_t remainder) {
+        return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
     }
     void read_gradient(size_t i, float* out) const {
-        constexpr int64_t COLS = 16;  // every parameter has a multiple of 16 elements
-        const View g{gradient_sums(i), nullptr, shards[i].state.count / COLS, COLS, gradient_quant};
-        for (int64_t first = 0; first < g.rows; first += 2 * PIECE / COLS) {
-            const int64_t n = std::min(2 * PIECE / COLS, g.rows - first);
-            convert(rows(g, first, n), {piece(), nullptr, n, COLS, Q_F32}, cuda_);
-            copy(out + first * COLS, piece(), n * COLS * 4, cuda_);
-            device_.wait("Reading a gradient failed");
+        const size_t n = static_cast<size_t>(shards[i].state.count);
+        const bool f32 = gradient_quant.format == Format::F32;
+        std::vector<uint16_t> halves(f32 ? 0 : n);
+        copy(f32 ? static_cast<void*>(out) : halves.data(), gradient_sums(i), n * gradient_bytes, cuda_);
+        device_.wait("Reading a gradient failed");
+        for (size_t e = 0; e < halves.size(); e++) {
+            const uint32_t bits = uint32_t(halves[e]) << 16;
+            std::memcpy(&out[e], &bits, 4);
         }
     }
 };

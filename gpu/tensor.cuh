@@ -343,15 +343,11 @@ inline bool in_groups(const Quant& q) { return q == Q_GROUP; }
 
 // Calls f with the Storage of a tensor: BF16 or FP32.
 template <class F>
-void with_dense(Format format, const void* data, F f) {
-    if (format == Format::F32) return f(dense<float>(data));
-    f(dense<bf16>(data));
-}
-template <class F>
 void with_dense(const View& v, F f) {
     require(!v.quant.fp8() && v.cols % CHUNK == 0,
             "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
-    with_dense(v.quant.format, v.data, f);
+    if (v.quant.format == Format::F32) return f(dense<float>(v.data));
+    f(dense<bf16>(v.data));
 }
 // The same, or groups.
 template <class F>
@@ -404,11 +400,11 @@ struct EitherDense {
         with([&](auto x) { x.data[i] = static_cast<typename decltype(x)::Compute>(float(x.data[i]) + one); });
     }
 };
-inline EitherDense either_dense(const View& v) {
-    require(v.quant.format == Format::F32 || v.quant.format == Format::BF16,
-            "a tensor is neither FP32 nor BF16");
-    return {v.data, v.quant.format == Format::F32};
+inline EitherDense either_dense(const void* data, Format f) {
+    require(f == Format::F32 || f == Format::BF16, "a tensor is neither FP32 nor BF16");
+    return {const_cast<void*>(data), f == Format::F32};
 }
+inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.quant.format); }
 
 // -----------------------------------------------------------------------------------------------------------
 // Norms: what their forward and backward kernels and their recomputation share

@@ -175,7 +175,6 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 template <class Storage, int HALVES = 1>
 struct StoredProducer {
     static constexpr int PLANES = HALVES;
-    using In = Storage;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage half[HALVES];
@@ -207,7 +206,6 @@ struct StoredProducer {
 template <class Storage>
 struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
-    using In = Storage;
     using Compute = typename Storage::Compute;
     struct Cursor {
         Storage in;

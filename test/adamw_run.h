@@ -246,9 +246,12 @@ struct AdamRun {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, scale, skip}});
         const Tensor g(gradient, gradients);
         Buffer<float> masters(master);
-        Buffer<uint16_t> weight(total);
-        Buffer<int16_t> remainder(total);
-        gpu::split_master(masters.get(), weight.get(), remainder.get(), total, 0);
+        std::vector<uint16_t> weights_of(master.size());
+        std::vector<int16_t> remainders_of(master.size());
+        for (size_t i = 0; i < master.size(); i++)
+            reference::split_master(master[i], &weights_of[i], &remainders_of[i]);
+        const Buffer<uint16_t> weight(weights_of);
+        const Buffer<int16_t> remainder(remainders_of);
         const bool f32 = compute == Format::F32;
         const gpu::Weights weights{f32 ? static_cast<void*>(masters.get()) : weight.get(),
                                    f32 || !has_master ? nullptr : remainder.get(), compute};
@@ -263,9 +266,10 @@ struct AdamRun {
                        {offset, elements}, weights, ROUNDING, from, gradients, state.get(), 0);
             first = end;
         }
-        if (!has_master) remainder.zero();
-        if (!f32) gpu::join_master(weight.get(), remainder.get(), masters.get(), total, 0);
         r.master = masters.read(), r.weight = weight.read(), r.amax = amaxes.read();
+        const std::vector<int16_t> rest = remainder.read();
+        for (size_t i = 0; !f32 && i < r.master.size(); i++)
+            r.master[i] = reference::join_master(r.weight[i], has_master ? rest[i] : int16_t(0));
         r.intact = masters.intact() && weight.intact() && remainder.intact() && amaxes.intact();
         return r;
     }

@@ -147,7 +147,7 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                                           whole ? gpu::Share{r, ranks} : gpu::Share{}, nullptr,
                                           sums.get() + r * (1 + chunks), 0);
                 }
-                gpu::gradient_norm(sums.get(), chunks, ranks, {1.0f}, state.get(), 0);
+                gpu::gradient_norm(sums.get(), chunks, ranks, 1.0f, 1, state.get(), 0);
                 for (const auto& s : states) s->update(step, state.get(), master);
             }
             Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),

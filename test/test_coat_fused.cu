@@ -1,4 +1,4 @@
-// test_coat_fused.cu - the fused kernels of coat.cu (quantize_and_dequantize, quantize_gate_up, activation)
+// test_coat_fused.cu - the fused kernels of coat.cu (quantize_groups, quantize_gate_up, activation)
 // against double, the CPU reference and quantize().
 #include <cmath>
 
@@ -50,7 +50,7 @@ GPU_TEST_CASE("quantize: padding rows do not change the codes and scales of the 
     }
 }
 
-GPU_TEST_CASE("quantize_and_dequantize: groups equal those of quantize; the BF16 tensor gets their values") {
+GPU_TEST_CASE("quantize_groups: they equal those of quantize; the BF16 tensor gets their values") {
     FRESH_RANDOM(rng);
     for (Shape s : SHAPES) {
         if (too_long(s.rows * s.cols)) continue;
@@ -58,7 +58,7 @@ GPU_TEST_CASE("quantize_and_dequantize: groups equal those of quantize; the BF16
         x[rng.below(s.rows * s.cols)] = INFINITY;
         const Tensor in(x, s.rows, s.cols, Q_BF16);
         Tensor groups(s.rows, s.cols, Q_GROUP), again(s.rows, s.cols, Q_BF16);
-        gpu::quantize_and_dequantize(in.view(), groups.view(), nullptr, 0);
+        gpu::quantize_groups(in.view(), groups.view(), true, nullptr, 0);
         check_quantized(groups, x, s.rows, s.cols, Q_GROUP);
         gpu::convert(groups.view(), again.view(), 0);
         CHECK(same_bytes(in.codes.read(), again.codes.read()));

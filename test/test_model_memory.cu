@@ -5,6 +5,7 @@
 
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
+#include "../gpu/layers.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
@@ -33,10 +34,7 @@ GPU_TEST_CASE("memory plan: equals what the driver reports, within 2%") {
         Training gpu = training_on(make_gpu, setup);
         losses(gpu, 1);
         succeeded(cudaMemGetInfo(&after, &total));
-        int multiprocessors = 0;
-        succeeded(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-        GpuFacts facts;
-        facts.multiprocessors = multiprocessors;
+        const GpuFacts facts{gpu::multiprocessors()};
         const double planned = double(total_bytes(gpu_memory_plan(setup, facts)) - GPU_CONTEXT);
         const double used = double(before - after);
         MESSAGE(std::string(recipe), ": planned ", planned / 1e6, " MB, used ", used / 1e6, " MB");
@@ -94,8 +92,7 @@ TEST_CASE(
                                          std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
                 if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
-                GpuFacts facts;
-                facts.cache_fp8_weights = accumulate > 1;
+                const GpuFacts facts{gpu::multiprocessors(), accumulate > 1};
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
@@ -103,6 +100,8 @@ TEST_CASE(
                 const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
                 CHECK(layout.work[static_cast<int>(Work::AttentionScratch)].bytes ==
                       round_up(attention, GPU_ALIGNMENT));
+                CHECK(layout.work[static_cast<int>(Work::NormPartials)].bytes >=
+                      static_cast<int64_t>(gpu::norm_backward_workspace(config.C)));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
                     CHECK(a.offset % GPU_ALIGNMENT == 0);

@@ -1,0 +1,105 @@
+// gpu/this_gpu.cu - whether this machine's GPU can run a setup, and in how much of its memory: make_gpu() and
+// why_no_gpu() of model.h.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "../plan.h"
+#include "../ranks.h"
+#include "gemm.cuh"
+
+namespace coat {
+namespace {
+
+using namespace gpu;
+
+int capability() {
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor);
+}
+
+// Device memory that CUDA and cuBLAS take when kernels are first launched.
+constexpr int64_t LOADED_LATER = 256 << 20;
+
+int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
+    const int64_t allocated = gpu_layout(s, facts).total;
+    return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
+}
+
+void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
+    if (needed_memory(s, facts) <= free) return;
+    Setup smaller = s;
+    int64_t fitting = 0, too_large = s.B;  // --batch
+    while (too_large - fitting > 1) {
+        smaller.B = (fitting + too_large) / 2;
+        (needed_memory(smaller, facts) <= free ? fitting : too_large) = smaller.B;
+    }
+    throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
+                " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
+                (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
+                         : "not even --batch 1 fits: choose a smaller --model or --seq") +
+                ".");
+}
+
+GpuFacts facts_for(const Setup& s) {
+    GpuFacts facts;
+    facts.multiprocessors = multiprocessors();
+    size_t free_bytes = 0, total = 0;
+    check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
+    const int64_t free = static_cast<int64_t>(free_bytes);
+    require_memory(s, facts, free);
+    facts.cache_fp8_weights = caches_weights(s);
+    if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
+    return facts;
+}
+
+// The setup as this GPU runs it. Error if a kernel for it is missing.
+Setup on_this_gpu(Setup s) {
+    const bool fp8_gemm = capability() >= FP8_CAPABILITY;
+    if (!fp8_gemm && s.recipe.x.fp8())
+        std::fprintf(stderr,
+                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear "
+                     "layers run in %s, on FP8 storage.\n",
+                     info(s.recipe.compute).name);
+    s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
+    for (const std::string& reason : {why_unsupported(s.optimizer), why_unsupported(s.recipe, capability())})
+        if (!reason.empty()) throw Error(reason);
+    return s;
+}
+
+}  // namespace
+}  // namespace coat
+
+std::string coat::why_no_gpu(int gpu) {
+    GpuFound found{};
+    cudaDriverGetVersion(&found.driver);
+    cudaRuntimeGetVersion(&found.runtime);
+    const cudaError_t error = cudaGetDeviceCount(&found.gpus);
+    cudaGetLastError();  // clear it: nothing has failed
+    found.driver_too_old = error == cudaErrorInsufficientDriver;
+    if (error == cudaErrorNoDevice) found.gpus = 0;
+    else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
+    const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
+    if (usable) cudaSetDevice(std::min(gpu, found.gpus - 1));  // another would get a context, too
+    if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
+    return why_unsupported(found);
+}
+
+std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
+    int local = setup.processes ? setup.processes->local() : 0;
+    const std::string missing = why_no_gpu(local);
+    if (!missing.empty()) throw Error("--device gpu cannot be used: " + missing + ".");
+    int gpus = 0;
+    gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
+    if (std::getenv("COAT_SHARE_GPU")) local %= gpus;  // slow: for tests of several ranks on one GPU
+    if (local >= gpus)
+        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but it sees only " +
+                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +
+                    ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
+    gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
+    for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
+        if (theirs != capability())
+            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
+    const Setup here = on_this_gpu(setup);
+    return gpu_model(here, facts_for(here));
+}
