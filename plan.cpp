@@ -880,7 +880,7 @@ namespace {
 
 double mib(int64_t bytes) { return bytes / double(1 << 20); }
 
-// Without a GPU the plan assumes that the cached weights fit. (On a GPU, facts_for in model.cu asks for its
+// Without a GPU the plan assumes that the cached weights fit. (On a GPU, facts_for in gpu/this_gpu.cu asks for its
 // memory.)
 GpuFacts facts_of(const Setup& s) { return {GpuFacts().multiprocessors, caches_weights(s)}; }
 

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     decode_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, Dense<bf16> out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
-    for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
         for (int p = 0; live && p < PLANES; p++) {
             const int64_t row = at.row + i, col = p * x.width + at.col;
             Values y;

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, ScaleSource scales, bool e5m2, float fmax, QuantStats* stats) {
     const TilePlace at;
     Counts counts;
-    for_each_row_in_turn(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
+    for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             const float group = Groups::group_scale(v[p]);  // both threads of a group compute it
 #pragma unroll 1

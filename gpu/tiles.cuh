@@ -66,19 +66,6 @@ __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t row
         }
     }
 }
-// The same row by row, for kernels whose time does not matter. Eight copies of a large `use` would take long
-// to compile.
-template <class Producer, class Use>
-__device__ void for_each_row_in_turn(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
-#pragma unroll 1
-    for (int i = 0; i < ROWS; i++) {
-        const auto cursor = x.cursor(min(at.row + i, rows - 1), min(at.col, x.width - CHUNK));
-        Values v[Producer::PLANES];
-        x.compute(x.load(cursor, 0), cursor, v);
-        use(i, v, at.row + i < rows && at.col < x.width);
-    }
-}
-
 // Every thread has a number for each of its 8 columns. They are combined over the block's 16 rows of threads,
 // in order: take(column, result).
 template <class Producer, class T, class Combine, class Take>
