@@ -47,12 +47,6 @@ __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, floa
     w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
 }
 
-__device__ uint32_t larger_pairs(uint32_t top, uint4 pairs) {  // of two BF16 magnitudes in a word
-    const uint32_t mask = 0x7FFF7FFFu;
-    return __vimax3_u16x2(__vimax3_u16x2(top, pairs.x & mask, pairs.y & mask), pairs.z & mask,
-                          pairs.w & mask);
-}
-__device__ uint32_t largest_of_pair(uint32_t top) { return max(top & 0xFFFF0000u, top << 16); }
 constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
 __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // lower or upper 16 bits of each
     return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
@@ -60,8 +54,8 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 }
 
 // How eight weights are stored: MasterWeights, StochasticWeights and FloatWeights have the same functions,
-// and DenseWeights is what the last two share. store() rounds the weights and updates `top`, the largest
-// magnitude so far in a form of its own; largest() converts that to the bits of an FP32 value.
+// and DenseWeights is what the last two share. store() rounds the weights and updates `top`, the bits of the
+// largest magnitude so far.
 template <class T>
 struct DenseWeights {  // without a remainder
     using Value = T;
@@ -93,16 +87,17 @@ struct MasterWeights {  // the exact FP32 master: bits = (BF16 weight << 16) + s
                                  bool live, uint32_t& top) {
         uint32_t b[CHUNK];
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) b[j] = __float_as_uint(master[j]) + 0x8000u;
+        for (int j = 0; j < CHUNK; j++) {
+            b[j] = __float_as_uint(master[j]) + 0x8000u;
+            top = max(top, b[j] & 0x7FFF0000u);
+        }
         const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
-        top = larger_pairs(top, weights);
         if (!live) return;
         put(static_cast<bf16*>(w.values) + i, weights);
         // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
         put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
                                         rest.w ^ 0x80008000u));
     }
-    static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
 // BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16. Rounding to nearest would lose every
@@ -114,13 +109,13 @@ struct StochasticWeights : DenseWeights<bf16> {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t b[CHUNK];
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++)
+        for (int j = 0; j < CHUNK; j++) {
             b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            top = max(top, b[j] & 0x7FFF0000u);
+        }
         const uint4 weights = halves(b, UPPER);
-        top = larger_pairs(top, weights);
         if (live) put(static_cast<bf16*>(w.values) + i, weights);
     }
-    static __device__ uint32_t largest(uint32_t top) { return largest_of_pair(top); }
 };
 
 struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
@@ -130,7 +125,6 @@ struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
     }
-    static __device__ uint32_t largest(uint32_t top) { return top; }
 };
 
 // ===========================================================================================================
@@ -486,9 +480,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
             measure_moment<true>(segment.v, a.v, gv, table_v, inside, v, counts_v);
             continue;
         }
-        uint32_t top = 0;
-        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top);
-        top_w = max(top_w, W::largest(top));
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top_w);
         if (!live) continue;
         store_moment<false>(segment.m, a.m, gm, i, m);
         store_moment<true>(segment.v, a.v, gv, i, v);
@@ -632,7 +624,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
         }
         scales.store(run, made);
     }
-    return W::largest(top);
+    return top;
 }
 
 // A block has consecutive groups of the range. Within each segment among them its warps take turns with runs.

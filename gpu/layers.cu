@@ -83,10 +83,10 @@ struct Addends {
 
 // Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
 // statistics and the amax of its output.
-template <class Storage, class T = typename Storage::Compute>
+template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
-                    bool rms, float eps, bool reads_saved, TensorScale* y_amax) {
+                    bool rms, float eps, TensorScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
     const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
                   y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_and_store(i, sum, live);
         in.round_and_store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
-        if (!reads_saved)
+        if (!READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     const float2 st = row_stats(v, C, rms, eps);
@@ -138,8 +138,11 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
         using F = typename decltype(in)::Compute;
         const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
         const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
-        residual_kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters,
-                                                                n.stats, n.rms, n.eps, reads_saved, y_amax);
+        auto kernel = residual_kernel<decltype(in), true>;
+        if constexpr (std::is_same_v<decltype(in), Groups>)
+            if (!reads_saved) kernel = residual_kernel<Groups, false>;
+        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters, n.stats,
+                                                       n.rms, n.eps, y_amax);
         CHECK_LAUNCH("residual");
     });
 }
