@@ -4,7 +4,8 @@
 // Read it in this order:
 //   1. AdamW of one element
 //   2. dynamic range expansion (equation 4): expand, contract, and the scales of a group
-//   3. AdamW in any format: one kernel that reads like the method
+//   3. AdamW in any format. With the optimizer coat it updates norms and biases only, but its loop shows what is
+//      done to a group; skip the passes for one scale per tensor
 //   4. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (dev/ladders/adamw.cu shows
 //      the way there)
 #include "adamw.cuh"
@@ -290,7 +291,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 // not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
-    const bool odd = threadIdx.x & 1, low = threadIdx.x & 2;
+    const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the left side of the table
     auto exchange = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
     uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
 #pragma unroll
@@ -299,27 +300,27 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 #pragma unroll
         for (int i = 0; i < 2; i++) tops[i] = max(tops[i], bits[i]), lows[i] = min(lows[i], bits[i] - 1);
     }
-    const uint32_t top = max(odd ? tops[1] : tops[0], exchange(odd ? tops[0] : tops[1], 1));
-    const uint32_t inverted = ~min(odd ? lows[1] : lows[0], exchange(odd ? lows[0] : lows[1], 1));
-    uint32_t largest = max(low ? inverted : top, exchange(low ? top : inverted, 2));
+    const uint32_t top = max(has_v ? tops[1] : tops[0], exchange(has_v ? tops[0] : tops[1], 1));
+    const uint32_t inverted = ~min(has_v ? lows[1] : lows[0], exchange(has_v ? lows[0] : lows[1], 1));
+    uint32_t largest = max(has_min ? inverted : top, exchange(has_min ? top : inverted, 2));
 #pragma unroll
     for (int lanes = 4; lanes < TEAM; lanes *= 2) largest = max(largest, exchange(largest, lanes));
     const uint32_t other = exchange(largest, 2);
-    const float group_max = __uint_as_float(low ? other : largest),
-                group_min = __uint_as_float(~(low ? largest : other) + 1);
+    const float group_max = __uint_as_float(has_min ? other : largest),
+                group_min = __uint_as_float(~(has_min ? largest : other) + 1);
 
-    const bool expands = odd ? fv.expand : fm.expand;
+    const bool expands = has_v ? fv.expand : fm.expand;
     const float k =
-        expands ? expansion_factor(odd ? fv.log_range : fm.log_range, group_max, group_min) : 1.0f;
+        expands ? expansion_factor(has_v ? fv.log_range : fm.log_range, group_max, group_min) : 1.0f;
     float inverse = fast_reciprocal(fmaxf(group_max, 0x1p-126f));
     if (expands)
         inverse = __fmaf_rn(inverse, __fmaf_rn(-group_max, inverse, 1.0f), inverse);  // one Newton step
-    else inverse = __frcp_rn(scale_of(odd ? fv.max : fm.max, group_max));
+    else inverse = __frcp_rn(scale_of(has_v ? fv.max : fm.max, group_max));
     const GroupScale mine{group_max, k, inverse};
     const GroupScale theirs{__shfl_xor_sync(0xFFFFFFFFu, group_max, 1), __shfl_xor_sync(0xFFFFFFFFu, k, 1),
                             __shfl_xor_sync(0xFFFFFFFFu, inverse, 1)};
-    gm = {odd ? theirs.max : mine.max, odd ? theirs.k : mine.k, odd ? theirs.inverse : mine.inverse};
-    gv = {odd ? mine.max : theirs.max, odd ? mine.k : theirs.k, odd ? mine.inverse : theirs.inverse};
+    gm = has_v ? theirs : mine;
+    gv = has_v ? mine : theirs;
 }
 
 // ===========================================================================================================
@@ -370,7 +371,7 @@ template <bool SECOND>
 __device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
                              const float* table, Values& x) {
     if (!scaled(m)) {
-        EitherDense{m.data, m.format == Format::F32}.load(i, x);
+        EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
     }
     if (m.format != Format::F16)
@@ -456,7 +457,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
         const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
         Values w, g, m, v;
         W::values(W::load(weights, i), w);
-        a.gradients.load(segment.offset - a.first + i, g);
+        a.gradients.load_values(segment.offset - a.first + i, g);
         const float keep_m =
             a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
         const float keep_v =
@@ -555,10 +556,12 @@ struct RunOfScales {
         return {__shfl_sync(0xFFFFFFFFu, numbers, first + group),
                 __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
     }
-    // `numbers` with those of the groups at ... at + TEAMS - 1 of the run, which the teams have finished.
-    // Lanes 0 ... 3 of each team offer m's max and k, v's max and k. For example with at = 0, lane 9 stores k
-    // of m of group 1, which team 1 has finished: it takes what lane 17, the second one of team 1, offers. A
-    // lane whose group is not among these keeps its number.
+    // `numbers` with those of the groups at ... at + TEAMS - 1 of the run, which the teams have finished. In
+    // each team, lanes 0 ... 3 offer the numbers 0 ... 3 of its group (m's max and k, v's max and k), and
+    // further lanes the same again. This lane keeps number lane / RUN of group lane % RUN, which belongs to
+    // team lane % TEAMS: so it takes what lane lane / RUN of that team offers. For example with at = 0,
+    // lane 9 (k of m, group 1) takes it from lane 17, the second one of team 1. A lane whose group is not
+    // among these keeps its number.
     __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
         const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
         const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);
@@ -589,7 +592,7 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     auto fetch = [&](int at) {
         const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, i);
-        next_g = a.gradients.fetch(to_gradients + i);
+        next_g = a.gradients.load(to_gradients + i);
         next_m = get<uint2>(codes_m + i);
         next_v = get<uint2>(codes_v + i);
     };

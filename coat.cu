@@ -1,6 +1,6 @@
 // coat.cu - the paper's section 5 on the GPU: quantizers, group scaling and the kernels of the FP8 precision
 // flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
-// The types View, Values, Dense, Groups and TensorScale are those of gpu/tensor.cuh.
+// The types View, Values, Dense, Groups and AmaxAndScale are those of gpu/tensor.cuh.
 //
 // Read it in this order:
 //   1. quantize in groups: the simplest quantizer. Its arithmetic is Groups::group_scale and round_and_store
@@ -77,15 +77,17 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 // 2. Group scaling (paper section 5): the amax of a tensor in two stages
 //
 // Stage one: each warp takes the maximum of its part of a tile. (The paper takes 1xG groups; the result is
-// the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Our kernels
-// that write a tensor take its amax in passing. This kernel is for the rest: attention's output,
-// values that no kernel stores, and weights that AdamW did not just update.
+// the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Mostly both
+// happen in passing, in a kernel that has the values anyway. The outputs of a norm and of an activation are
+// never stored: residual_add and quantize_gate_up, which write the inputs, compute them for their amax.
+// Kernels that write gradients and weights take the amax of what they write. This kernel is for the rest:
+// attention's output, the gradient of gate and up, and weights that AdamW did not just update.
 
 namespace {
 
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    amax_kernel(Producer x, int64_t rows, TensorScale* out) {
+    amax_kernel(Producer x, int64_t rows, AmaxAndScale* out) {
     float top = 0;
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
 #pragma unroll
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 
 }  // namespace
 
-void amax(const Lazy& x, TensorScale* out, cudaStream_t s) {
+void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
     if (x.rows == 0) return;
     with_bf16_producer(x, [&](auto producer) {
         amax_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(producer, x.rows, out);
@@ -114,11 +116,11 @@ void amax(const Lazy& x, TensorScale* out, cudaStream_t s) {
 namespace {
 
 // Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
-// and DelayedAmax (gpu/other_scaling.cuh) takes the amax for later steps. codes, transposed: either may be
-// null; transposed is, unless TRANSPOSED.
+// and DelayedAmax (gpu/other_scaling.cuh) takes the amax for later steps. codes may be null; transposed is
+// used if TRANSPOSED.
 template <class Producer, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_kernel(Producer x, int64_t rows, TensorScale* tensor, float fmax, bool e5m2, uint8_t* codes,
+    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, float fmax, bool e5m2, uint8_t* codes,
                     uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
-    if (TRANSPOSED) flush(tiles, rows, x.width, transposed);
+    if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
         tensor->scale = scale;  // written last, so that it delays no load of x
     for_later.finish(&tensor->amax);
@@ -148,11 +150,11 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 
 template <class Producer>
 void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
-    require(out.view.scales, "a per-tensor FP8 output needs its TensorScale");
+    require(out.view.scales, "a per-tensor FP8 output needs its AmaxAndScale");
     const Quant& q = out.view.quant;
     const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
     kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, tensor_scale(out.view), info(q.format).max, q.format == Format::E5M2,
+        x, rows, amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
         static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
     CHECK_LAUNCH("quantize");
 }
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
             raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
 #pragma unroll
     for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
-    flush(tiles, rows, cols, transposed);
+    store_transposed(tiles, rows, cols, transposed);
 }
 
 }  // namespace
@@ -188,7 +190,7 @@ namespace {
 
 // Values rounded to BF16 or stored as FP32.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, 2) write_kernel(Producer x, int64_t rows, EitherDense out) {
+__global__ void __launch_bounds__(TILE_THREADS, 2) round_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
 #pragma unroll
@@ -210,8 +212,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     if (!q.fp8())
         return with_producer(x, [&](auto producer) {
             const dim3 grid = tile_grid(x.rows, producer.width);
-            write_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, either_dense(out.view));
-            CHECK_LAUNCH("write");
+            round_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, either_dense(out.view));
+            CHECK_LAUNCH("round");
         });
     if (in_groups(q)) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
@@ -240,7 +242,7 @@ namespace {
 // output.
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, bool reads_saved, TensorScale* act) {
+    quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, bool reads_saved, AmaxAndScale* act) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
     Groups to[PLANES];
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
-    column_sums_kernel(Producer x, int64_t rows, bool to_bf16, float* partials, TensorScale* out) {
+    column_sums_kernel(Producer x, int64_t rows, bool to_bf16, float* partials, AmaxAndScale* out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ float sums[ACROSS][TILE + 1];
     const TilePlace at;
@@ -291,7 +293,7 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
 
 }  // namespace
 
-void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
+void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
                 x.cols == groups.cols,
@@ -308,7 +310,7 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
     else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
 }
 
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, AmaxAndScale* out,
                  cudaStream_t s) {
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");

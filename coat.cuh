@@ -43,13 +43,14 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
     return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
 }
 
-// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Zero a step's amaxes first.
-void amax(const Lazy& x, TensorScale* out, cudaStream_t s);
+// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch.
+void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
-// Writes x as out says: FP8 per tensor (with the delayed scale in tensor_scale(out.view), or just in time
+// Writes x as out says: FP8 per tensor (with the delayed scale in amax_and_scale(out.view), or just in time
 // from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; 1x32 (decoded); E4M3 in
-// 1x16 groups; BF16 or FP32. Codes may take the place of the stored elements they are computed from, where an
-// element's code is as large as the element. What quantizing loses is added to *stats if that is not null.
+// 1x16 groups, if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are
+// computed from, where an element's code is as large as the element. What quantizing loses is added to *stats
+// if that is not null.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
@@ -62,13 +63,13 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 // The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
 // activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,
 // or x (coat.h, forward_reads_saved). act_amax may be null.
-void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, TensorScale* act_amax,
+void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
 
 // gradient (cols) = round(gradient + column sums of x), x first rounded to `rounding` (FP32: not at all).
 // Takes x's amax in the same pass if out is not null. Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, TensorScale* out,
+void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, AmaxAndScale* out,
                  cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.

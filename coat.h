@@ -23,7 +23,7 @@ struct FormatInfo {
     const char* name;         // on the command line and in tables
     const char* safetensors;  // in checkpoints
     int bytes;
-    int mantissa;             // mantissa bits: the relative rounding error is at most 2^-(mantissa+1)
+    int mantissa;             // mantissa bits: a normal value has a relative error up to 2^-(mantissa+1)
     float max;                // largest finite value: FMAX in the scale s = amax / FMAX
     float min;                // smallest positive value (subnormal)
 };
@@ -80,9 +80,9 @@ struct Quant {
     // An operand for which Hopper has no FP8 GEMM is decoded to BF16. Its scales are rounded up to powers of
     // two (OCP MX). So decoding is exact: an FP8 value times a power of two fits BF16, for scales from 2^-117
     // on.
-    bool decoded() const { return granularity == PER_1x32 && scale_format == Format::F32; }
+    bool gemm_in_bf16() const { return granularity == PER_1x32 && scale_format == Format::F32; }
     int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) * (decoded() ? info(Format::BF16).bytes : 1);
+        return code_bytes(rows, cols) * (gemm_in_bf16() ? info(Format::BF16).bytes : 1);
     }
     // The scales of a GEMM operand as Hopper reads them: rows of 128x128 scales are padded to a multiple of
     // 4, which scales() does not count. A per-tensor scale is stored elsewhere.
@@ -99,7 +99,9 @@ struct Quant {
         auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
         const std::string sides = side(granularity.rows) + "x" + side(granularity.cols);
         const bool tensor = granularity == PER_TENSOR, row = granularity == PER_ROW;
-        return info(format).name + (" " + (tensor ? "tensor" : row ? "row" : sides));
+        const bool usual = scale_format == (granularity == PER_GROUP ? Format::BF16 : Format::F32);
+        return info(format).name + (" " + (tensor ? "tensor" : row ? "row" : sides)) +
+               (usual ? "" : concat(" with ", info(scale_format).name, " scales"));
     }
 };
 
@@ -133,7 +135,8 @@ inline constexpr Accumulation ACCUMULATIONS[] = {
 
 struct Recipe {
     const char* name;
-    Format compute;       // compute dtype: residual stream, attention, GEMM outputs, head; gradients, or FP32
+    Format compute;       // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
+                          // weights, unless many are summed (model.h, gradient_format)
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
     Quant nonlinear;      // inputs of norms and of activation functions, as they are saved for backward
     Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups

@@ -15,8 +15,8 @@
 //   Peers     the other GPUs                                                       (gpu/comm.cuh)
 //   State     weights, gradients, scales and moments, by parameter; the update     (gpu/state.cuh)
 //   Exchange  which gradients and weights travel between GPUs, and when            (gpu/exchange.cuh)
-//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks in the order of the
-//             --plan print-out
+//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks in the order of
+//             the --plan print-out
 #include <algorithm>
 
 #include "gpu/attention.cuh"
@@ -37,7 +37,7 @@ struct Linear {
     size_t param;            // number of the weight (out, in)
     bool biased;
     int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
-    TensorScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
+    AmaxAndScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
     void* saved_x;           // with --recompute off: the input as an operand; else null
 };
@@ -58,7 +58,7 @@ public:
           targets_(step_tokens()), order_(step_tokens()), runs_(step_tokens()), outcome_(1),
           norms_(buckets()), loss_scale_(1) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
-                          sizeof(TensorScale) == 16 && OPERANDS * LINEARS == 12 &&
+                          sizeof(AmaxAndScale) == 16 && OPERANDS * LINEARS == 12 &&
                           sizeof(TokenRun) == 16 && COLUMN_PARTIALS == 128,
                       "as work_rows() in plan.cpp counts them");
         uint8_t* cache = caches_weights_ ? device_.work<uint8_t>(Work::CachedWeights) : nullptr;
@@ -275,7 +275,7 @@ private:
         exchange_.make_ready(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
         embedding_forward(device_.work<int32_t>(Work::Tokens), state_.weight(embedding_), positions, T_,
-                          residual_out(norm1), norm1, reads_saved(norm1),
+                          stream_to_write(norm1), norm1, reads_saved(norm1),
                           amax_if_needed(blocks_[0].qkv.x_scale), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
@@ -370,8 +370,8 @@ private:
         // norm 2; gate and up projection, saved as the recipe says (coat: in groups): (N, C) -> (N, 2F), or
         // (N, F) for GPT-2
         gate_up_forward(b, norm(as_forward_reads(norm2)), gate_up);
-        // SiLU(gate) x up, or GELU, computed from what was saved, or from what was quantized then; down
-        // projection: (N, F) -> (N, C)
+        // SiLU(gate) x up, or GELU, computed from what was saved, or (coat-saved) from the BF16 values that
+        // the groups were made of; down projection: (N, F) -> (N, C)
         const bool from_saved = recipe_.forward_reads_saved || !gate_up.quant.fp8();
         const View input = from_saved ? gate_up : compute_view(Work::GateUp, gate_up.cols);
         linear_forward(b.down, activation(gated, input), branch);
@@ -429,7 +429,7 @@ private:
         attention_backward(attention(), qkv.data, out.data, log_sum_exp(b), dout.data, dqkv.data,
                            device_.work(Work::AttentionScratch), cuda_);
         // rotary positions
-        TensorScale* const dqkv_amax = amax_if_needed(b.qkv.g_scale);
+        AmaxAndScale* const dqkv_amax = amax_if_needed(b.qkv.g_scale);
         if (rotated) rope_backward(rope(), dqkv, dqkv_amax, cuda_);
         // q, k, v projection, dgrad; norm 1
         g8 = gradient_operand(b.qkv, stored(dqkv), rotated ? nullptr : dqkv_amax);
@@ -460,7 +460,7 @@ private:
     // the activation's output is taken.
     void gate_up_forward(const Block& b, const Lazy& x, const View& gate_up) {
         const bool gated = config_.arch.gated;
-        TensorScale* const act = amax_if_needed(b.down.x_scale);
+        AmaxAndScale* const act = amax_if_needed(b.down.x_scale);
         if (!gate_up.quant.fp8()) {
             linear_forward(b.gate_up, x, gate_up);
             return take_amax(activation(gated, gate_up), act);
@@ -471,8 +471,8 @@ private:
         const int64_t at_once = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         const View whole = compute_view(Work::GateUp, gate_up.cols);  // all of it if the activation reads it
         for (int64_t first = 0; first < N_; first += at_once) {
-            const int64_t n = std::min(at_once, N_ - first);
-            const View part = rows(whole, recipe_.forward_reads_saved ? 0 : first, n);
+            const int64_t n = std::min(at_once, N_ - first), place = recipe_.forward_reads_saved ? 0 : first;
+            const View part = rows(whole, place, n);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        bias(b.gate_up), cuda_);
             quantize_gate_up(gated, part, rows(gate_up, first, n), recipe_.forward_reads_saved, act,
@@ -483,17 +483,17 @@ private:
     // --- Operands: a tensor in the format that a GEMM reads
     // These functions launch the kernels that make it. A dense tensor that is stored in the wanted format is
     // used in place. FP8 codes go to `codes` and, transposed, to `transposed`; either may be null.
-    Operand make_operand(const Lazy& x, const Quant& q, void* codes, void* transposed, TensorScale* scale,
+    Operand make_operand(const Lazy& x, const Quant& q, void* codes, void* transposed, AmaxAndScale* scale,
                          Kind kind) {
         if (x.op == LazyOp::Stored && !q.fp8() && !x.input.quant.fp8()) return {x.input};
-        const Operand out = describe(q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows, x.cols, q, codes,
-                                     transposed, scale);
+        const int64_t rows = q.fp8() && !transposed ? round_up(x.rows, 16) : x.rows;
+        const Operand out = operand_at(rows, x.cols, q, codes, transposed, scale);
         quantize(x, out, stats_of(kind), cuda_);
         return out;
     }
-    // A per-tensor scale is in its TensorScale; other scales lie right behind the codes.
-    static Operand describe(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed,
-                            TensorScale* scale) {
+    // A per-tensor scale is in its AmaxAndScale; other scales lie right behind the codes.
+    static Operand operand_at(int64_t rows, int64_t cols, const Quant& q, void* codes, void* transposed,
+                            AmaxAndScale* scale) {
         if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, transposed};
         auto behind = [&](void* p) {
             return p ? static_cast<uint8_t*>(p) + q.operand_code_bytes(rows, cols) : nullptr;
@@ -509,46 +509,51 @@ private:
     Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
         void* const kept = saves_outputs_ ? w.saved_x : nullptr;
-        if (kept && use == Gemm::Wgrad) return describe(x.rows, x.cols, q, kept, kept, w.x_scale);
-        const bool of_down = x.op == LazyOp::Activation;
-        void* codes = device_.work(of_down ? Work::ActivationOperand : Work::InputOperand);
-        void* transposed = nullptr;
-        if (kept) (q.fp8() ? transposed : codes) = kept;
-        else if (q.fp8() && use == Gemm::Wgrad) std::swap(codes, transposed);
-        return make_operand(x, q, codes, transposed, w.x_scale, Kind::LinearInput);
+        void* const place =
+            device_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
+        auto make = [&](void* codes, void* transposed) {
+            return make_operand(x, q, codes, transposed, w.x_scale, Kind::LinearInput);
+        };
+        if (kept && use == Gemm::Wgrad) return operand_at(x.rows, x.cols, q, kept, kept, w.x_scale);
+        if (kept) return q.fp8() ? make(place, kept) : make(kept, nullptr);
+        return q.fp8() && use == Gemm::Wgrad ? make(nullptr, place) : make(place, nullptr);
     }
-    // The weight: fprop reduces over its columns, dgrad over its rows.
+    // The weight: fprop reduces over its columns, dgrad over its rows. It may be in the cache; it may have
+    // been gathered from other GPUs as codes; otherwise its codes are made here.
     Operand weight_operand(const Linear& w, Gemm use) {
         if (formats_.w.fp8() && w.cached_weight) return cached_operand(w);
-        const int64_t stage = w.bucket, next_in_backward = stage > 1 ? stage - 1 : Exchange::NONE;
-        exchange_.make_ready(stage, use == Gemm::Dgrad ? next_in_backward : stage + 1,
-                             stats_of(Kind::Weight));
-        void* codes = device_.work(Work::WeightOperand);
-        void* transposed = nullptr;
-        const View whole = state_.weight(w.param);
-        if (whole.quant.fp8() && use != Gemm::Dgrad) return {whole};  // gathered as codes
-        if (use == Gemm::Dgrad) std::swap(codes, transposed);
+        const View whole = whole_weight(w, use);
+        void* const place = device_.work(Work::WeightOperand);
+        void *const codes = use == Gemm::Dgrad ? nullptr : place, *const transposed = codes ? nullptr : place;
+        if (whole.quant.fp8() && codes) return {whole};
         if (whole.quant.fp8()) {
             transpose_codes(whole, transposed, cuda_);
-            return describe(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w_scale);
+            return operand_at(whole.rows, whole.cols, whole.quant, nullptr, transposed, w.w_scale);
         }
         take_weight_amax(w);
         return make_operand(stored(whole), formats_.w, codes, transposed, w.w_scale, Kind::Weight);
     }
+    // Waits for the weight, if other GPUs send it, and asks for the one that this pass needs next.
+    View whole_weight(const Linear& w, Gemm use) {
+        const int64_t stage = w.bucket, next_in_backward = stage > 1 ? stage - 1 : Exchange::NONE;
+        exchange_.make_ready(stage, use == Gemm::Dgrad ? next_in_backward : stage + 1,
+                             stats_of(Kind::Weight));
+        return state_.weight(w.param);
+    }
     Operand cached_operand(const Linear& w) const {
         const int64_t rows = state_.params[w.param].rows, cols = state_.params[w.param].cols;
-        return describe(rows, cols, formats_.w, w.cached_weight,
+        return operand_at(rows, cols, formats_.w, w.cached_weight,
                         w.cached_weight + formats_.w.operand_bytes(rows, cols), w.w_scale);
     }
     // The gradient of the output, for dgrad (which reduces over its columns) and wgrad (over its rows); and
     // the gradient of the bias. amax: where the amax is still to be taken; null if it has been. A bias sums
     // the unrounded gradient of an FP8 operand, in a pass that takes the amax too; it sums the stored values
     // of any other. place: of the codes, if they do not go to Work::GradientOperand.
-    Operand gradient_operand(const Linear& w, const Lazy& g, TensorScale* amax, void* place = nullptr) {
+    Operand gradient_operand(const Linear& w, const Lazy& g, AmaxAndScale* amax, void* place = nullptr) {
         const bool fp8 = formats_.g.fp8();
         void* const codes = place ? place : device_.work(Work::GradientOperand);
         void* const transposed = fp8 ? device_.work(Work::GradientOperandTransposed) : nullptr;
-        auto bias_gradient = [&](const Lazy& g, Format rounding, TensorScale* amax) {
+        auto bias_gradient = [&](const Lazy& g, Format rounding, AmaxAndScale* amax) {
             column_sums(g, rounding, state_.gradient(w.param + 1), device_.work<float>(Work::ColumnPartials),
                         amax, cuda_);
         };
@@ -563,14 +568,14 @@ private:
     // Where the producer of a tensor must put its amax; null if nobody needs it. Per-tensor scaling just in
     // time needs the amax before the codes. Delayed scaling needs it only while a history is empty. The
     // operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
-    TensorScale* amax_if_needed(TensorScale* scale) const {
+    AmaxAndScale* amax_if_needed(AmaxAndScale* scale) const {
         const bool just_in_time = !state_.delayed_scaling() || state_.some_without_history;
         return formats_.x.fp8() && formats_.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
     }
-    void take_amax(const Lazy& x, TensorScale* scale) const {
+    void take_amax(const Lazy& x, AmaxAndScale* scale) const {
         if (scale) amax(x, scale, cuda_);
     }
-    // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another TensorScale, so it
+    // adamw() leaves the amax of a weight in scale(param). Delayed scaling reads another AmaxAndScale, so it
     // takes the amax here.
     void take_weight_amax(const Linear& w) const {
         if (state_.delayed_scaling()) take_amax(stored(state_.weight(w.param)), amax_if_needed(w.w_scale));
@@ -579,26 +584,28 @@ private:
     // --- Residual stream and attention
     // The residual stream as the next residual_add reads it, (N, C), by the norm beside it: in the compute
     // dtype where the norm's input is in groups; otherwise the two are one tensor.
-    View residual(const Norm& n) const {
+    View stream_at(const Norm& n) const {
         return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
     // Whether the forward pass computes the norm from what is saved, and the norm as it computes it.
     bool reads_saved(const Norm& n) const { return recipe_.forward_reads_saved || !n.in.quant.fp8(); }
     Norm as_forward_reads(Norm n) const {
-        if (!reads_saved(n)) n.in = residual(n);
+        if (!reads_saved(n)) n.in = stream_at(n);
         return n;
     }
-    View residual_out(const Norm& n) const { return n.in.quant.fp8() ? residual(n) : View{}; }
+    View stream_to_write(const Norm& n) const { return n.in.quant.fp8() ? stream_at(n) : View{}; }
     // The input of `next` is saved; the amax of its output goes to y_amax.
-    void residual_forward(const Norm& before, const View& branch, const Norm& next, TensorScale* y_amax) {
-        residual_add(residual(before), branch, residual_out(next), next, reads_saved(next), y_amax, cuda_);
+    void residual_forward(const Norm& before, const View& branch, const Norm& next, AmaxAndScale* y_amax) {
+        residual_add(stream_at(before), branch, stream_to_write(next), next, reads_saved(next), y_amax,
+                     cuda_);
         measure_norm_input(next);
     }
     void measure_norm_input(const Norm& n) const {
-        if (n.in.quant.fp8()) measure_groups(stored(residual(n)), stats_of(Kind::NormInput), cuda_);
+        if (n.in.quant.fp8()) measure_groups(stored(stream_at(n)), stats_of(Kind::NormInput), cuda_);
     }
     // g += the gradient of the norm's input; g is no tensor at the head, where the residual stream ends.
-    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g, TensorScale* g_amax) {
+    void residual_backward(const Norm& n, size_t weight, const View& dy, const View& g,
+                           AmaxAndScale* g_amax) {
         norm_backward(n, dy, g, residual_gradient(), g_amax, state_.gradient(weight),
                       n.rms ? View{} : state_.gradient(weight + 1), device_.work<float>(Work::NormPartials),
                       cuda_);

@@ -443,8 +443,8 @@ struct AdamW {    // the arguments of one step
     float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
     // Without keep_gradients a bucket is updated before the norm of all gradients is known. The estimate is
     // the norm of the buckets done so far times norm_correction[bucket], which the StepResult of the step
-    // before has. Empty means 1 for every bucket. Infinite ones clip all gradients to zero (train.cpp,
-    // measured_norm_corrections).
+    // before has. Empty means 1 for every bucket. With infinite ones a step only measures: all gradients are
+    // clipped to zero (train.cpp, measured_norm_corrections).
     std::vector<double> norm_correction = {};
 };
 

@@ -529,7 +529,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Losses), N * 4, {{ALWAYS, "loss of each token, FP32"}}},
         {W(NormStatistics), N * 8, {{ALWAYS, "mean and 1 / standard deviation of a norm's rows"}}},
         {W(RopeTable), c.arch.rope ? s.T * c.HS() / 2 * 8 : 0, {{ALWAYS, "cosines and sines of RoPE"}}},
-        {W(Scales), (params + 12 * c.L) * 16, {{ALWAYS, "TensorScale of weights and operands"}}},
+        {W(Scales), (params + 12 * c.L) * 16, {{ALWAYS, "AmaxAndScale of weights and operands"}}},
         {W(Segments), params * 128, {{ALWAYS, "AdamW's table of parameters"}}},
         {W(Results), 16 << 10, {{ALWAYS, "loss, gradient norm and report, for the host"}}},
         {W(CachedWeights), cached ? all_weights : 0, {{ALWAYS, "FP8 weights of all layers, and transposes"}}},
@@ -839,7 +839,7 @@ std::string why_unsupported(const Recipe& r, int capability) {
         if (q.fp8() && !bf16)
             return concat(recipe, " has ", q.text(), " operands with compute dtype ", compute,
                           ", which only the CPU supports; use compute dtype bf16, or --device cpu.");
-        if (q.fp8() && !(q.granularity == PER_TENSOR) && !q.decoded() && capability != HOPPER_CAPABILITY)
+        if (q.fp8() && !(q.granularity == PER_TENSOR) && !q.gemm_in_bf16() && capability != HOPPER_CAPABILITY)
             return concat(recipe, " has ", q.text(), " operands, which need a GPU of compute capability 9.0, "
                           "but this one has ", version_text(capability, 10), "; use --recipe colossal, or "
                           "--device cpu.");
@@ -880,8 +880,8 @@ namespace {
 
 double mib(int64_t bytes) { return bytes / double(1 << 20); }
 
-// Without a GPU the plan assumes that the cached weights fit. (On a GPU, facts_for in gpu/this_gpu.cu asks for its
-// memory.)
+// Without a GPU the plan assumes that the cached weights fit. (On a GPU, facts_for in gpu/this_gpu.cu asks
+// for its memory.)
 GpuFacts facts_of(const Setup& s) { return {GpuFacts().multiprocessors, caches_weights(s)}; }
 
 // A paragraph, in lines that fit 110 columns.
@@ -919,7 +919,7 @@ void print_precision_plan(const Setup& s) {
     }
     std::printf("\n");
     auto adds = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
-    if (q.x.decoded())
+    if (q.x.gemm_in_bf16())
         print_note("Scales of operands of linear layers are rounded up to powers of two. A GPU decodes these "
                    "operands to BF16, which is exact, and runs BF16 GEMMs.");
     else if (fp8)

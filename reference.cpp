@@ -50,14 +50,14 @@ static To bits_as(From from) {
 static int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
 static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 
-// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. For example 1.1 in E4M3,
-// which has M = 3 and bias 7: from 1 to 2 the codes are 1/8 apart, and 1.1 is 8.8 steps of 1/8. It is rounded
-// to 9 steps, and the code is 9 + (6 << 3) = 0x39, which is 1.125.
-// In general the codes from 2^e to 2^(e+1) are 2^(e - M) apart; for subnormals e is 1 - bias. In the example
-// e = 0, so the exponent's field must be e + bias = 7. The 9 steps are 1001 in binary: the mantissa 001, and
-// before it the leading 1 of a normal value. Added to the code, that 1 makes the field one larger, so the
-// field starts with e + bias - 1 = 6. If x rounds up to 2^(e+1), the steps are 10000, and the same carry
-// gives the next exponent.
+// Rounds x to the nearest code, ties to even. Values beyond the largest saturate. Codes from 2^e to 2^(e+1)
+// are 2^(e - M) apart, with M mantissa bits; for subnormals e is 1 - bias. In E4M3, M is 3 and the bias 7:
+//   x       e    steps of 2^(e - 3)   rounded   code: steps + ((e + bias - 1) << 3)
+//   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
+//   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
+//   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
+// The steps of a normal value begin with a binary 1, which adds one to the field of the exponent, e + bias.
+// So the field starts with one less. In the second row the same carry gives the next exponent.
 static inline uint32_t nearest_code(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
@@ -126,16 +126,16 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //
 // A block of elements shares a scale s = amax / FMAX, where amax is the block's largest |x| and FMAX the
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
-// elements form a block. (Both sides multiply by 1 / s, rounded to FP32, and do not divide.)
+// elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
 // A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
-// is not finite, the scale of a block is NaN, and so is every value that is decoded with it. The scale of a
-// whole tensor is 1 then, because a step checks the amax of every such tensor and is skipped.
+// is not finite, the scale of a block is NaN, and so is every value that is decoded with it. A whole tensor
+// needs no NaN: the step checks its amax and is skipped. Its scale is then any number, 1.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
-    if (q.decoded()) return std::exp2(std::ceil(std::log2(double(s))));
+    if (q.gemm_in_bf16()) return std::exp2(std::ceil(std::log2(double(s))));
     return q.scale_format == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
 }
 
@@ -148,8 +148,8 @@ static float group_amax(const float* x, int64_t n) {
 }
 
 // Group scaling (section 5.2): stage one takes the maxima of groups, stage two the maximum of these: the
-// per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU the first
-// stage needs no pass of its own: the kernel that writes the tensor does it.
+// per-tensor amax. A maximum does not round, so the result is the same as in one stage. On a GPU this mostly
+// needs no pass of its own: a kernel that has the values in registers takes their maximum.
 float amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > 1 << 16)
@@ -1023,7 +1023,7 @@ public:
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
             const int64_t used = used_elements(setup.config, p), kept = kept_state(setup, p).count;
-            State& s = states_[i];
+            ParamState& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, kept, o.group);
             s.v.init(p.moment(o.v), o.expand, kept, o.group);
             s.weight.resize(p.size()), s.remainder.resize(p.size());
@@ -1045,49 +1045,30 @@ public:
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
         begin();
-        double squares = 0;  // of all gradients that are complete
-        bool skipped = false;
-        // Updates the parameters of a bucket whose gradients are complete, or all. The norm that clips them
-        // is that of all complete gradients, times norm_correction, which stands for the others.
-        auto update_if_finite = [&](int64_t bucket, double norm_correction) {
-            const double here = squares_of(bucket);
-            squares += here;
-            const double norm = std::sqrt(squares) * norm_correction;
-            const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-            for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
-            // The square of a clipped gradient is below 2^124: every format of the second moment can
-            // represent it. A NaN fails this test, too.
-            skipped = skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
-            if (skipped) return;
-            for (size_t i : parameters_of(bucket)) {
-                const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
-                update(states_[i], i, f, rounding_key(setup_.seed, adamw.step));
-                refresh(i);
-            }
-        };
+        Progress progress;
         std::vector<double> losses;  // by micro-batch
         std::vector<double> norms(params.back().bucket + 1);  // by bucket: of all that were complete with it
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.processes) clear_gradients(ALL);  // several ranks have their sums in sums_
-            bucket_done = [&](int64_t bucket) {
+            bucket_done = [&](int64_t bucket) {  // backward, in run(), calls it after each linear layer
                 if (setup_.processes) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
-                update_if_finite(bucket, norm_correction_at(adamw, bucket));
+                update_if_finite(bucket, adamw, norm_correction_at(adamw, bucket), progress);
                 clear_gradients(bucket);
-                norms[bucket] = std::sqrt(squares);
+                norms[bucket] = std::sqrt(progress.squares);
             };
             losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
         }
         bucket_done = nullptr;
-        if (setup_.keep_gradients) update_if_finite(ALL, 1);
-        if (!skipped) end_delayed_step();
+        if (setup_.keep_gradients) update_if_finite(ALL, adamw, 1, progress);
+        if (!progress.skipped) end_delayed_step();
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
         if (setup_.keep_gradients) norms.clear();
         else norms = norm_corrections_of(norms);
-        return {loss / double(counted), std::sqrt(squares), skipped, norms, counted};
+        return {loss / double(counted), std::sqrt(progress.squares), progress.skipped, norms, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1118,7 +1099,7 @@ public:
         // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
         bucket_done = [&](int64_t bucket) {
             for (size_t i : parameters_of(bucket)) {
-                State s = states_[i];
+                ParamState s = states_[i];
                 report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
                 report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
                 update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
@@ -1147,18 +1128,22 @@ public:
 private:
     // One parameter. The weights are complete on every rank. Of remainders, only the elements of kept_state()
     // are in use: this rank updates these, and has the moments of no others.
-    struct State {
+    struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master
         Moment m, v;
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
+    struct Progress {  // of a step
+        double squares = 0;  // sum over all gradients that are complete
+        bool skipped = false;
+    };
 
-    std::vector<State> states_;
+    std::vector<ParamState> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
-    float weight_of(const State& s, int64_t e) const {
+    float weight_of(const ParamState& s, int64_t e) const {
         const bool bf16 = recipe.compute == Format::BF16;
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
@@ -1210,10 +1195,29 @@ private:
         return sum;
     }
 
+    // Updates the parameters of a bucket whose gradients are complete, or all. The norm that clips them is
+    // that of all complete gradients, times norm_correction, which stands for the others.
+    void update_if_finite(int64_t bucket, const AdamW& adamw, double norm_correction, Progress& progress) {
+        const double here = squares_of(bucket);
+        progress.squares += here;
+        const double norm = std::sqrt(progress.squares) * norm_correction;
+        const double scale = adamw_factors(adamw, false, norm).gradient_scale;
+        for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
+        // The square of a clipped gradient is below 2^124: every format of the second moment can represent
+        // it. A NaN fails this test, too.
+        progress.skipped = progress.skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
+        if (progress.skipped) return;
+        for (size_t i : parameters_of(bucket)) {
+            const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
+            update(states_[i], i, f, rounding_key(setup_.seed, adamw.step));
+            refresh(i);
+        }
+    }
+
     // After an update or write(): makes the network's weights. With --shard, each rank has updated a part;
     // the ranks exchange the parts, and the BF16 weights follow.
     void refresh(size_t i) {
-        State& s = states_[i];
+        ParamState& s = states_[i];
         const Slice kept = kept_state(setup_, params[i]);
         Floats mine(kept.count);
         for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
@@ -1237,7 +1241,7 @@ private:
 
     // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
     // the parameter, or a copy.
-    void update(State& s, size_t i, const AdamWFactors& f, uint64_t key) const {
+    void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
         const auto [first, n] = kept_state(setup_, params[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
@@ -1259,7 +1263,7 @@ private:
         auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
         const Slice weight = kept_weight(setup_, params[i]), state = kept_state(setup_, params[i]);
-        State& s = states_[i];
+        ParamState& s = states_[i];
         std::map<std::string, Place> places = {
             {"", part(s.weight, weight)},
             {".m", whole(s.m.codes)}, {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},

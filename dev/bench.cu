@@ -99,7 +99,7 @@ public:
                       scales =
                           std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale_format).bytes;
         void* codes = plain ? take(bytes) : nullptr;
-        TensorScale* slot = take<TensorScale>(sizeof(TensorScale));
+        AmaxAndScale* slot = take<AmaxAndScale>(sizeof(AmaxAndScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
         const int64_t transposed_scales =
@@ -123,7 +123,7 @@ public:
     Clock() {
         const int64_t cache = std::max(attribute(cudaDevAttrL2CacheSize), 1 << 20);
         other_ = memory_.random(1, round_up(2 * cache, 1024), Format::BF16);  // four times as many bytes
-        slot_ = memory_.take<TensorScale>(sizeof(TensorScale));
+        slot_ = memory_.take<AmaxAndScale>(sizeof(AmaxAndScale));
         for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
     }
     ~Clock() {
@@ -132,7 +132,7 @@ public:
     Clock(const Clock&) = delete;
     Clock& operator=(const Clock&) = delete;
 
-    TensorScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
+    AmaxAndScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
 
     double seconds(const std::function<void()>& run) {
         run();
@@ -163,7 +163,7 @@ public:
 private:
     Memory memory_;
     View other_{};
-    TensorScale* slot_;
+    AmaxAndScale* slot_;
     cudaEvent_t events_[2 * REPEATS] = {};
 
     // Reads `other_`, so that the cache contains nothing that must be written back.
@@ -208,7 +208,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& 
     const View x = memory.random(rows, cols, stream);
     if (!q.fp8()) return {x};
     const Operand out = memory.place(rows, cols, q, true, !(q.granularity == PER_GROUP));
-    if (q.granularity == PER_TENSOR) amax(stored(x), tensor_scale(out.view), nullptr);
+    if (q.granularity == PER_TENSOR) amax(stored(x), amax_and_scale(out.view), nullptr);
     quantize(stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -305,7 +305,7 @@ private:
     const bool fp8_, groups_;
     const int64_t N_;
     const double layers_, batches_;  // layer passes and micro-batches per step
-    TensorScale* const slot_;        // for recipes that need the amax before they quantize
+    AmaxAndScale* const slot_;        // for recipes that need the amax before they quantize
     Memory scratch_, memory_;
     Gemms gemms_;
 
@@ -348,14 +348,14 @@ private:
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         const Format rounding = fp8_ ? Format::F32 : stream_;
-        TensorScale* slot = amax ? slot_ : nullptr;
+        AmaxAndScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const Lazy& x, const Operand& out) const {
         if (!out.view.quant.fp8() || !(out.view.quant.granularity == PER_TENSOR)) return;
-        TensorScale* slot = tensor_scale(out.view);
+        AmaxAndScale* slot = amax_and_scale(out.view);
         amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)

@@ -145,7 +145,7 @@ private:
             const Param& p = state_.params[i];
             const bool codes = as_codes && p.role.linear;
             const Quant quant = codes ? setup_.recipe.w : state_.compute;
-            TensorScale* const scale = codes ? state_.weight_scale(i) : nullptr;
+            AmaxAndScale* const scale = codes ? state_.weight_scale(i) : nullptr;
             const int64_t each = info(quant.format).bytes;
             const Slice own = peers_.own(p, peers_.rank);
             uint8_t* const mine = to + own.first * each;

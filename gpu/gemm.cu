@@ -54,7 +54,7 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     if (!v.quant.fp8()) return {v.data, nullptr, v.cols, v.rows, transpose, v.quant.format};
     const void* codes = over_rows ? x.transposed : v.data;
     require(codes, "an FP8 operand lacks the orientation that this GEMM reads");
-    if (v.quant.decoded()) return {codes, nullptr, v.cols, v.rows, transpose, Format::BF16};
+    if (v.quant.gemm_in_bf16()) return {codes, nullptr, v.cols, v.rows, transpose, Format::BF16};
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;

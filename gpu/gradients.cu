@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
         const int64_t shard_chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
                       begin = shard_chunks * share.rank / share.ranks,
                       end = shard_chunks * (share.rank + 1) / share.ranks;
+        // The warps go on in turn where the last segment ended.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += end - begin;
         for (int64_t c = begin + turn; c < end; c += warps) {
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
                 EitherDense::Raw raw[NORM_UNROLL] = {};
 #pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++)
-                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.fetch(offset + at + u * 32 * CHUNK);
+                    if (at + u * 32 * CHUNK < stop) raw[u] = gradients.load(offset + at + u * 32 * CHUNK);
 #pragma unroll
                 for (int u = 0; u < NORM_UNROLL; u++) {
                     Values v;
@@ -90,18 +91,18 @@ __global__ void __launch_bounds__(ADD_THREADS)
     const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
     if (i >= n) return;
     Values total = {};
-    if (!assign) sum.load(i, total);
+    if (!assign) sum.load_values(i, total);
     for (int64_t r = 0; r < share.ranks; r++) {
         Values v;
-        if (r == share.rank) own.load(i, v);
-        else received.load((r < share.rank ? r : r - 1) * n + i, v);
+        if (r == share.rank) own.load_values(i, v);
+        else received.load_values((r < share.rank ? r : r - 1) * n + i, v);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
     sum.round_and_store(i, total, true);
 }
 
-__global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* theirs, int64_t n,
+__global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
                                       int64_t ranks, float fmax) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -114,7 +115,7 @@ __global__ void combine_amaxes_kernel(TensorScale* scales, const TensorScale* th
 
 constexpr int CHECK_THREADS = 256;
 __global__ void __launch_bounds__(CHECK_THREADS)
-    checked_loss_kernel(const TensorScale* scales, int64_t n, const double* loss, double* checked) {
+    checked_loss_kernel(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked) {
     bool finite = true;
     for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
@@ -123,7 +124,8 @@ __global__ void __launch_bounds__(CHECK_THREADS)
 
 }  // namespace
 
-void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s) {
+void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
+                  cudaStream_t s) {
     checked_loss_kernel<<<1, CHECK_THREADS, 0, s>>>(scales, n, loss, checked);
     CHECK_LAUNCH("checked_loss");
 }
@@ -159,7 +161,7 @@ void add_gradients(void* sum, bool assign, const void* own, const void* received
     CHECK_LAUNCH("add_gradients");
 }
 
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
+void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s) {
     combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, info(fp8).max);
     CHECK_LAUNCH("combine_amaxes");

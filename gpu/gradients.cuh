@@ -17,7 +17,7 @@ struct GradientState {
 
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
-void checked_loss(const TensorScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
+void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
 // A rank's share of work that any rank could do: consecutive shard chunks of every segment. A shard chunk is
 // SHARD_CHUNK elements of a parameter (model.h). It is not the chunk of 8 elements that a thread loads at
 // once (gpu/tensor.cuh).
@@ -43,7 +43,7 @@ void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, floa
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    const Share& share, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
-void combine_amaxes(TensorScale* scales, const TensorScale* theirs, int64_t n, int64_t ranks, Format fp8,
+void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -73,7 +73,8 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 // ===========================================================================================================
 // Residual and norm, forward
 
-// What is added: x + y by rows (N, C), the residual stream and a branch; or x[token] + y[position].
+// What is added. residual_add: x + y by rows (N, C), the residual stream and a branch. embedding_forward:
+// x[token] + y[position].
 template <class Compute>
 struct Addends {
     Dense<Compute> x, y;          // y may be no tensor
@@ -86,7 +87,7 @@ struct Addends {
 template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
-                    bool rms, float eps, TensorScale* y_amax) {
+                    bool rms, float eps, AmaxAndScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
     const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
                   y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 }
 
 void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
-                     const Norm& n, bool reads_saved, TensorScale* y_amax, cudaStream_t s) {
+                     const Norm& n, bool reads_saved, AmaxAndScale* y_amax, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
     require(reads_saved || in_groups(n.in.quant), "only groups differ from the residual stream");
@@ -150,11 +151,11 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
 }  // namespace
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
-                  TensorScale* y_amax, cudaStream_t s) {
+                  AmaxAndScale* y_amax, cudaStream_t s) {
     launch_residual(x, branch, nullptr, 1, x_out, next, reads_saved, y_amax, s);
 }
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
-                       const View& x_out, const Norm& next, bool reads_saved, TensorScale* y_amax,
+                       const View& x_out, const Norm& next, bool reads_saved, AmaxAndScale* y_amax,
                        cudaStream_t s) {
     launch_residual(embedding, positions, tokens, T, x_out, next, reads_saved, y_amax, s);
 }
@@ -208,7 +209,7 @@ struct NormBackward {  // the arguments of both kernels
     int64_t rows, C;
     float eps;
     float2* stats;
-    TensorScale* g_amax;
+    AmaxAndScale* g_amax;
     float* partials;
 };
 
@@ -397,7 +398,7 @@ size_t norm_backward_workspace(int64_t C) {
     return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
 }
 
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
     if (rows == 0) return;
@@ -485,7 +486,7 @@ __device__ float larger_magnitude(float top, float4 v) {
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
 __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols,
-                                                            uint32_t heads, float sign, TensorScale* amax) {
+                                                            uint32_t heads, float sign, AmaxAndScale* amax) {
     using Four = decltype(load4(static_cast<const T*>(nullptr)));
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
@@ -518,7 +519,7 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
 
 // The angles depend on position and pair only: those of all heads of a thread are the same. Without an amax,
 // columns that are not rotated are not touched.
-void launch_rope(const Rope& r, const View& qkv, float sign, TensorScale* amax, cudaStream_t s) {
+void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax, cudaStream_t s) {
     require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
             "a head size is not a multiple of 8");
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
@@ -541,7 +542,7 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
     CHECK_LAUNCH("rope_table");
 }
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }
-void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s) {
+void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s) {
     launch_rope(r, dqkv, -1, amax, s);
 }
 
@@ -721,7 +722,7 @@ __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index ind
 #pragma unroll 4
     for (int i = 0; i < n; i++) {
         Values v;
-        x.load(index(i) * C + col, v);
+        x.load_values(index(i) * C + col, v);
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }

@@ -17,10 +17,10 @@ namespace coat::gpu {
 // the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
 // (coat.h, forward_reads_saved).
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
-                  TensorScale* y_amax, cudaStream_t s);
+                  AmaxAndScale* y_amax, cudaStream_t s);
 // The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).
 void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
-                       const View& x_out, const Norm& next, bool reads_saved, TensorScale* y_amax,
+                       const View& x_out, const Norm& next, bool reads_saved, AmaxAndScale* y_amax,
                        cudaStream_t s);
 
 // g_out = round(g_in + dx), where dy is the gradient of the norm's output and dx that of its input; all (N,
@@ -28,7 +28,7 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
 // g_out. dweight, dbias (C) are added to; dbias is no tensor for RMSNorm. Workspace:
 // norm_backward_workspace(C) bytes.
 size_t norm_backward_workspace(int64_t C);
-void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, TensorScale* g_amax,
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
 
 // gradient (n) = round(gradient + sums over the rows of partials (rows, n)): the second stage of every sum
@@ -46,7 +46,7 @@ void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStre
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s);  // (B*T, qkv_cols), in place
 // The inverse rotation of the gradient, in place. Takes the amax of the whole of dqkv in passing, if amax is
 // not null.
-void rope_backward(const Rope& r, const View& dqkv, TensorScale* amax, cudaStream_t s);
+void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s);
 
 // --- Loss
 

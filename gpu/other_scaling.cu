@@ -89,7 +89,7 @@ __device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
 __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, bool power_of_two,
-                                    TensorScale* tensor) {
+                                    AmaxAndScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
     const float s = scale_of(fmax, amax), rounded = power_of_two ? round_up_to_power_of_two(s) : s;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             if (i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
         }
     });
-    if (transposed) flush(tiles, rows, x.width, transposed);
+    if (transposed) store_transposed(tiles, rows, x.width, transposed);
 }
 
 // Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
     require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128 ||
-                q.decoded(),
+                q.gemm_in_bf16(),
             "no kernel scales by such blocks");
     require(q.scale_format == Format::F32, "the scales of an operand are FP32");
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
@@ -173,16 +173,16 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
         for (const ScaleGrid& g : grids) {
             if (!g.scales) continue;
             block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
-                                                                     q.decoded(), out.amax);
+                                                                     q.gemm_in_bf16(), out.amax);
             CHECK_LAUNCH("block_scales");
         }
         for (int t : {0, 1}) {
-            if (!q.decoded() || !codes[t]) continue;
+            if (!q.gemm_in_bf16() || !codes[t]) continue;
             decode_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[t],
                                                                 dense<bf16>(codes[t]));
             CHECK_LAUNCH("decode_blocks");
         }
-        if (q.decoded()) return;
+        if (q.gemm_in_bf16()) return;
         quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[0], grids[1],
                                                               codes[0], codes[1]);
         CHECK_LAUNCH("quantize_blocks");
@@ -198,11 +198,11 @@ namespace {
 // overwritten yet.
 constexpr int HISTORY_THREADS = 256;
 __global__ void __launch_bounds__(HISTORY_THREADS)
-    end_delayed_step_kernel(TensorScale* scales, float* histories, int length, int margin, float fmax,
+    end_delayed_step_kernel(AmaxAndScale* scales, float* histories, int length, int margin, float fmax,
                             const uint32_t* skipped, uint32_t* empty) {
     __shared__ uint32_t most;
     if (*skipped) return;
-    TensorScale& tensor = scales[blockIdx.x];
+    AmaxAndScale& tensor = scales[blockIdx.x];
     float* history = histories + int64_t(blockIdx.x) * length;
     const float amax = tensor.amax;
     if (threadIdx.x == 0) most = 0;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
 
 }  // namespace
 
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     if (n == 0) return;
     end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(

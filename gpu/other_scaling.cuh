@@ -56,7 +56,7 @@ struct DelayedAmax {
 // from_history = max(history) 2^margin / FMAX. A maximum that is 0 or not finite leaves it as it was. Nothing
 // happens if *skipped is not 0. scales (n); histories (n, length). *empty: + the number of scales that are
 // still 0.
-void end_delayed_step(TensorScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
+void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s);
 
 }  // namespace coat::gpu

@@ -33,7 +33,7 @@ struct Segment {
     int64_t offset, size;  // among the rank's masters and gradients; elements
     MomentView m, v;
     bool decays;
-    TensorScale* amax;      // of the new weights; may be null
+    AmaxAndScale* amax;      // of the new weights; may be null
     int64_t to_weight = 0;  // what to add to an offset to find the weight among the rank's weights,
     int64_t to_flat = 0;    // and to find the element in the flat order
     int64_t shard_chunk = 0;  // number of its first shard chunk among those of all parameters

@@ -10,7 +10,7 @@ namespace {
 // Where the scale of an element is: one for the tensor, in a grid of blocks, or (where neither is given) its
 // group's own.
 struct ScaleSource {
-    const TensorScale* tensor = nullptr;
+    const AmaxAndScale* tensor = nullptr;
     ScaleGrid blocks{};
 
     __device__ float at(float fmax, int64_t row, int64_t col, float group) const {
@@ -56,7 +56,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
         });
     };
     if (in_groups(q)) return with_scales({});
-    if (q.granularity == PER_TENSOR) return with_scales({tensor_scale(out.view), {}});
+    if (q.granularity == PER_TENSOR) return with_scales({amax_and_scale(out.view), {}});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones

@@ -107,14 +107,14 @@ public:
         const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
         return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
     }
-    // One TensorScale for each parameter; behind them those of the operands of the linear layers, four linear
-    // layers in each block.
-    TensorScale* scale(size_t i) const { return device_.work<TensorScale>(Work::Scales) + i; }
-    TensorScale* operand_scales(int64_t layer, LinearOperand o) const {
+    // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
+    // linear layers in each block.
+    AmaxAndScale* scale(size_t i) const { return device_.work<AmaxAndScale>(Work::Scales) + i; }
+    AmaxAndScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
     }
     // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
-    TensorScale* weight_scale(size_t i) const {
+    AmaxAndScale* weight_scale(size_t i) const {
         return delayed_scaling() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
     }
     int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
@@ -128,7 +128,7 @@ public:
         const GpuLayout& at = device_.layout;
         clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
         clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
-        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(TensorScale)), cuda_);
+        clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(AmaxAndScale)), cuda_);
         expect_missing_histories();
         int64_t most_groups = 0;
         for (const Param& p : params) most_groups = std::max(most_groups, p.groups());
@@ -147,7 +147,7 @@ public:
     // micro-batch if scaling is just in time, and before each step if it is delayed. (Just in time, the amax
     // of a weight is in scale(i) and stays.)
     void clear_amaxes() {
-        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(TensorScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 number_of_operand_scales(), cuda_),
               "Clearing amaxes failed");
     }
@@ -197,8 +197,8 @@ public:
     void combine_amaxes() {
         if (!peers_.several()) return;
         const int64_t n = delayed_scaling() ? number_of_scales() : static_cast<int64_t>(params.size());
-        const int64_t bytes = n * static_cast<int64_t>(sizeof(TensorScale));
-        TensorScale* const all = device_.work<TensorScale>(Work::RankScales);
+        const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
+        AmaxAndScale* const all = device_.work<AmaxAndScale>(Work::RankScales);
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
         peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
         gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w.format, cuda_);
@@ -277,11 +277,12 @@ private:
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
-        // From what is kept of a master to the same element among the weights.
-        const int64_t skipped = at.state.first - at.weight.first;
-        return {at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
-                p.role.linear ? scale(i) : nullptr, at.weight_at + skipped - at.state_at,
-                p.offset + at.state.first - at.state_at, at.shard_chunk + at.state.first / SHARD_CHUNK};
+        Segment s{at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
+                  p.role.linear ? scale(i) : nullptr};
+        s.to_weight = at.weight_at + at.state.first - at.weight.first - s.offset;
+        s.to_flat = p.offset + at.state.first - s.offset;
+        s.shard_chunk = at.shard_chunk + at.state.first / SHARD_CHUNK;
+        return s;
     }
     float* history(int64_t linear, LinearOperand o) const {
         float* all = reinterpret_cast<float*>(device_.at(device_.layout.delayed.offset));
@@ -291,7 +292,7 @@ private:
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
-        clear(scale(i), sizeof(TensorScale), cuda_);
+        clear(scale(i), sizeof(AmaxAndScale), cuda_);
         if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
     }
 

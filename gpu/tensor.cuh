@@ -26,7 +26,8 @@ namespace coat::gpu {
 // see Operand).
 struct View {
     void* data;    // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
-    void* scales;  // (scale_rows, scale_cols) of quant.scale_format; unused unless quant.fp8()
+    // (scale_rows, scale_cols) of quant.scale_format; per tensor one AmaxAndScale; unused unless quant.fp8().
+    void* scales;
     int64_t rows, cols;
     Quant quant;
 };
@@ -40,15 +41,15 @@ inline View rows(const View& v, int64_t first, int64_t n) {
 }
 
 // The scale of a per-tensor FP8 tensor, on the device: View::scales points to one. It is 16 bytes because the
-// GEMM wants scales aligned to that. The kernel that produces a tensor updates amax; quantize() derives the
-// scale from it.
-struct alignas(16) TensorScale {
+// GEMM wants scales aligned to that. A kernel that has the values updates amax (coat.cu, part 2);
+// quantize() derives the scale from it.
+struct alignas(16) AmaxAndScale {
     float scale;  // what codes are multiplied by: written by quantize(), combine_amaxes(), end_delayed_step()
     float amax;   // largest |x| so far: an atomicMax of |x|'s bits, in which infinity and then NaN come last
     float from_history;  // delayed scaling: the scale from earlier amaxes; 0 while that history is empty
     float unused;
 };
-inline TensorScale* tensor_scale(const View& v) { return static_cast<TensorScale*>(v.scales); }
+inline AmaxAndScale* amax_and_scale(const View& v) { return static_cast<AmaxAndScale*>(v.scales); }
 
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
@@ -62,7 +63,7 @@ struct Operand {
     void* transposed = nullptr;
     void* transposed_scales = nullptr;
     // Updated by quantize() where the granularity is not per tensor; may be null.
-    TensorScale* amax = nullptr;
+    AmaxAndScale* amax = nullptr;
 };
 
 // A norm layer. Backward recomputes its output from `in` and `stats` instead of saving it.
@@ -372,7 +373,7 @@ struct EitherDense {
     struct Raw {
         uint4 lo, hi;
     };
-    __device__ Raw fetch(int64_t i) const {
+    __device__ Raw load(int64_t i) const {
         if (!f32) return {Dense<bf16>{static_cast<bf16*>(data)}.load(i), {}};
         const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(data) + i);
         return {p[0], p[1]};
@@ -383,7 +384,7 @@ struct EitherDense {
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) v[j] = __uint_as_float(words[j]);
     }
-    __device__ void load(int64_t i, Values& v) const { values(fetch(i), v); }
+    __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
     __device__ void round_and_store(int64_t i, Values& v, bool live) const {
         with([&](auto x) { x.round_and_store(i, v, live); });
     }

@@ -37,7 +37,8 @@ void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
     throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
                 " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
                 (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
-                         : "not even --batch 1 fits: choose a smaller --model or --seq") +
+                         : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
+                           "--master none, --attention groups and --gradients none") +
                 ".");
 }
 

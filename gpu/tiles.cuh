@@ -120,7 +120,8 @@ struct TransposeTile {
 };
 // Writes the block's tiles, one for each plane, to out, which is (columns, rows). All threads call it.
 template <int PLANES>
-__device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width, uint8_t* out) {
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_t width,
+                                 uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TILE / 16;  // of a column, 16 rows each
     const int64_t row0 = int64_t(blockIdx.y) * TILE, col0 = int64_t(blockIdx.x) * TILE;
@@ -153,7 +154,12 @@ __device__ void flush(const TransposeTile (&tiles)[PLANES], int64_t rows, int64_
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor, values)  converts it to FP32 values.
 // A tensor such as [gate | up] has two planes side by side, each `width` columns wide. PLANES is how many
-// planes a producer makes (two: gate and up themselves, or their gradients), HALVES how many its input has.
+// planes a producer makes, HALVES how many its input has:
+//                                      input    makes
+//   a stored tensor                    1        1
+//   gate and up, to be quantized       2        2
+//   SiLU(gate) x up                    2        1
+//   their gradient                     2        2        (and dact, which has one)
 // Additions and multiplications are spelled out, so that every kernel that computes a tensor computes the
 // same bits.
 

@@ -11,7 +11,7 @@
 
 namespace coat::test::adamw_run {
 
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using namespace coat::test::device_tensors;
 
 // A parameter on the host: its place in the flat array of all parameters, and its moments.
@@ -228,13 +228,13 @@ struct AdamRun {
         std::vector<std::unique_ptr<DeviceMoment>> m, v;
         Floats master;
         std::vector<uint16_t> weight;
-        std::vector<TensorScale> amax;
+        std::vector<AmaxAndScale> amax;
         bool intact;
     };
     Result step(const AdamW& a, float scale, bool skip) const {
         Result r;
         const int64_t n = static_cast<int64_t>(params.size());
-        const Buffer<TensorScale> amaxes(std::vector<TensorScale>(size_t(n), {1, OLD_AMAX, 0, 0}));
+        const Buffer<AmaxAndScale> amaxes(std::vector<AmaxAndScale>(size_t(n), {1, OLD_AMAX, 0, 0}));
         std::vector<gpu::Segment> table;
         for (int64_t i = 0; i < n; i++) {
             r.m.push_back(std::make_unique<DeviceMoment>(params[i].m, params[i].padded()));

@@ -13,7 +13,7 @@
 namespace coat::test::device_tensors {
 
 using gpu::Operand;
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using gpu::View;
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
@@ -29,7 +29,7 @@ class Tensor {
 public:
     Tensor(int64_t rows, int64_t cols, Quant q)
         : codes(q.code_bytes(rows, cols)),
-          scales(per_tensor(q) ? sizeof(TensorScale) : q.scales(rows, cols) * info(q.scale_format).bytes),
+          scales(per_tensor(q) ? sizeof(AmaxAndScale) : q.scales(rows, cols) * info(q.scale_format).bytes),
           transposed(per_tensor(q) ? rows * cols : 0), quant_(q), rows_(rows), cols_(cols) {
         if (per_tensor(q)) scales.zero();
     }
@@ -42,7 +42,7 @@ public:
 
     View view() const { return {codes.get(), scales.get(), rows_, cols_, quant_}; }
     Operand operand() const { return {view(), per_tensor(quant_) ? transposed.get() : nullptr}; }
-    TensorScale* tensor_scale() const { return gpu::tensor_scale(view()); }
+    AmaxAndScale* amax_and_scale() const { return gpu::amax_and_scale(view()); }
     float amax() const { return header().amax; }
     float scale() const { return header().scale; }
     Floats values() const {
@@ -56,8 +56,8 @@ public:
 
 private:
     static bool per_tensor(Quant q) { return q.fp8() && q.granularity == PER_TENSOR; }
-    TensorScale header() const {
-        TensorScale s;
+    AmaxAndScale header() const {
+        AmaxAndScale s;
         const Bytes bytes = scales.read();
         std::memcpy(&s, bytes.data(), sizeof s);
         return s;

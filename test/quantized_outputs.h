@@ -16,7 +16,7 @@ namespace coat::test::quantized_outputs {
 
 using gpu::Lazy;
 using gpu::Operand;
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using namespace coat::test::device_tensors;
 
 // Checks codes, scales and transpose (per-tensor scaling) or codes and scales (groups) against the
@@ -40,7 +40,7 @@ struct BlockOperand {
     int64_t rows, cols;
     Buffer<uint8_t> codes, transposed_codes;
     Buffer<float> scales, transposed_scales;
-    Buffer<TensorScale> amax;
+    Buffer<AmaxAndScale> amax;
 
     BlockOperand(int64_t rows, int64_t cols, Quant q)
         : quant(q), rows(rows), cols(cols), codes(q.operand_code_bytes(rows, cols)),
@@ -71,7 +71,7 @@ inline const Quant BLOCK_OUTPUTS[] = {Q_ROW,
 inline void check_orientation(const Floats& x, int64_t rows, int64_t cols, Quant q, bool transpose,
                               const Bytes& codes, const Floats& scales) {
     const reference::Quantized expected = reference::quantize(x.data(), rows, cols, q);
-    if (q.decoded()) {
+    if (q.gemm_in_bf16()) {
         const Floats decoded = reference::dequantize(expected);
         const Floats wanted = rounded(Format::BF16, transpose ? transposed(decoded, rows, cols) : decoded);
         const uint16_t* got = reinterpret_cast<const uint16_t*>(codes.data());
@@ -104,7 +104,7 @@ inline void check_column_sums(const Lazy& x, const Floats& values, bool with_ama
         const Floats before(cols, 0.5f);
         Tensor sums(before, Format::F32);
         Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
-        Buffer<TensorScale> amax(1);
+        Buffer<AmaxAndScale> amax(1);
         amax.zero();
         gpu::column_sums(x, rounding, sums.view(), workspace.get(), with_amax ? amax.get() : nullptr, 0);
         CHECK(amax.read()[0].amax == (with_amax ? reference::amax(values.data(), rows * cols) : 0));
@@ -133,7 +133,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
     CHECK(exact.intact());
     check_column_sums(x, values, true), check_column_sums(x, values, false);
     if (compute == Format::F32) {
-        CHECK_THROWS_AS(gpu::amax(x, bf16.tensor_scale(), 0), Error);
+        CHECK_THROWS_AS(gpu::amax(x, bf16.amax_and_scale(), 0), Error);
         return;
     }
     gpu::quantize(x, bf16.operand(), nullptr, 0);
@@ -142,7 +142,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
     for (Quant q : FP8_OUTPUTS) {  // per-tensor scaling, just in time
         Tensor out(rows, cols, q), again(rows, cols, q);
         for (Tensor* t : {&out, &again}) {
-            gpu::amax(x, t->tensor_scale(), 0);
+            gpu::amax(x, t->amax_and_scale(), 0);
             gpu::quantize(x, t->operand(), nullptr, 0);
         }
         CHECK(out.amax() == reference::amax(values.data(), rows * cols));
@@ -174,7 +174,7 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& expected, c
         Tensor out(rows, cols, q);
         const float scale = reference::scale_of(q, reference::amax(values.data(), rows * cols) / 2);
         succeeded(
-            cudaMemcpy(&out.tensor_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            cudaMemcpy(&out.amax_and_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
         gpu::quantize(x, out.operand(), nullptr, 0);
         const reference::Quantized wanted =
             reference::quantize(values.data(), rows, cols, q, nullptr, &scale);

@@ -169,7 +169,7 @@ GPU_TEST_CASE("adamw: weights, moments, codes and amax in every format of moment
 }
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
-    const Buffer<TensorScale> amax(std::vector<TensorScale>{{1, AdamRun::OLD_AMAX, 0, 0}});
+    const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, AdamRun::OLD_AMAX, 0, 0}});
     const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});

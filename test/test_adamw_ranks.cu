@@ -43,7 +43,7 @@ struct RankState {
     std::unique_ptr<Buffer<float>> plain, scales;  // FP32 moments, and (max, k) of FP8 moments
     std::unique_ptr<Buffer<uint8_t>> codes;
     std::unique_ptr<Buffer<gpu::Segment>> segments;
-    Buffer<TensorScale> amax;
+    Buffer<AmaxAndScale> amax;
 
     RankState(const Setup& s, bool master) : amax(int64_t(params.size())) {
         for (const Param& p : params) {
@@ -124,7 +124,7 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
         std::vector<int16_t> remainder;
         std::vector<uint8_t> m, v;
         std::vector<float> plain;
-        std::vector<TensorScale> amax;
+        std::vector<AmaxAndScale> amax;
         double norm = 0;
     };
     for (bool master : {true, false}) {
@@ -152,18 +152,18 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
             }
             Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),
                       Bytes(size_t(total)), Bytes(size_t(total)), Floats(size_t(total)),
-                      std::vector<TensorScale>(params.size()), state.read()[0].norm};
-            std::vector<TensorScale> all;
+                      std::vector<AmaxAndScale>(params.size()), state.read()[0].norm};
+            std::vector<AmaxAndScale> all;
             for (const auto& s : states) {
                 s->put(*s->weight, true, flat.weight);
                 if (master) s->put(*s->remainder, false, flat.remainder);
                 s->put(*s->codes, false, flat.m), s->put(*s->codes, false, flat.v, s->states);
                 s->put(*s->plain, false, flat.plain);
-                for (const TensorScale& t : s->amax.read()) all.push_back(t);
+                for (const AmaxAndScale& t : s->amax.read()) all.push_back(t);
                 CHECK((s->weight->intact() && s->remainder->intact() && s->codes->intact() &&
                        s->scales->intact()));
             }
-            const Buffer<TensorScale> theirs(all), combined(int64_t(params.size()));
+            const Buffer<AmaxAndScale> theirs(all), combined(int64_t(params.size()));
             gpu::combine_amaxes(combined.get(), theirs.get(), int64_t(params.size()), ranks, Format::E4M3, 0);
             flat.amax = combined.read();
             CHECK(sums.intact());

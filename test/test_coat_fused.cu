@@ -11,7 +11,7 @@
 using namespace coat;
 using namespace coat::test;
 using gpu::Operand;
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using namespace coat::test::device_tensors;
 using namespace coat::test::quantized_outputs;
 
@@ -25,10 +25,10 @@ GPU_TEST_CASE("quantize: padding rows do not change the codes and scales of the 
         const bool per_tensor = q.granularity == PER_TENSOR;
         Buffer<uint8_t> codes(padded_rows * cols);
         Buffer<float> scales(per_tensor ? 4 : q.operand_scales(padded_rows, cols));
-        Buffer<TensorScale> amax(1);
+        Buffer<AmaxAndScale> amax(1);
         scales.zero(), amax.zero();
         const Operand out{{codes.get(), scales.get(), padded_rows, cols, q}, nullptr, nullptr, amax.get()};
-        if (per_tensor) gpu::amax(gpu::stored(in.view()), gpu::tensor_scale(out.view), 0);
+        if (per_tensor) gpu::amax(gpu::stored(in.view()), gpu::amax_and_scale(out.view), 0);
         gpu::quantize(gpu::stored(in.view()), out, nullptr, 0);
         const reference::Quantized wanted = reference::quantize(x.data(), rows, cols, q);
         const Bytes got = codes.read();
@@ -64,7 +64,7 @@ GPU_TEST_CASE("quantize_groups: they equal those of quantize; the BF16 tensor ge
         CHECK(same_bytes(in.codes.read(), again.codes.read()));
         // A per-tensor operand is quantized from the groups' values, not from these values rounded to BF16.
         Tensor operand(s.rows, s.cols, Q_E4M3);
-        gpu::amax(gpu::stored(groups.view()), operand.tensor_scale(), 0);
+        gpu::amax(gpu::stored(groups.view()), operand.amax_and_scale(), 0);
         gpu::quantize(gpu::stored(groups.view()), operand.operand(), nullptr, 0);
         const Floats values = reference::dequantize(reference::quantize(x.data(), s.rows, s.cols, Q_GROUP));
         check_quantized(operand, values, s.rows, s.cols, Q_E4M3);
@@ -181,9 +181,9 @@ GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the 
                 // Only their amax is used, that of the activation's output.
                 const Tensor separate(1, 16, Q_E4M3), fused(1, 16, Q_E4M3);
                 const View read = reads_saved ? expected.view() : gate_up.view();
-                gpu::amax(gpu::activation(gated, read), separate.tensor_scale(), 0);
-                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved, fused.tensor_scale(),
-                                      nullptr, 0);
+                gpu::amax(gpu::activation(gated, read), separate.amax_and_scale(), 0);
+                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved,
+                                      fused.amax_and_scale(), nullptr, 0);
                 CHECK(same_bytes(groups.codes.read(), expected.codes.read()));
                 CHECK(same_bytes(groups.scales.read(), expected.scales.read()));
                 CHECK(groups.intact());

@@ -13,7 +13,7 @@ using namespace coat;
 using namespace coat::test;
 using gpu::Lazy;
 using gpu::Operand;
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using namespace coat::test::device_tensors;
 using namespace coat::test::quantized_outputs;
 
@@ -29,7 +29,7 @@ GPU_TEST_CASE("quantize and convert: codes, scales and transposes equal the refe
             for (Quant q : {Q_E4M3, Q_E5M2, Q_GROUP}) {
                 Tensor out(s.rows, s.cols, q);
                 const bool groups = q.granularity == PER_GROUP;
-                if (!groups) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+                if (!groups) gpu::amax(gpu::stored(in.view()), out.amax_and_scale(), 0);
                 gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
                 check_quantized(out, x, s.rows, s.cols, q);
                 if (!groups) CHECK(out.amax() == reference::amax(x.data(), s.rows * s.cols));
@@ -55,7 +55,7 @@ GPU_TEST_CASE("transpose_codes: the transposed codes that quantize writes") {
     for (Shape s : SHAPES) {
         const Tensor in(normals(rng, Format::BF16, s.rows * s.cols), s.rows, s.cols, Q_BF16);
         Tensor out(s.rows, s.cols, Q_E4M3);
-        gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+        gpu::amax(gpu::stored(in.view()), out.amax_and_scale(), 0);
         gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
         const Buffer<uint8_t> transposed(s.rows * s.cols);
         gpu::transpose_codes(out.view(), transposed.get(), 0);
@@ -91,7 +91,7 @@ GPU_TEST_CASE("quantize: every BF16 value up to 448 has the reference's E4M3 cod
     const int64_t n = static_cast<int64_t>(x.size());
     const Tensor in(x, 1, n, Q_BF16);
     Tensor out(1, n, Q_E4M3);
-    gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+    gpu::amax(gpu::stored(in.view()), out.amax_and_scale(), 0);
     gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
     CHECK(out.scale() == 1.0f);
     check_quantized(out, x, 1, n, Q_E4M3);
@@ -106,7 +106,7 @@ GPU_TEST_CASE(
             x[rng.below(200 * 160)] = bad;
             const Tensor in(x, 200, 160, Q_BF16);
             Tensor out(200, 160, q);
-            if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+            if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.amax_and_scale(), 0);
             gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
             check_quantized(out, x, 200, 160, q);
             if (q.granularity == PER_TENSOR) CHECK(!std::isfinite(out.amax()));
@@ -146,7 +146,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the 
         const float amax = reference::amax(exact.data(), rows * 2 * F),
                     scale = reference::scale_of(Q_E5M2, amax);
         succeeded(
-            cudaMemcpy(&out.tensor_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            cudaMemcpy(&out.amax_and_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
         Operand operand = out.operand();
         operand.view.data = in.codes.get();
         gpu::quantize(x, operand, nullptr, 0);

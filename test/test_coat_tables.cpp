@@ -15,7 +15,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer + (r.x.decoded() ? " | power of two" : "") +
+        return text + "| " + r.optimizer + (r.x.gemm_in_bf16() ? " | power of two" : "") +
                (r.forward_reads_saved ? "" : " | forward reads unrounded");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
@@ -50,7 +50,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
         CHECK(row(r) == expected[i].second);
         for (const Quant& operand : {r.x, r.w, r.g}) {
             CHECK(operand.scale_format == Format::F32);
-            CHECK(operand.decoded() == r.x.decoded());
+            CHECK(operand.gemm_in_bf16() == r.x.gemm_in_bf16());
         }
         CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);

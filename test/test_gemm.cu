@@ -33,9 +33,9 @@ struct DeviceOperand {
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
         : row_major(reference::quantize(x.data(), rows, cols, q)),
           transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
-          codes(q.decoded() ? decoded(false) : row_major.codes),
-          transposed_codes(q.decoded() ? decoded(true) : transpose.codes), scales(device_scales(row_major)),
-          transposed_scales(device_scales(transpose)) {}
+          codes(q.gemm_in_bf16() ? decoded(false) : row_major.codes),
+          transposed_codes(q.gemm_in_bf16() ? decoded(true) : transpose.codes),
+          scales(device_scales(row_major)), transposed_scales(device_scales(transpose)) {}
     Operand operand() const {
         const View view{codes.get(), scales.get(), row_major.rows, row_major.cols, row_major.quant};
         return {view, transposed_codes.get(), transposed_scales.get()};
@@ -54,7 +54,7 @@ private:
     }
     static Floats device_scales(const reference::Quantized& q) {
         if (q.quant.fp8() && !(q.quant.granularity == PER_TENSOR)) return scales_for_gemm(q);
-        return {q.scale(0, 0), 0, 0, 0};  // a TensorScale
+        return {q.scale(0, 0), 0, 0, 0};  // a AmaxAndScale
     }
 };
 
@@ -106,7 +106,7 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     const Doubles magnitude = matmul();
     // The relative error of a sum. FP32: K additions. Hopper's FP8 tensor cores keep 14 bits of the sum of 32
     // products each (DeepSeek-V3, section 3.3.2).
-    const bool fp8 = qa.fp8() && !qa.decoded();
+    const bool fp8 = qa.fp8() && !qa.gemm_in_bf16();
     const double sum_error = fp8 ? (double(p.K) / 32 + 1) * 0x1p-13 : (double(p.K) + 2) * 0x1p-24;
     const int mantissa = info(out_format).mantissa;
     reference::Quantized stored_out;

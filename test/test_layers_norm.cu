@@ -58,7 +58,7 @@ GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm t
                     Tensor x_out(s.rows, s.cols, compute), y(s.rows, s.cols, Q_E4M3);
                     NormCase c(rng, formats, rms, s.rows, s.cols);
                     gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(), c.norm(),
-                                      reads_saved, y.tensor_scale(), 0);
+                                      reads_saved, y.amax_and_scale(), 0);
                     CHECK(same_bytes(x_out.values(), rounded(formats.compute, sum)));
                     const reference::Quantized expected =
                         reference::quantize(sum.data(), s.rows, s.cols, formats.nonlinear);
@@ -164,7 +164,7 @@ GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax, statist
                     Tensor out(N, C, Quant{compute}), g_amax(1, 16, Q_E5M2);
                     Tensor dweight(before, compute), dbias(before, compute);
                     gpu::norm_backward(norm, device_dy.view(), add ? device_g.view() : View{}, out.view(),
-                                       g_amax.tensor_scale(), dweight.view(), rms ? View{} : dbias.view(),
+                                       g_amax.amax_and_scale(), dweight.view(), rms ? View{} : dbias.view(),
                                        workspace.get(), 0);
                     const Floats got = out.values();
                     CHECK(g_amax.amax() == reference::amax(got.data(), N * C));

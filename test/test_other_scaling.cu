@@ -11,7 +11,7 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::TensorScale;
+using gpu::AmaxAndScale;
 using namespace coat::test::device_tensors;
 
 GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
@@ -21,7 +21,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
         for (const auto& [format, margin] : {std::pair{Format::E4M3, 0}, std::pair{Format::E5M2, 2}}) {
             CAPTURE(length);
             std::vector<reference::DelayedScale> wanted(SCALES);
-            std::vector<TensorScale> scales(SCALES);
+            std::vector<AmaxAndScale> scales(SCALES);
             Floats histories;
             for (int64_t i = 0; i < SCALES; i++) {
                 wanted[i].history.assign(length, 0.0f);
@@ -32,7 +32,7 @@ GPU_TEST_CASE("end_delayed_step: delayed scales equal the reference's") {
                 scales[i].from_history = wanted[i].scale = i == 0 ? 0.0f : static_cast<float>(rng.uniform());
             }
             Buffer<float> device_histories(histories);
-            Buffer<TensorScale> device_scales(scales);
+            Buffer<AmaxAndScale> device_scales(scales);
             Buffer<gpu::GradientState> state(1);
             Buffer<uint32_t> empty(1);
             for (const bool skipped : {false, true, false, false}) {

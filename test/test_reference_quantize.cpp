@@ -44,7 +44,7 @@ void for_every_quant(Random& rng, Check check) {
                 std::vector<float> x = sample(d, rng, shape.rows * shape.cols);
                 // A larger value could be rounded up to 2^128, which FP32 does not have.
                 for (float& v : x)
-                    if (q.decoded()) v = std::clamp(v, -0x1p127f, 0x1p127f);
+                    if (q.gemm_in_bf16()) v = std::clamp(v, -0x1p127f, 0x1p127f);
                 check(q, shape.rows, shape.cols, x);
             }
 }
@@ -223,7 +223,7 @@ TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
-        if (q.scale_format != Format::F32 || q.decoded()) return;
+        if (q.scale_format != Format::F32 || q.gemm_in_bf16()) return;
         const Quantized once = quantize(x.data(), rows, cols, q);
         const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
         for (size_t i = 0; i < x.size(); i++) {

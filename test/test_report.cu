@@ -31,7 +31,7 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         Tensor out(300, 272, q);
         Buffer<QuantStats> stats(1);
         stats.zero();
-        if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.tensor_scale(), 0);
+        if (q.granularity == PER_TENSOR) gpu::amax(gpu::stored(in.view()), out.amax_and_scale(), 0);
         gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
         QuantStats expected;
         reference::quantize(x.data(), 300, 272, q, &expected);
@@ -54,8 +54,8 @@ GPU_TEST_CASE("quantize: statistics of errors equal the reference's") {
         if (delayed) {
             Tensor out(300, 272, q);
             const float scale = reference::scale_of(q, reference::amax(x.data(), 300 * 272) / 3);
-            succeeded(
-                cudaMemcpy(&out.tensor_scale()->from_history, &scale, sizeof scale, cudaMemcpyHostToDevice));
+            succeeded(cudaMemcpy(&out.amax_and_scale()->from_history, &scale, sizeof scale,
+                                 cudaMemcpyHostToDevice));
             gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
             reference::quantize(x.data(), 300, 272, q, &expected, &scale);
             CHECK(expected.saturated > 0);

@@ -33,7 +33,7 @@ struct Tensor {  // a BF16 tensor gets random values
     Operand operand;
     Tensor(int64_t rows, int64_t cols, const Quant& q)
         : codes(q.code_bytes(rows, cols)),
-          scales(std::max({sizeof(TensorScale), size_t(q.scales(rows, cols) * info(q.scale_format).bytes),
+          scales(std::max({sizeof(AmaxAndScale), size_t(q.scales(rows, cols) * info(q.scale_format).bytes),
                            size_t(q.operand_scales(rows, cols) * 4)})),
           operand{{codes.get(), scales.get(), rows, cols, q}} {
         static uint64_t made = 0;
@@ -45,7 +45,7 @@ struct Tensor {  // a BF16 tensor gets random values
     const View& view() const { return operand.view; }
 };
 
-void clear(TensorScale* slot) { check(cudaMemsetAsync(slot, 0, sizeof *slot), "Clearing a scale failed"); }
+void clear(AmaxAndScale* slot) { check(cudaMemsetAsync(slot, 0, sizeof *slot), "Clearing a scale failed"); }
 
 // -----------------------------------------------------------------------------------------------------------
 // Figure 4b: the paper's four shapes. Just-in-time scaling reads the whole tensor. The paper's group scaling
@@ -65,7 +65,7 @@ Json amax_times() {
         const Tensor x(N, C, Q_BF16), a(N, C, Q_BF16), sum(N, C, Q_BF16), maxima(N, C / 16, Q_BF16),
             weight(1, C, Q_BF16), input(N, C, Q_GROUP);
         Buffer<float2> stats(N);
-        Buffer<TensorScale> slot(1);
+        Buffer<AmaxAndScale> slot(1);
         const Norm next{input.view(), weight.view().data, nullptr, stats.get(), true, 1e-5f};
         auto amax_of = [&](const Tensor& t) {
             return milliseconds([&] {
@@ -73,7 +73,7 @@ Json amax_times() {
                 amax(stored(t.view()), slot.get(), nullptr);
             });
         };
-        auto producer = [&](TensorScale* left) {
+        auto producer = [&](AmaxAndScale* left) {
             return milliseconds([&] {
                 clear(slot.get());
                 residual_add(x.view(), a.view(), sum.view(), next, true, left, nullptr);
@@ -108,7 +108,7 @@ constexpr int64_t SIDES[] = {512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
 
 void quantize_just_in_time(const Tensor& from, const Tensor& to) {
     const bool whole = to.view().quant.granularity == PER_TENSOR;
-    if (whole) clear(tensor_scale(to.view())), amax(stored(from.view()), tensor_scale(to.view()), nullptr);
+    if (whole) clear(amax_and_scale(to.view())), amax(stored(from.view()), amax_and_scale(to.view()), nullptr);
     quantize(stored(from.view()), to.operand, nullptr, nullptr);
 }
 
