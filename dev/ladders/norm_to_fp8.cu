@@ -37,7 +37,7 @@ struct Tensors {
     const uint16_t* scales;   // (rows, cols / 16)
     const bf16* weight;         // (cols)
     float *x, *y, *inverse;   // intermediate: (rows, cols), (rows, cols), 1 / rms (rows)
-    gpu::TensorScale* scale;
+    gpu::AmaxAndScale* scale;
     uint8_t* codes;           // (rows, cols)
 };
 constexpr float EPS = 1e-5f, FMAX = 448.0f;
@@ -53,10 +53,10 @@ __device__ float normalized(float x, float inverse, bf16 weight) {
     return x * inverse * __bfloat162float(weight) + 0.0f;
 }
 __device__ float input(const Tensors& t, int64_t i) { return decode(t.in[i]) * bf16_bits(t.scales[i / 16]); }
-__device__ void update_amax_once(gpu::TensorScale* scale, float x) {
+__device__ void update_amax_once(gpu::AmaxAndScale* scale, float x) {
     atomicMax(reinterpret_cast<uint32_t*>(&scale->amax), __float_as_uint(fabsf(x)));
 }
-__device__ float inverse_scale(const gpu::TensorScale* scale) {
+__device__ float inverse_scale(const gpu::AmaxAndScale* scale) {
     return __frcp_rn(__fdiv_rn(scale->amax, FMAX));
 }
 
@@ -69,7 +69,7 @@ __device__ float block_sum(float x) {
     for (unsigned w = 0; w < blockDim.x / 32; w++) x += warps[w];
     return x;
 }
-__device__ void update_amax(gpu::TensorScale* scale, float top) {
+__device__ void update_amax(gpu::AmaxAndScale* scale, float top) {
     const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(top));
     if (threadIdx.x % 32 == 0 && bits > __float_as_uint(*static_cast<volatile float*>(&scale->amax)))
         update_amax_once(scale, __uint_as_float(bits));
@@ -251,7 +251,7 @@ private:
     Buffer<uint8_t> in_, codes_;
     Buffer<float> x32_, y32_, inverse_;
     Buffer<float2> stats_;
-    Buffer<gpu::TensorScale> scale_;
+    Buffer<gpu::AmaxAndScale> scale_;
     const gpu::Norm norm_;
     const Tensors t_;
 

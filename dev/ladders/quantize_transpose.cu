@@ -35,7 +35,7 @@ namespace {
 struct Matrix {
     int64_t rows, cols;
     const bf16* x;            // (rows, cols)
-    gpu::TensorScale* scale;      // contains the amax
+    gpu::AmaxAndScale* scale;      // contains the amax
     uint8_t *codes, *transposed;  // (rows, cols), (cols, rows)
 };
 
@@ -166,7 +166,7 @@ private:
     std::vector<uint16_t> bits_;
     Buffer<uint16_t> x_;
     Buffer<uint8_t> codes_, transposed_;
-    Buffer<gpu::TensorScale> scale_;
+    Buffer<gpu::AmaxAndScale> scale_;
 
 public:
     const Matrix m;
