@@ -4,8 +4,8 @@
 // Read it in this order:
 //   1. AdamW of one element
 //   2. dynamic range expansion (equation 4): expand, contract, and the scales of a group
-//   3. AdamW in any format. With the optimizer coat it updates norms and biases only, but its loop shows what is
-//      done to a group; skip the passes for one scale per tensor
+//   3. AdamW in any format. With the optimizer coat it updates norms and biases only, but its loop shows what
+//      is done to a group; skip the passes for one scale per tensor
 //   4. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (dev/ladders/adamw.cu shows
 //      the way there)
 #include "adamw.cuh"

@@ -261,16 +261,16 @@ struct Setup {
 };
 
 // The elements of a parameter that a rank owns: all ranks send it their gradients of these, and it adds them.
-// They are whole shard chunks, so that no group of moments is cut and so that sums over shard chunks are the
-// same for any number of ranks. A parameter that is smaller than a shard chunk belongs to the last rank.
-inline constexpr int64_t SHARD_CHUNK = 64 * MOMENT_GROUP;
+// They are whole shard units, so that no group of moments is cut and so that sums over shard units are the
+// same for any number of ranks. A parameter that is smaller than a shard unit belongs to the last rank.
+inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
 };
 inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
-    const int64_t chunks = ceil_div(size, SHARD_CHUNK);
-    const int64_t begin = std::min(size, chunks * rank / ranks * SHARD_CHUNK),
-                  end = std::min(size, chunks * (rank + 1) / ranks * SHARD_CHUNK);
+    const int64_t units = ceil_div(size, SHARD_UNIT);
+    const int64_t begin = std::min(size, units * rank / ranks * SHARD_UNIT),
+                  end = std::min(size, units * (rank + 1) / ranks * SHARD_UNIT);
     return {begin, end - begin};
 }
 inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }

@@ -213,7 +213,7 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
         table.push_back({kept_weight(s, p), kept_state(s, p), weight, state, chunk});
         weight += padded(table.back().weight);
         state += padded(table.back().state);
-        chunk += ceil_div(p.size(), SHARD_CHUNK);
+        chunk += ceil_div(p.size(), SHARD_UNIT);
     }
     return table;
 }
@@ -495,9 +495,9 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         return std::max(format.operand_bytes(rows, cols), format.operand_bytes(cols, rows));
     };
     int64_t weight = 0, all_weights = 0;  // FP8 operands; a weight in the compute dtype is used in place
-    int64_t chunks = 0;
+    int64_t units = 0;
     for (const Param& p : parameters(c)) {
-        chunks += ceil_div(p.size(), SHARD_CHUNK);
+        units += ceil_div(p.size(), SHARD_UNIT);
         if (!p.role.linear || !q.w.fp8()) continue;
         weight = std::max(weight, either_way(q.w, p.rows, p.cols));
         all_weights += q.w.operand_bytes(p.rows, p.cols) + q.w.operand_bytes(p.cols, p.rows);
@@ -588,8 +588,8 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
            "partial sums of bias gradients"}}},
         {W(EmbeddingPartials), s.B * s.T * C * 4,
          {{EMBEDDING_BACKWARD, "partial sums of the embedding's gradient"}}},
-        {W(GradientSquares), s.ranks * (chunks + 1) * 8,
-         {{norm, "sums of squared gradients, by shard chunks and ranks"}}},
+        {W(GradientSquares), s.ranks * (units + 1) * 8,
+         {{norm, "sums of squared gradients, by shard units and ranks"}}},
     };
 #undef W
 }

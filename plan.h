@@ -114,7 +114,7 @@ struct ShardPlace {
     Slice weight, state;  // kept_weight(), kept_state()
     int64_t weight_at;    // of the slice `weight`, among all weights of the rank
     int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
-    int64_t shard_chunk;  // number of the parameter's first shard chunk among those of all parameters
+    int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
 };
 
 // --shard all: the matrices that are gathered together, as numbers of parameters, stage by stage: embeddings,

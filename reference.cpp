@@ -1180,17 +1180,17 @@ private:
         }
     }
 
-    // The sum of squares of a bucket's gradients: within shard chunks, then over these in their order. Here
-    // every rank sums all chunks. On GPUs each sums its own, and this order gives the same bits for any
+    // The sum of squares of a bucket's gradients: within shard units, then over these in their order. Here
+    // every rank sums all units. On GPUs each sums its own, and this order gives the same bits for any
     // number.
     double squares_of(int64_t bucket) const {
         double sum = 0;
         for (size_t i : parameters_of(bucket))
-            for (int64_t first = 0, size = params[i].size(); first < size; first += SHARD_CHUNK) {
-                double chunk = 0;
-                for (int64_t e = first; e < std::min(size, first + SHARD_CHUNK); e++)
-                    chunk += double(gradients[i][e]) * gradients[i][e];
-                sum += chunk;
+            for (int64_t first = 0, size = params[i].size(); first < size; first += SHARD_UNIT) {
+                double unit = 0;
+                for (int64_t e = first; e < std::min(size, first + SHARD_UNIT); e++)
+                    unit += double(gradients[i][e]) * gradients[i][e];
+                sum += unit;
             }
         return sum;
     }

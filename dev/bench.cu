@@ -589,8 +589,8 @@ private:
         const Segment* segment =
             upload(std::vector<Segment>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
-        const int64_t chunks = ceil_div(n, SHARD_CHUNK);
-        double* sums = memory_.take<double>((1 + chunks) * 8);
+        const int64_t units = ceil_div(n, SHARD_UNIT);
+        double* sums = memory_.take<double>((1 + units) * 8);
 
         const double count = static_cast<double>(total) / static_cast<double>(n);
         auto state_bytes = [&](Format f) {
@@ -600,8 +600,8 @@ private:
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
-            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, chunks, {}, nullptr, sums, nullptr);
-            gradient_norm(sums, chunks, 1, 1, 1, state, nullptr);
+            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, units, {}, nullptr, sums, nullptr);
+            gradient_norm(sums, units, 1, 1, 1, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);

@@ -18,28 +18,28 @@ __device__ double sum_of_squares(const Values& v) {
     return exact;
 }
 
-// One warp for each shard chunk, which is SHARD_CHUNK elements (model.h). The warps take turns with the shard
-// chunks of all segments.
+// One warp for each shard unit, which is SHARD_UNIT elements (model.h). The warps take turns with the shard
+// units of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 __global__ void __launch_bounds__(NORM_THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
-                   int64_t first_shard_chunk, Share share, const double* loss, double* sums) {
+                   int64_t first_shard_unit, Share share, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * NORM_THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    int64_t before = 0;  // shard chunks of earlier segments
+    int64_t before = 0;  // shard units of earlier segments
     for (int i = 0; i < number_of_segments; i++) {
         const int64_t offset = segments[i].offset - first, size = segments[i].size,
-                      shard_chunk = segments[i].shard_chunk - first_shard_chunk;
-        const int64_t shard_chunks = (size + SHARD_CHUNK - 1) / SHARD_CHUNK,
-                      begin = shard_chunks * share.rank / share.ranks,
-                      end = shard_chunks * (share.rank + 1) / share.ranks;
+                      shard_unit = segments[i].shard_unit - first_shard_unit;
+        const int64_t shard_units = (size + SHARD_UNIT - 1) / SHARD_UNIT,
+                      begin = shard_units * share.rank / share.ranks,
+                      end = shard_units * (share.rank + 1) / share.ranks;
         // The warps go on in turn where the last segment ended.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += end - begin;
         for (int64_t c = begin + turn; c < end; c += warps) {
-            const int64_t from = c * SHARD_CHUNK + lane * CHUNK, stop = min(size, (c + 1) * SHARD_CHUNK);
+            const int64_t from = c * SHARD_UNIT + lane * CHUNK, stop = min(size, (c + 1) * SHARD_UNIT);
             double sum = 0;
             for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
                 EitherDense::Raw raw[NORM_UNROLL] = {};
@@ -54,19 +54,19 @@ __global__ void __launch_bounds__(NORM_THREADS)
                 }
             }
             for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-            if (lane == 0) sums[1 + shard_chunk + c] = sum;
+            if (lane == 0) sums[1 + shard_unit + c] = sum;
         }
     }
 }
 
 constexpr int STATE_THREADS = 1024;
 __global__ void __launch_bounds__(STATE_THREADS)
-    gradient_state_kernel(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+    gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                           double norm_correction, GradientState* state) {
     double mine = 0;
-    for (int64_t c = threadIdx.x; c < shard_chunks; c += STATE_THREADS) {
+    for (int64_t c = threadIdx.x; c < shard_units; c += STATE_THREADS) {
         double sum = 0;  // of all ranks; one at most is not 0
-        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_chunks) + 1 + c];
+        for (int64_t r = 0; r < ranks; r++) sum += sums[r * (1 + shard_units) + 1 + c];
         mine += sum;
     }
     const double squares = block_sum<STATE_THREADS>(mine);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(STATE_THREADS)
     // represent. NaN fails too.
     bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
-        finite = finite && isfinite(sums[r * (1 + shard_chunks)]);
+        finite = finite && isfinite(sums[r * (1 + shard_units)]);
     state->skip |= !finite;
 }
 
@@ -131,22 +131,22 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const Share& share,
                       const double* loss, double* sums, cudaStream_t s) {
-    // Shard chunks that other ranks sum stay 0 here.
-    check(cudaMemsetAsync(sums, 0, (1 + shard_chunks) * sizeof(double), s), "Clearing memory failed");
-    const int64_t wanted = ceil_div(32 * shard_chunks + 32, NORM_THREADS);
+    // Shard units that other ranks sum stay 0 here.
+    check(cudaMemsetAsync(sums, 0, (1 + shard_units) * sizeof(double), s), "Clearing memory failed");
+    const int64_t wanted = ceil_div(32 * shard_units + 32, NORM_THREADS);
     const unsigned grid =
         static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
     squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments,
-                                                 either_dense(gradients, format), first, first_shard_chunk,
+                                                 either_dense(gradients, format), first, first_shard_unit,
                                                  share, loss, sums);
     CHECK_LAUNCH("gradient_squares");
 }
 
-void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                    double norm_correction, GradientState* state, cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_chunks, ranks, clip, norm_correction,
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_units, ranks, clip, norm_correction,
                                                       state);
     CHECK_LAUNCH("gradient_norm");
 }

@@ -18,24 +18,23 @@ struct GradientState {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// A rank's share of work that any rank could do: consecutive shard chunks of every segment. A shard chunk is
-// SHARD_CHUNK elements of a parameter (model.h). It is not the chunk of 8 elements that a thread loads at
-// once (gpu/tensor.cuh).
+// A rank's share of work that any rank could do: consecutive shard units of every segment. A shard unit is
+// SHARD_UNIT elements of a parameter (model.h).
 struct Share {
     int64_t rank = 0, ranks = 1;
 };
-// Sums of squares, by shard chunks. Added in a fixed order, they give the same norm for any number of ranks.
+// Sums of squares, by shard units. Added in a fixed order, they give the same norm for any number of ranks.
 //   gradients       begin with the element `first` of the rank's order
-//   sums            (1 + shard_chunks): *loss (0 if it is null), then those of the shard chunks from
-//                   `first_shard_chunk` on; 0 where the shard chunk is another rank's
-//   share           of the shard chunks, where every rank has all gradients; else the default
+//   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
+//                   `first_shard_unit` on; 0 where the shard unit is another rank's
+//   share           of the shard units, where every rank has all gradients; else the default
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_chunk, int64_t shard_chunks, const Share& share,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const Share& share,
                       const double* loss, double* sums, cudaStream_t s);
-// Adds them to the state: those of all ranks, (ranks, 1 + shard_chunks), of which one at most is not 0 for a
-// shard chunk. clip: the limit of the norm; 0: none. norm_correction: the estimated ratio of the whole norm
+// Adds them to the state: those of all ranks, (ranks, 1 + shard_units), of which one at most is not 0 for a
+// shard unit. clip: the limit of the norm; 0: none. norm_correction: the estimated ratio of the whole norm
 // to the norm so far, else 1.
-void gradient_norm(const double* sums, int64_t shard_chunks, int64_t ranks, float clip,
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                    double norm_correction, GradientState* state, cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without

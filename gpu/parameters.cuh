@@ -36,7 +36,7 @@ struct Segment {
     AmaxAndScale* amax;      // of the new weights; may be null
     int64_t to_weight = 0;  // what to add to an offset to find the weight among the rank's weights,
     int64_t to_flat = 0;    // and to find the element in the flat order
-    int64_t shard_chunk = 0;  // number of its first shard chunk among those of all parameters
+    int64_t shard_unit = 0;  // number of its first shard unit among those of all parameters
 };
 
 // The first values of a parameter (model.h, initial()): the slice `weight` of it at element weight_at, and

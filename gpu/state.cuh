@@ -173,8 +173,8 @@ public:
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
         const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
-        const int64_t shard_chunks =
-            last.shard_chunk + ceil_div(params[end - 1].size(), SHARD_CHUNK) - first.shard_chunk;
+        const int64_t shard_units =
+            last.shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) - first.shard_unit;
         // Where all ranks have all gradients, they share the work.
         const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
         Results* const results = device_.results();
@@ -182,11 +182,11 @@ public:
         const void* const gradients = gradient_sums(begin);
         double* const squares = device_.work<double>(Work::GradientSquares);
         gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first,
-                         first.shard_chunk, shard_chunks, share, &results->checked_loss,
-                         squares + peers_.rank * (1 + shard_chunks), cuda_);
+                         first.shard_unit, shard_units, share, &results->checked_loss,
+                         squares + peers_.rank * (1 + shard_units), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
-                          (1 + shard_chunks) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, shard_chunks, peers_.count, a.clip,
+                          (1 + shard_units) * static_cast<int64_t>(sizeof(double)));
+        gradient_norm(squares, shard_units, peers_.count, a.clip,
                       whole_step ? 1 : norm_correction_at(a, bucket), state, cuda_);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
@@ -281,7 +281,7 @@ private:
                   p.role.linear ? scale(i) : nullptr};
         s.to_weight = at.weight_at + at.state.first - at.weight.first - s.offset;
         s.to_flat = p.offset + at.state.first - s.offset;
-        s.shard_chunk = at.shard_chunk + at.state.first / SHARD_CHUNK;
+        s.shard_unit = at.shard_unit + at.state.first / SHARD_UNIT;
         return s;
     }
     float* history(int64_t linear, LinearOperand o) const {

@@ -15,7 +15,7 @@ using namespace coat::test::device_tensors;
 
 namespace {
 
-// Parameters whose sizes do not divide by the ranks: a vector, less than a chunk, whole chunks, and more.
+// Parameters whose sizes do not divide by the ranks: a vector, less than a unit, whole units, and more.
 std::vector<Param> some_params() {
     std::vector<Param> params;
     int64_t offset = 0;
@@ -37,7 +37,7 @@ Setup setup_of_rank(int64_t rank, int64_t ranks, Shard shard) {
 struct RankState {
     std::vector<Param> params = some_params();
     std::vector<ShardPlace> at;
-    int64_t weights = 0, states = 0, chunks = 0;
+    int64_t weights = 0, states = 0, units = 0;
     std::unique_ptr<Buffer<uint16_t>> weight, gradient;
     std::unique_ptr<Buffer<int16_t>> remainder;
     std::unique_ptr<Buffer<float>> plain, scales;  // FP32 moments, and (max, k) of FP8 moments
@@ -47,10 +47,10 @@ struct RankState {
 
     RankState(const Setup& s, bool master) : amax(int64_t(params.size())) {
         for (const Param& p : params) {
-            at.push_back({kept_weight(s, p), kept_state(s, p), weights, states, chunks});
+            at.push_back({kept_weight(s, p), kept_state(s, p), weights, states, units});
             weights += round_up(at.back().weight.count, MOMENT_GROUP);
             states += round_up(at.back().state.count, MOMENT_GROUP);
-            chunks += ceil_div(p.size(), SHARD_CHUNK);
+            units += ceil_div(p.size(), SHARD_UNIT);
         }
         weight = std::make_unique<Buffer<uint16_t>>(weights);
         gradient = std::make_unique<Buffer<uint16_t>>(states);
@@ -76,7 +76,7 @@ struct RankState {
             table.push_back({first, at[i].state.count, moment(0), moment(1), p.role.decay, amax.get() + i,
                              at[i].weight_at + at[i].state.first - at[i].weight.first - first,
                              p.offset + at[i].state.first - first,
-                             at[i].shard_chunk + at[i].state.first / SHARD_CHUNK});
+                             at[i].shard_unit + at[i].state.first / SHARD_UNIT});
         }
         segments = std::make_unique<Buffer<gpu::Segment>>(table);
     }
@@ -134,20 +134,20 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
             std::vector<std::unique_ptr<RankState>> states;
             for (int64_t r = 0; r < ranks; r++)
                 states.push_back(std::make_unique<RankState>(setup_of_rank(r, ranks, shard), master));
-            const int64_t chunks = states[0]->chunks;
+            const int64_t units = states[0]->units;
             const bool whole = shard == Shard::None;
             Buffer<gpu::GradientState> state(1);
-            Buffer<double> sums(ranks * (1 + chunks));
+            Buffer<double> sums(ranks * (1 + units));
             for (int64_t step = 1; step <= 2; step++) {
                 state.zero();
                 for (int64_t r = 0; r < ranks; r++) {
                     states[size_t(r)]->write_gradients(gradients[step - 1]);
                     gpu::gradient_squares(states[size_t(r)]->segments->get(), int(params.size()),
-                                          states[size_t(r)]->gradient->get(), Format::BF16, 0, 0, chunks,
+                                          states[size_t(r)]->gradient->get(), Format::BF16, 0, 0, units,
                                           whole ? gpu::Share{r, ranks} : gpu::Share{}, nullptr,
-                                          sums.get() + r * (1 + chunks), 0);
+                                          sums.get() + r * (1 + units), 0);
                 }
-                gpu::gradient_norm(sums.get(), chunks, ranks, 1.0f, 1, state.get(), 0);
+                gpu::gradient_norm(sums.get(), units, ranks, 1.0f, 1, state.get(), 0);
                 for (const auto& s : states) s->update(step, state.get(), master);
             }
             Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),

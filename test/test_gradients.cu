@@ -16,13 +16,13 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         const Tensor x(g, f);
         Buffer<gpu::GradientState> state(1);
         state.zero();
-        const int64_t n = static_cast<int64_t>(g.size()), chunks = ceil_div(n, SHARD_CHUNK);
-        Buffer<double> sums(1 + chunks), dloss(1);
+        const int64_t n = static_cast<int64_t>(g.size()), units = ceil_div(n, SHARD_UNIT);
+        Buffer<double> sums(1 + units), dloss(1);
         dloss.write({loss});
         const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, chunks, {}, dloss.get(), sums.get(),
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, {}, dloss.get(), sums.get(),
                               0);
-        gpu::gradient_norm(sums.get(), chunks, 1, clip, correction, state.get(), 0);
+        gpu::gradient_norm(sums.get(), units, 1, clip, correction, state.get(), 0);
         CHECK(sums.intact());
         return state.read()[0];
     };

@@ -35,7 +35,7 @@ TEST_CASE("ranks: slices are whole chunks, in order, and together the whole tens
             for (int64_t rank = 0; rank < ranks; rank++) {
                 const Slice s = slice_of(size, rank, ranks);
                 CHECK(s.first == next);
-                CHECK((s.count == 0 || s.first % SHARD_CHUNK == 0));
+                CHECK((s.count == 0 || s.first % SHARD_UNIT == 0));
                 next += s.count;
             }
             CHECK(next == size);
