@@ -37,8 +37,8 @@ Factors factors(const AdamW& a) {
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 // m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
 //   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
-// On entry m is the moment divided by the scale of its group, as decode_moment() leaves it, and keep_m = b1 *
-// scale: one FMA decays it and restores the scale. The same holds for v and keep_v.
+// On entry m lacks a factor, which decode_moment() returns: the max of its group with expansion, else the
+// group's scale. keep_m is b1 times that factor: so one FMA decays m and completes it. The same holds for v.
 __device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
                               float& v, float& w) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -291,7 +291,7 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 // not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
-    const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the left side of the table
+    const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the lane's column of the table
     auto exchange = [](uint32_t x, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, x, lanes); };
     uint32_t tops[2] = {0, 0}, lows[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
 #pragma unroll

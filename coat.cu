@@ -76,12 +76,13 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
 // ===========================================================================================================
 // 2. Group scaling (paper section 5): the amax of a tensor in two stages
 //
-// Stage one: each warp takes the maximum of its part of a tile. (The paper takes 1xG groups; the result is
-// the same.) Stage two: an atomicMax over the warps, which gives the same result in any order. Mostly both
-// happen in passing, in a kernel that has the values anyway. The outputs of a norm and of an activation are
-// never stored: residual_add and quantize_gate_up, which write the inputs, compute them for their amax.
-// Kernels that write gradients and weights take the amax of what they write. This kernel is for the rest:
-// attention's output, the gradient of gate and up, and weights that AdamW did not just update.
+// Stage one: each warp takes the maximum of its values. (The paper takes 1xG groups; the result is the same.)
+// Stage two: an atomicMax over the warps, which gives the same result in any order. Mostly both happen in
+// passing, in a kernel that has the values anyway. The outputs of a norm and of an activation are never
+// stored: residual_add, embedding_forward and quantize_gate_up, which write the inputs, compute them for
+// their amax. Kernels that write other gradients, or weights, take the amax of what they write. The gradient
+// of gate and up is never stored. The kernel below is for it, for attention's output, and for weights that
+// AdamW did not just update; in other recipes also for the activation's output.
 
 namespace {
 
@@ -115,7 +116,8 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 
 namespace {
 
-// Just-in-time scaling: the amax is known, the scale follows from it. Delayed scaling: the scale is known,
+// Just-in-time scaling, as in coat: the amax is known, the scale follows from it; `delayed` is false, and
+// for_later does nothing. Delayed scaling: the scale is known,
 // and DelayedAmax (gpu/other_scaling.cuh) takes the amax for later steps. codes may be null; transposed is
 // used if TRANSPOSED.
 template <class Producer, bool TRANSPOSED>

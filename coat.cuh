@@ -5,7 +5,8 @@
 //     compute its FP32 values. Each kernel that needs the tensor computes them on the fly, and stores them
 //     only as an operand. The simplest Lazy is a tensor that is stored.
 //   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A kernel that has the values at hand
-//     updates the amax itself (group scaling), which saves the first pass.
+//     updates the amax itself, which saves the first pass. Either way the amax is taken in two stages (group
+//     scaling): a maximum for each warp, then an atomicMax.
 //   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
 //     them; columns are a multiple of 16. Pointers are 16-byte aligned. The compute dtype is the recipe's:
 //     BF16, or FP32 where nothing is FP8.

@@ -115,8 +115,9 @@ struct Quant {
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 // A scale may vary along the reduction only in whole blocks. So the columns of a granularity run along the
-// reduction, and an operand that is reduced over its rows is transposed before it is quantized. Per-tensor
-// and 128x128 scales are the same for a matrix and its transpose.
+// reduction, and an operand that is reduced over its rows is transposed before it is quantized. For example
+// with 1x128, 128 features of a token share a scale of x in fprop, and 128 tokens in wgrad: x is quantized
+// twice. Per-tensor and 128x128 scales are the same for a matrix and its transpose.
 
 enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
 
@@ -138,7 +139,7 @@ struct Recipe {
     Format compute;       // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
                           // weights, unless many are summed (model.h, gradient_format)
     Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;      // inputs of norms and of activation functions, as they are saved for backward
+    Quant nonlinear;      // inputs of norms 1 and 2 and of activations, as they are saved for backward
     Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
     Scaling scaling;      // of x, w and g
     Accumulation sums;    // precision of the sums in its FP8 GEMMs
@@ -146,8 +147,7 @@ struct Recipe {
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
     // as in the paper, or the tensors in the compute dtype (coat-saved). Backward reads the quantized ones in
-    // any case. So in coat-saved the operand x of wgrad differs a little from that of fprop. The CPU takes
-    // its amax anew. A GPU uses the amax of fprop's, so values a few percent above it saturate.
+    // any case: so in coat-saved the operand x of wgrad differs a little from that of fprop (dev/WALK.md).
     bool forward_reads_saved = true;
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;

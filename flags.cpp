@@ -94,14 +94,14 @@ void print_choices(const char* flag, const Table& table) {
 
 const Flag& find_flag(const std::string& name) {
     const auto& table = flag_table();
+    for (const Flag& flag : table)
+        if (name == flag.name) return flag;
     const auto nearer = [&](const Flag& a, const Flag& b) {
         return edit_distance(name, a.name) < edit_distance(name, b.name);
     };
-    const Flag& nearest = *std::min_element(table.begin(), table.end(), nearer);
-    if (name != nearest.name)
-        throw Error("--", escaped(name), " is not a flag; write --", nearest.name,
-                    " if you meant that (./train --help lists all flags).");
-    return nearest;
+    throw Error("--", escaped(name), " is not a flag; write --",
+                std::min_element(table.begin(), table.end(), nearer)->name,
+                " if you meant that (./train --help lists all flags).");
 }
 
 std::string Flag::limits() const {

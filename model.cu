@@ -505,7 +505,7 @@ private:
     View gemm_rows(View v) const { return v.rows = formats_.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
 
     // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off
-    // the forward pass saves what wgrad will read: FP8 codes transposed, or dense values.
+    // the forward pass saves what wgrad will read, at w.saved_x: FP8 codes transposed, or dense values.
     Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
         void* const kept = saves_outputs_ ? w.saved_x : nullptr;

@@ -208,12 +208,12 @@ namespace {
 // padded to whole groups of moments.
 std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
-    int64_t weight = 0, state = 0, chunk = 0;
+    int64_t weight = 0, state = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({kept_weight(s, p), kept_state(s, p), weight, state, chunk});
+        table.push_back({kept_weight(s, p), kept_state(s, p), weight, state, unit});
         weight += padded(table.back().weight);
         state += padded(table.back().state);
-        chunk += ceil_div(p.size(), SHARD_UNIT);
+        unit += ceil_div(p.size(), SHARD_UNIT);
     }
     return table;
 }
@@ -904,8 +904,8 @@ void print_precision_plan(const Setup& s) {
     std::printf("Precision plan: formats and scales of what operators read, write and save for backward\n");
     std::printf("  recipe %s: %s\n", r.name, r.about);
     if (fp8 || r.nonlinear.fp8() || r.attention.fp8())
-        print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), per 16 values of a token "
-                   "(\"1x16\"), or per block (\"1x32\", \"1x128\", \"128x128\")");
+        print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), or per block: 1x16 are 16 "
+                   "values of a token.");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf("\n");
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");

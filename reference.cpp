@@ -130,7 +130,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 
 // A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
 // is not finite, the scale of a block is NaN, and so is every value that is decoded with it. A whole tensor
-// needs no NaN: the step checks its amax and is skipped. Its scale is then any number, 1.
+// needs no NaN: the step checks its amax and is skipped. Its scale is then not used; it is set to 1.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -677,9 +677,10 @@ template auto instantiate<double>();
 // 5. The precision flow (paper section 5): which tensor has which format
 //
 // Every tensor that is stored is in the recipe's compute dtype (BF16) or quantized, but for attention's
-// log-sum-exp and sums of many gradients (gradient_format), which are FP32. Four results are quantized from
-// FP32, without rounding to BF16 first: the residual sum, the outputs of norms, the activation's output, and
-// the gradient of its input. In the recipe coat:
+// log-sum-exp and sums of many gradients (gradient_format), which are FP32. (A GPU also has FP32 statistics
+// of norms, and sums up the head's gradient in FP32.) Four results are quantized from FP32, without rounding
+// to BF16 first: the residual sum, the outputs of norms, the activation's output, and the gradient of its
+// input. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation

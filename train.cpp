@@ -212,6 +212,9 @@ void check_settings(const std::string& checkpoint, const nlohmann::json& setting
 void share_micro_batches(const Flags& flags, nlohmann::json& settings, int64_t ranks) {
     const auto all = int64_t(find_flag("accumulate").parse(settings.at("accumulate").get<std::string>()));
     const std::string micro_batches = concat(all, " micro-batches a step");
+    if (settings.value("gradients", "") == "none" && all != ranks)
+        throw Error("The run has --gradients none, so each of its ", micro_batches,
+                    " needs a rank of its own; continue it with --ranks ", all, ".");
     if (all % ranks)
         throw Error("The run has ", micro_batches, ", which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
@@ -586,8 +589,8 @@ public:
         settings["train_hash"] = sampled_hash(run_.corpus->train);
         state_.settings = json_text(settings);
         if (state_.run.empty()) state_.run = random_name();
-        // A new run replaces the log of an earlier one; a pipe has nothing to cut off.
-        if (log_ && resumed_at_ == 0) std::ignore = ::ftruncate(::fileno(log_.get()), 0);
+        // A new run replaces the log of an earlier one; a pipe has nothing to cut off. An evaluation appends.
+        if (log_ && resumed_at_ == 0 && !run_.evaluates()) std::ignore = ::ftruncate(::fileno(log_.get()), 0);
         Json line = {{"kind", "settings"}, {"step", state_.step}};
         line["parameters"] = parameter_count(setup_.config);
         line.update(flags_.typed());

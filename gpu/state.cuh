@@ -108,7 +108,7 @@ public:
         return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
     }
     // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
-    // linear layers in each block.
+    // linear layers in each block. (Those of weights among the operands are for delayed scaling.)
     AmaxAndScale* scale(size_t i) const { return device_.work<AmaxAndScale>(Work::Scales) + i; }
     AmaxAndScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
 
-// Matrices have 1/2, 1, 3/8 and 3/4 chunks beyond whole ones: no number of ranks divides them all.
+// Matrices have 1/2, 1, 3/8 and 3/4 units beyond whole ones: no number of ranks divides them all.
 Setup setup_of(const std::string& recipe, const Architecture& arch, bool tied, int64_t accumulate = 1) {
     Setup s = tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), 2, 16);
     s.accumulate = accumulate;
@@ -28,7 +28,7 @@ float f32(const std::vector<uint8_t>& bytes, size_t i) {
 
 }  // namespace
 
-TEST_CASE("ranks: slices are whole chunks, in order, and together the whole tensor") {
+TEST_CASE("ranks: slices are whole shard units, in order, and together the whole tensor") {
     for (int64_t size : {1, 64, 8191, 8192, 8193, 22528, 1000000})
         for (int64_t ranks : {1, 2, 3, 4, 7, 200}) {
             int64_t next = 0;

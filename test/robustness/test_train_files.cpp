@@ -33,13 +33,16 @@ TEST_CASE("train: a full disk leaves no partial checkpoint, and keeps the previo
     CHECK(logged.error.find('\n') == logged.error.size() - 1);
 }
 
-TEST_CASE("train: --log replaces another log and no other file") {
+TEST_CASE("train: --log replaces the log of an earlier training, and no other file") {
     RunFolder folder;
     // The text to train on is no log.
     check_rejected(folder, TINY + "--steps 2 --out '' --log text", "--log");
     require_success(tiny(folder, "--steps 4 --out '' --log log"));
     require_success(tiny(folder, "--steps 2 --out '' --log log"));
-    CHECK(!contains(read_file(folder.path / "log"), "\"step\":4"));
+    const std::string log = read_file(folder.path / "log");
+    CHECK(!contains(log, "\"step\":4"));
+    require_success(tiny(folder, "--steps 0 --out '' --log log"));  // an evaluation appends
+    CHECK(read_file(folder.path / "log").compare(0, log.size(), log) == 0);
     const Ended piped =
         shell(folder, "'" + program() + "'" + TINY + "--steps 2 --out '' --log /dev/stdout | cat");
     CHECK(contains(piped.out, "{\"kind\":\"settings\""));
