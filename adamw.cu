@@ -277,10 +277,10 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
     }
 }
 
-// The scales of both moments of a group, from its new values. They need the maximum of m, that of v, and the
-// smallest non-zero magnitude of each: four reductions over the group's 16 lanes. One after the other they
-// would take 16 exchanges between lanes. Here each lane drops half of its numbers in both of the first two
-// rounds, so that six exchanges do. What a lane goes on with, by its number mod 4:
+// The scales of both moments of a group, from its new values: max = max |x|, min = min |x| without zeros, and
+// k = expansion_factor(max, min), of m and of v. That is four reductions over the group's 16 lanes. One after
+// the other they would take 16 exchanges between lanes. Here each lane drops half of its numbers in both of
+// the first two rounds, so that six exchanges do. What a lane goes on with, by its number mod 4:
 //   after the exchange with lane    0              1              2              3
 //   ^ 1                             m: max, min    v: max, min    m: max, min    v: max, min   of 2 lanes
 //   ^ 2                             m: max         v: max         m: min         v: min        of 4 lanes

@@ -50,18 +50,18 @@ namespace {
 
 constexpr int GROUP_THREADS = 256;
 __global__ void __launch_bounds__(GROUP_THREADS)
-    quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool back) {
+    quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool write_back) {
     const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
                   i = min(chunk, chunks - 1) * CHUNK;
     const bool live = chunk < chunks;
     Values v;
     x.values(x.load(i), v);
     groups.round_and_store(i, v, live);  // v becomes scale * code
-    if (back) x.round_and_store(i, v, live);
+    if (write_back) x.round_and_store(i, v, live);
 }
 }  // namespace
 
-void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s) {
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
                 x.cols == groups.cols && x.cols % GROUP == 0,
             "only BF16 is quantized in groups, in the same shape and with a multiple of 16 columns");
@@ -69,7 +69,7 @@ void quantize_groups(const View& x, const View& groups, bool back, QuantStats* s
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
     quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
-        dense<bf16>(x.data), chunks, groups_of(groups), back);
+        dense<bf16>(x.data), chunks, groups_of(groups), write_back);
     CHECK_LAUNCH("quantize in groups");
 }
 
@@ -134,14 +134,14 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
-    uint2 four[PLANES][4];
+    uint2 last_four[PLANES][4];
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
             for_later.take(v[p], live);
-            four[p][i % 4] = encode(e5m2, v[p], inverse);
-            if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), four[p][i % 4]);
-            if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
+            last_four[p][i % 4] = encode(e5m2, v[p], inverse);
+            if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
+            if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
         }
     });
     if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);

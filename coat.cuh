@@ -57,9 +57,9 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 
-// x (BF16) goes to 1x16 groups. With `back`, x becomes what they hold: so attention computes with the very
-// values that backward will read.
-void quantize_groups(const View& x, const View& groups, bool back, QuantStats* stats, cudaStream_t s);
+// x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
+// very values that backward will read.
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
 
 // The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
 // activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,

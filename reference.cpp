@@ -743,15 +743,15 @@ public:
         return rounded(residual);
     }
 
-    // Returns the sum of the losses of the micro-batch. If scale is not 0, adds the gradients of that sum
-    // times scale.
-    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double scale) {
+    // Returns the sum of the losses of the micro-batch. If loss_scale is not 0, adds the gradients of that
+    // sum times loss_scale.
+    double run(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T, double loss_scale) {
         const int64_t V = config.padded_V(), C = config.C;
         const Tensor x = forward(tokens, B, T), y = rounded(norm("final_norm", x));
         Tensor logits = head_forward(y);
-        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(scale));
+        const double loss = cross_entropy(N_, config.V, V, logits.data(), targets, Real(loss_scale));
         finite = finite && std::isfinite(loss);
-        if (scale == 0) return loss;
+        if (loss_scale == 0) return loss;
 
         // Head -> final norm -> blocks, last to first
         const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients

@@ -222,6 +222,7 @@ ModelConfig read_gpt2(const Fields& f) {
     c.L = f.natural("n_layer");
     c.C = f.natural("n_embd");
     c.NH = c.NKV = f.natural("n_head");
+    if (c.C > 1 << 14) f.reject("n_embd", "is larger than this program supports (2^14); give another model");
     c.F = f.natural("n_inner", 4 * c.C);
     c.V = f.natural("vocab_size");
     c.max_T = f.natural("n_positions", 1024);

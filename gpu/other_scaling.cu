@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
         for (int j = 0; j < CHUNK; j++)
             if (transposed && at.col < x.width)
                 inverse[p][j] = __frcp_rn(*transposed_grid.at(row0, p * x.width + at.col + j));
-    uint2 four[PLANES][4];
+    uint2 last_four[PLANES][4];
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
             Values scaled;
 #pragma unroll
             for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[p][j], inverse[p][j]);
-            four[p][i % 4] = encode(e5m2, scaled, 1.0f);
-            if (i % 4 == 3) tiles[p].write(at, i / 4, four[p]);
+            last_four[p][i % 4] = encode(e5m2, scaled, 1.0f);
+            if (i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
         }
     });
     if (transposed) store_transposed(tiles, rows, x.width, transposed);

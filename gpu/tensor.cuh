@@ -54,10 +54,12 @@ inline AmaxAndScale* amax_and_scale(const View& v) { return static_cast<AmaxAndS
 // A tensor as a GEMM wants it. Hopper's FP8 GEMM reads both operands along the reduction dimension, so an
 // operand that is reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major
 // (view.data) or transposed, may be null. With per-tensor scaling both have the same scale, view.scales.
-// Other granularities have scales for each, in the layout that cuBLASLt reads: per row one after the other;
-// 1x128 as (cols / 128, rows); 128x128 as (rows / 128, cols / 128), each row padded to a multiple of four.
-// Hopper has no GEMM of 1x32 groups. Such an operand has decoded values in BF16 in place of codes, row-major
-// in both forms. The GEMM does not read their scales, which are laid out as (cols / 32, rows).
+// Other granularities have scales for each, in the layout that cuBLASLt reads:
+//   per row    (rows)
+//   1x128      (cols / 128, rows)
+//   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
+//   1x32       (cols / 32, rows); Hopper has no such GEMM: in place of codes are decoded values in BF16,
+//              row-major in both forms, and the GEMM does not read the scales
 struct Operand {
     View view;
     void* transposed = nullptr;

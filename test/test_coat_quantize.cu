@@ -1,6 +1,6 @@
-// test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte: amax, quantize,
-// convert and transpose_codes; with the scales of gpu/other_scaling.cu too. Random values come from random.h,
-// tensors and shapes from device_tensors.h, formats from quantized_outputs.h.
+// test_coat_quantize.cu - the quantizers of coat.cu against the CPU reference, byte for byte (but for codes
+// of NaN): amax, quantize, convert and transpose_codes; with the scales of gpu/other_scaling.cu too. Random
+// values come from random.h, tensors and shapes from device_tensors.h, formats from quantized_outputs.h.
 #include <cmath>
 
 #include "../coat.cuh"
