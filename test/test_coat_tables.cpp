@@ -9,6 +9,13 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
+TEST_CASE("Quant: its text names the format of scales where that is unusual") {
+    CHECK(Q_GROUP.text() == "e4m3 1x16");
+    CHECK(Q_1x32.text() == "e4m3 1x32");
+    CHECK(Quant{Format::E4M3, PER_1x32, Format::BF16}.text() == "e4m3 1x32 with bf16 scales");
+    CHECK(Quant{Format::E4M3, PER_GROUP}.text() == "e4m3 1x16 with fp32 scales");
+}
+
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
         std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +

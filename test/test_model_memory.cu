@@ -92,7 +92,9 @@ TEST_CASE(
                                          std::min<int64_t>(config.max_T, 1000));
                 setup.accumulate = accumulate;
                 if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
-                const GpuFacts facts{gpu::multiprocessors(), accumulate > 1};
+                GpuFacts facts;
+                facts.cache_fp8_weights = accumulate > 1;
+                if (gpu_available()) facts.multiprocessors = gpu::multiprocessors();
                 const GpuLayout layout = gpu_layout(setup, facts);
                 INFO(config.name, " ", std::string(recipe), " ", accumulate);
                 CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
@@ -100,8 +102,9 @@ TEST_CASE(
                 const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
                 CHECK(layout.work[static_cast<int>(Work::AttentionScratch)].bytes ==
                       round_up(attention, GPU_ALIGNMENT));
-                CHECK(layout.work[static_cast<int>(Work::NormPartials)].bytes >=
-                      static_cast<int64_t>(gpu::norm_backward_workspace(config.C)));
+                if (gpu_available())  // the workspace of norms depends on the number of multiprocessors
+                    CHECK(layout.work[static_cast<int>(Work::NormPartials)].bytes >=
+                          static_cast<int64_t>(gpu::norm_backward_workspace(config.C)));
                 for (int i = 0; i < static_cast<int>(Work::Count); i++) {
                     const Place& a = layout.work[i];
                     CHECK(a.offset % GPU_ALIGNMENT == 0);
