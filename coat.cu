@@ -117,9 +117,8 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 namespace {
 
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it; `delayed` is false, and
-// for_later does nothing. Delayed scaling: the scale is known,
-// and DelayedAmax (gpu/other_scaling.cuh) takes the amax for later steps. codes may be null; transposed is
-// used if TRANSPOSED.
+// for_later does nothing. Delayed scaling: the scale is known, and DelayedAmax (gpu/other_scaling.cuh) takes
+// the amax for later steps. codes may be null; transposed is used if TRANSPOSED.
 template <class Producer, bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, float fmax, bool e5m2, uint8_t* codes,

@@ -520,7 +520,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     // W(name) is the buffer and its name in the print-out.
 #define W(name) Work::name, #name
     return {
-        {W(GemmScratch), 32 << 20, {{ALWAYS, "cuBLASLt's workspace; FP32 pieces of copied tensors"}}},
+        {W(GemmScratch), 32 << 20, {{ALWAYS, "cuBLASLt's workspace; FP32 logits of a sample"}}},
         {W(NormPartials), 8 * facts.multiprocessors * C * 4, {{ALWAYS, "partial sums of norms' gradients"}}},
         {W(Tokens), N * 4, {{ALWAYS, "tokens"}}},
         {W(Targets), N * 4, {{ALWAYS, "targets"}}},

@@ -158,8 +158,8 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-// Whether it pays off to make all FP8 weights once per step: if several micro-batches use them. model.cu does
-// not do it if memory is short.
+// Whether it pays off to make all FP8 weights once per step: if several micro-batches use them.
+// gpu/this_gpu.cu does not do it if memory is short.
 bool caches_weights(const Setup& s);
 // With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
 // those are no longer needed when the gradients are written. With more micro-batches they may not, because

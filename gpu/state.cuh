@@ -325,12 +325,12 @@ private:
         throw Error("The model has no tensor " + name + ".");
     }
 
-    // The fp32 recipe stores FP32 masters, which files have as BF16 weight and remainder: bits = (weight <<
-    // 16) + remainder. Copies one half of the masters to `out`, or replaces it by `in`. What is kept of
-    // weights and of remainders are parts of one FP32 array.
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu).
     bool is_master(const std::string& suffix) const {
         return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
     }
+    // Copies one half of the masters to `out`, or replaces it by `in`. What is kept of weights and of
+    // remainders are parts of one FP32 array.
     void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
         const ShardPlace& at = shards[i];
         const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
