@@ -18,7 +18,6 @@ const std::vector<Flag>& flag_table() {
         {"ranks", COUNT, IGNORE, "1",
          "processes to start, one for each GPU; torchrun, mpirun and srun set it themselves",
          1, 1024},
-        {"shard", TEXT, DEFAULT, "none", "what of weights and moments the ranks share out"},
         {"model", TEXT, SAME, "llama-tiny",
          "a named model, or a Hugging Face folder to start from", 0, 0, "llama-30m"},
         {"recipe", TEXT, SAME, "coat", "formats of weights, activations and gradients"},
@@ -202,7 +201,6 @@ void print_help() {
     for (const ModelConfig& c : models())
         std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
                     c.L, c.C, c.max_T);
-    print_choices("shard", SHARD_MODES);
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);

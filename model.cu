@@ -129,7 +129,7 @@ public:
         device_.stream.wait();
         // Where weights travel as codes, each rank has measured those that it made.
         QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
-        if (setup_.shard == Shard::All && exchange_.sends_codes()) weights = sum_of_ranks(weights);
+        if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
         return report;
     }
 
@@ -235,7 +235,6 @@ private:
             exchange_.forget_gathered();
         }
         if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
-        exchange_.make_all_ready();
         for (const Block& b : blocks_)
             for (const Linear* w : {&b.qkv, &b.attention_out, &b.gate_up, &b.down}) {
                 take_weight_amax(*w);
@@ -322,8 +321,7 @@ private:
     // --gradients none the weights are updated.
     void end_bucket(int64_t bucket) {
         if (stats_) return state_.measure(bucket);
-        const bool last = micro_batch_ + 1 == setup_.accumulate;
-        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0, last);
+        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
         if (setup_.keep_gradients) return;
         peers_.make_compute_wait();
         check_loss(&results()->checked_loss);

@@ -233,16 +233,6 @@ COAT_HD inline float initial(float std, bool weight, int64_t used, uint64_t seed
 // -----------------------------------------------------------------------------------------------------------
 // One training run. It has one or more ranks: processes with a GPU each, or with a part of the CPU.
 
-enum class Shard : uint8_t { None, Optimizer, All };
-struct ShardMode {
-    const char *name, *about;
-};
-inline constexpr ShardMode SHARD_MODES[] = {  // by Shard
-    {"none", "every GPU has all weights and moments, and updates all"},
-    {"optimizer", "each GPU has and updates a part of moments and master weights (as ZeRO-2)"},
-    {"all", "weights are sharded too, and gathered just before they are used (as ZeRO-3)"},
-};
-
 class ProcessGroup;  // ranks.h: the processes of a run, and how they exchange bytes
 
 struct Setup {
@@ -256,13 +246,13 @@ struct Setup {
     bool keep_gradients = true;  // update after backward; else update and free each bucket during backward
     bool recompute = true;       // of norm and activation outputs in backward; else they are saved
     int64_t rank = 0, ranks = 1;
-    Shard shard = Shard::None;
     ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
-// The elements of a parameter that a rank owns: all ranks send it their gradients of these, and it adds them.
-// They are whole shard units, so that no group of moments is cut and so that sums over shard units are the
-// same for any number of ranks. A parameter that is smaller than a shard unit belongs to the last rank.
+// The elements of a parameter that a rank owns: all ranks send it their gradients of these, it adds them, and
+// it alone has their master weights and moments and updates them. They are whole shard units, so that no
+// group of moments is cut and so that sums over shard units are the same for any number of ranks. A parameter
+// that is smaller than a shard unit belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
 struct Slice {
     int64_t first, count;  // consecutive elements
@@ -275,13 +265,10 @@ inline Slice slice_of(int64_t size, int64_t rank, int64_t ranks) {
 }
 inline int64_t padded(const Slice& s) { return round_up(s.count, MOMENT_GROUP); }
 inline Slice owned(const Setup& s, const Param& p) { return slice_of(p.size(), s.rank, s.ranks); }
-// What a rank keeps in memory: of master weights and moments, which it updates, and of weights. Weights that
-// are vectors are kept whole by every rank: they are small, and most kernels need one.
-inline Slice kept_state(const Setup& s, const Param& p) {
-    return s.shard == Shard::None ? Slice{0, p.size()} : owned(s, p);
-}
+// The weights that a rank keeps in memory: of matrices those that it owns, and they are gathered just before
+// they are used (as ZeRO-3). Vectors are kept whole by every rank: they are small, and most kernels need one.
 inline Slice kept_weight(const Setup& s, const Param& p) {
-    return s.shard == Shard::All && p.rows > 1 ? owned(s, p) : Slice{0, p.size()};
+    return p.rows > 1 ? owned(s, p) : Slice{0, p.size()};
 }
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
@@ -373,7 +360,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
 inline Slice kept(const Setup& s, const StateTensor& t) {
     const Param p = parameters(s.config).at(t.param);
     if (t.per == 0) return {0, t.size()};
-    const Slice of = t.name == p.name ? kept_weight(s, p) : kept_state(s, p);
+    const Slice of = t.name == p.name ? kept_weight(s, p) : owned(s, p);
     const int64_t first = ceil_div(of.first, t.per);
     return {first, ceil_div(of.first + of.count, t.per) - first};
 }
@@ -506,7 +493,7 @@ public:
     // Measures every quantization in forward and backward of one micro-batch, without an update.
     virtual QuantReport quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // What this rank keeps (kept()) of a tensor of weight_tensors() or optimizer_tensors(), contiguous.
-    // "<param>.gradient" (FP32) is the gradient of the last step, as kept_state(), until the next forward
+    // "<param>.gradient" (FP32) is the gradient of the last step, as owned(), until the next forward
     // pass; it is read-only and exists only with keep_gradients.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;

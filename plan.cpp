@@ -124,10 +124,10 @@ void validate(const Setup& s) {
     for (const Param& p : parameters(s.config))
         if (p.role.linear && p.size() > largest.size()) largest = p;
     const int64_t ranks = ceil_div(largest.size(), MAX_ELEMENTS);
-    if (!fp32 && ranks > (s.shard == Shard::All ? s.ranks : 1))
+    if (!fp32 && ranks > s.ranks)
         throw Error("--model ", s.config.name, " has ", largest.size(), " elements in ", largest.name,
                     ", of which a rank can keep at most ", MAX_ELEMENTS,
-                    "; use --shard all with at least --ranks ", ranks, ".");
+                    "; use at least --ranks ", ranks, ".");
     constexpr int64_t MOST_MICRO_BATCHES = 1 << 20;  // of --accumulate: one rank must be able to resume
     if (s.accumulate * s.ranks > MOST_MICRO_BATCHES)
         throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ",
@@ -135,9 +135,9 @@ void validate(const Setup& s) {
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
-    if (s.ranks > 1 && s.shard != Shard::None && s.optimizer.group == 0)
-        throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, which --shard cannot share "
-                    "out; use --shard none, or another --optimizer.");
+    if (s.ranks > 1 && s.optimizer.group == 0)
+        throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, of which ", s.ranks,
+                    " ranks cannot keep parts; use one rank, or another --optimizer.");
     if (!s.recompute && !s.recipe.forward_reads_saved)
         throw Error("--recompute off saves what the forward pass computes, but in --recipe ", s.recipe.name,
                     " backward computes from other values; use --recompute on.");
@@ -210,7 +210,7 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
     int64_t weight = 0, state = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({kept_weight(s, p), kept_state(s, p), weight, state, unit});
+        table.push_back({kept_weight(s, p), owned(s, p), weight, state, unit});
         weight += padded(table.back().weight);
         state += padded(table.back().state);
         unit += ceil_div(p.size(), SHARD_UNIT);
@@ -218,7 +218,7 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     return table;
 }
 
-// All elements that a rank keeps, with padding. kept: kept_weight or kept_state.
+// All elements that a rank keeps, with padding. kept: kept_weight or owned.
 int64_t kept_elements(const Setup& s, Slice (*kept)(const Setup&, const Param&)) {
     int64_t elements = 0;
     for (const Param& p : parameters(s.config)) elements += padded(kept(s, p));
@@ -243,7 +243,7 @@ BucketElements bucket_elements(const Setup& s) {
 
 // Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
 int64_t gradient_elements(const Setup& s) {
-    if (s.keep_gradients) return kept_elements(s, kept_state);
+    if (s.keep_gradients) return kept_elements(s, owned);
     const BucketElements e = bucket_elements(s);
     return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
 }
@@ -291,11 +291,8 @@ Traffic traffic(const Setup& s) {
         const bool linear = i > 0 && i + 2 < stages.size();
         gathered += stages[i] * (linear ? 2 : 1);
     }
-    auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks; };
-    const int64_t gradients = others(all * gradient_bytes(s)),
-                  weights = others(all * info(s.recipe.compute).bytes);
-    if (s.shard == Shard::None) return {gradients * (s.accumulate + 1), 0};
-    return {gradients * s.accumulate, s.shard == Shard::All ? others(gathered) * s.accumulate : weights};
+    auto others = [&](int64_t bytes) { return bytes * (s.ranks - 1) / s.ranks * s.accumulate; };
+    return {others(all * gradient_bytes(s)), others(gathered)};
 }
 
 }  // namespace
@@ -342,7 +339,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     for (const Param& p : parameters(c))
         for (const auto& [bytes, wanted] : {std::pair{&m, s.optimizer.m}, {&v, s.optimizer.v}}) {
             const Format f = p.moment(wanted);
-            const Slice slice = kept_state(s, p);
+            const Slice slice = owned(s, p);
             *bytes += padded(slice) * info(f).bytes;
             moment_scales += s.optimizer.scales(f, slice.count) * 4 * (s.optimizer.expands(f) ? 2 : 1);
         }
@@ -353,7 +350,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
     const int64_t weights = kept_elements(s, kept_weight) * info(compute).bytes,
                   gradients = gradient_elements(s) * gradient_bytes(s);
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, kept_state) * 2;
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, owned) * 2;
     using C = Category;
     std::vector<MemoryRow> plan = {
         {C::Weights, format("weights", compute), weights, "parameter", params},
@@ -514,7 +511,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const bool codes = gathers_codes(s) && r.scaling == Scaling::JustInTime;  // delayed scales: not at first
     const std::vector<int64_t> stages = stage_bytes(s, codes);
     const int64_t stage = *std::max_element(stages.begin(), stages.end());
-    const bool several = s.ranks > 1, gathers = several && s.shard == Shard::All;
+    const bool several = s.ranks > 1;
     const uint32_t norm = s.keep_gradients ? uint32_t(UPDATE) : ALWAYS;
 
     // W(name) is the buffer and its name in the print-out.
@@ -534,7 +531,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(Results), 16 << 10, {{ALWAYS, "loss, gradient norm and report, for the host"}}},
         {W(CachedWeights), cached ? all_weights : 0, {{ALWAYS, "FP8 weights of all layers, and transposes"}}},
 
-        {W(GatheredWeights), gathers ? 2 * stage : 0,
+        {W(GatheredWeights), several ? 2 * stage : 0,
          {{ALWAYS, "whole weights of a linear layer, and of the next one"}}},
         {W(ReceivedGradients), received_bytes(s), {{ALWAYS, "gradients of a bucket, from the other ranks"}}},
         {W(RankScales), several ? s.ranks * (params + 12 * c.L) * 16 : 0, {{ALWAYS, "amaxes of all ranks"}}},
@@ -655,7 +652,7 @@ bool gate_up_gradient_in_place(const Setup& s) {
 }
 
 bool caches_weights(const Setup& s) {
-    return s.accumulate > 1 && linear_formats(s).w.fp8() && (s.shard != Shard::All || s.ranks == 1);
+    return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
 }
 
 // In the order of the allocation: the state of the run, saved activations and gradients, then the workspace.
@@ -664,7 +661,7 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const std::vector<Param> params = parameters(s.config);
     const std::vector<BucketRange> buckets = bucket_ranges(params);
     const int64_t N = gpu_tokens(s), compute = info(s.recipe.compute).bytes, each = gradient_bytes(s);
-    const int64_t elements = kept_elements(s, kept_state);
+    const int64_t elements = kept_elements(s, owned);
     const bool several = s.ranks > 1;
     GpuLayout layout{};
     layout.tokens = N;
@@ -684,12 +681,12 @@ GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts) {
     const int64_t first_code = end;
     for (const auto& [places, wanted] : moments)
         for (const Param& p : params)
-            places->push_back({take(padded(kept_state(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
+            places->push_back({take(padded(owned(s, p)) * info(p.moment(wanted)).bytes).offset, 0, 0});
     const int64_t first_scale = end, copies = o.group == 0 ? 2 : 1;
     for (const auto& [places, wanted] : moments)
         for (size_t i = 0; i < params.size(); i++) {
             const Format format = params[i].moment(wanted);
-            const int64_t scales = o.scales(format, kept_state(s, params[i]).count);
+            const int64_t scales = o.scales(format, owned(s, params[i]).count);
             if (scales) (*places)[i].max = take(scales * 4 * copies).offset;
             if (o.expands(format)) (*places)[i].k = take(scales * 4).offset;
         }

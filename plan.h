@@ -106,19 +106,19 @@ struct MomentPlace {
 
 // Where a rank has its part of a parameter, in elements. A rank keeps two arrays, its weights and its state
 // (masters, moments and sums of gradients), each with its parts of all parameters one after the other. With
-// one rank both are the flat order. For example rank 1 of 2 with --shard optimizer, which keeps all weights:
+// one rank both are the flat order. For example rank 1 of 2, if p0 is a vector and p1 a matrix:
 //   flat order     |-------- p0 --------|-------- p1 --------|
-//   its weights    |-------- p0 --------|-------- p1 --------|     weight_at of p1: the size of p0
-//   its state      |-- p0 --|-- p1 --|                             state_at of p1: the size of its part of p0
+//   its weights    |-------- p0 --------|-- p1 --|     weight_at of p1: the size of p0
+//   its state      |-- p0 --|-- p1 --|                 state_at of p1: the size of its part of p0
 struct ShardPlace {
-    Slice weight, state;  // kept_weight(), kept_state()
+    Slice weight, state;  // kept_weight(), owned()
     int64_t weight_at;    // of the slice `weight`, among all weights of the rank
     int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
     int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
 };
 
-// --shard all: the matrices that are gathered together, as numbers of parameters, stage by stage: embeddings,
-// each linear layer, head. Forward goes through the stages upwards, backward downwards.
+// Several ranks: the matrices that are gathered together, as numbers of parameters, stage by stage:
+// embeddings, each linear layer, head. Forward goes through the stages upwards, backward downwards.
 std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
 // (Delayed scaling has none in the first step.)

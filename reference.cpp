@@ -1014,8 +1014,8 @@ private:
 // 6. The Model that train.cpp drives: weights, moments, and one training step
 //
 // With several ranks, each computes the gradients of its own micro-batches. Each has all weights and the sums
-// of all gradients: this is the reference of the arithmetic, not of the memory. It updates what it keeps of
-// the state (model.h, kept_state()): a part, or everything with --shard none.
+// of all gradients: this is the reference of the arithmetic, not of the memory. It updates the part of the
+// state that it owns (model.h, owned()).
 
 class Reference : public Model, Network<float> {
 public:
@@ -1023,7 +1023,7 @@ public:
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params[i];
             const OptimizerFormat& o = setup.optimizer;
-            const int64_t used = used_elements(setup.config, p), kept = kept_state(setup, p).count;
+            const int64_t used = used_elements(setup.config, p), kept = owned(setup, p).count;
             ParamState& s = states_[i];
             s.m.init(p.moment(o.m), o.expand, kept, o.group);
             s.v.init(p.moment(o.v), o.expand, kept, o.group);
@@ -1127,8 +1127,8 @@ public:
     const Setup& setup() const override { return setup_; }
 
 private:
-    // One parameter. The weights are complete on every rank. Of remainders, only the elements of kept_state()
-    // are in use: this rank updates these, and has the moments of no others.
+    // One parameter. The weights are complete on every rank. Of remainders, only the elements that this
+    // rank owns are in use: it updates these, and has the moments of no others.
     struct ParamState {
         std::vector<uint16_t> weight;
         std::vector<int16_t> remainder;  // 0 without a master
@@ -1215,16 +1215,15 @@ private:
         }
     }
 
-    // After an update or write(): makes the network's weights. With --shard, each rank has updated a part;
-    // the ranks exchange the parts, and the BF16 weights follow.
+    // After an update or write(): makes the network's weights. Each rank has updated a part; the
+    // ranks exchange the parts, and the BF16 weights follow.
     void refresh(size_t i) {
         ParamState& s = states_[i];
-        const Slice kept = kept_state(setup_, params[i]);
+        const Slice kept = owned(setup_, params[i]);
         Floats mine(kept.count);
         for (int64_t e = 0; e < kept.count; e++) mine[e] = weight_of(s, kept.first + e);
         auto to = weights[i].begin();
-        for (const Floats& part : setup_.shard == Shard::None ? std::vector<Floats>{mine} : all_gather(mine))
-            to = std::copy(part.begin(), part.end(), to);
+        for (const Floats& part : all_gather(mine)) to = std::copy(part.begin(), part.end(), to);
         int16_t unused;
         for (int64_t e = 0; e < params[i].size(); e++) split_master(weights[i][e], &s.weight[e], &unused);
     }
@@ -1243,7 +1242,7 @@ private:
     // Dequantizes the moments of parameter i, runs AdamW in FP32, and quantizes them again. s is the state of
     // the parameter, or a copy.
     void update(ParamState& s, size_t i, const AdamWFactors& f, uint64_t key) const {
-        const auto [first, n] = kept_state(setup_, params[i]);
+        const auto [first, n] = owned(setup_, params[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
@@ -1263,7 +1262,7 @@ private:
         auto part = [](auto& v, Slice s) { return Place(v.data() + s.first, s.count * sizeof(v[0])); };
         auto whole = [&](auto& v) { return part(v, {0, int64_t(v.size())}); };
         const size_t i = param_of(params, name);
-        const Slice weight = kept_weight(setup_, params[i]), state = kept_state(setup_, params[i]);
+        const Slice weight = kept_weight(setup_, params[i]), state = owned(setup_, params[i]);
         ParamState& s = states_[i];
         std::map<std::string, Place> places = {
             {"", part(s.weight, weight)},

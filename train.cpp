@@ -121,7 +121,6 @@ void choose_rows(Flags& flags, Setup& setup) {
         const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
-    setup.shard = Shard(&find_row(SHARD_MODES, flags.text("shard"), "--shard") - SHARD_MODES);
     find_row(schedules(), flags.text("schedule"), "--schedule");
 }
 
@@ -335,12 +334,12 @@ void print_settings(const Run& run) {
         std::printf("  %-14s %s\n", name, text.c_str());
     };
     line("device", run.device + (run.why_cpu.empty() ? "" : " (" + run.why_cpu + ")"));
-    if (run.setup.ranks > 1) line("ranks", concat(run.setup.ranks, ", --shard ", flags.text("shard")));
+    if (run.setup.ranks > 1) line("ranks", std::to_string(run.setup.ranks));
     line("parameters", concat(parameter_count(c), ": ", c.arch.name, ", ", c.L, " layers, hidden size ", c.C,
                               ", ", c.NH, " heads (", c.NKV, " for keys and values), feed-forward size ", c.F,
                               ", vocabulary ", c.V));
     if (run.corpus) line("text", printable(run.corpus->description));
-    const std::vector<std::string> above = {"device", "ranks", "shard"};
+    const std::vector<std::string> above = {"device", "ranks"};
     for (const Flag& flag : flag_table()) {
         const std::string value = flag.setting() ? flags.text(flag.name) : "";
         if (!value.empty() && !std::count(above.begin(), above.end(), flag.name))
@@ -520,7 +519,7 @@ FILE* open_log(const std::string& path) {
 
 // Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
 void merge_moments(QuantReport& report, const Setup& setup) {
-    if (!setup.processes || setup.shard == Shard::None) return;
+    if (!setup.processes) return;
     for (Kind kind : {Kind::Moment1, Kind::Moment2}) {
         QuantStats sum;
         for (const QuantStats& s : setup.processes->all_gather(report.kinds[int(kind)])) sum += s;

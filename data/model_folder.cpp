@@ -418,7 +418,7 @@ void write_parameter(Model& model, const Param& p, const std::vector<Source>& so
     }
     const Setup& setup = model.setup();
     model.write(p.name, weight.data() + kept_weight(setup, p).first);
-    if (setup.master) model.write(p.name + ".remainder", remainder.data() + kept_state(setup, p).first);
+    if (setup.master) model.write(p.name + ".remainder", remainder.data() + owned(setup, p).first);
 }
 
 }  // namespace

@@ -600,7 +600,7 @@ private:
         const double weight = info(stream_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
-            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, units, {}, nullptr, sums, nullptr);
+            gradient_squares(segment, 1, gradient.data, stream_, 0, 0, units, nullptr, sums, nullptr);
             gradient_norm(sums, units, 1, 1, 1, state, nullptr);
         };
         norm();  // adamw below reads its result

@@ -134,8 +134,8 @@ def ranks(n, *runs):
         name = f"{n} GPU{'s' if n > 1 else ''}: {model} {way}, {batch} x 2048"
         name += f", {' '.join(flags).replace('--', '')}" if flags else ""
         if way in WAYS:
-            shard = f"--ranks {n}" + ("" if "--shard" in flags else " --shard all") if n > 1 else ""
-            words = [f"--model llama-{'' if model == '30b' else '2-'}{model} --batch {batch}", shard,
+            ranks_flag = f"--ranks {n}" if n > 1 else ""
+            words = [f"--model llama-{'' if model == '30b' else '2-'}{model} --batch {batch}", ranks_flag,
                      WAYS[way], *flags]
             jobs.append(Job(name, " ".join(word for word in words if word)))
         else:

@@ -62,7 +62,7 @@ public:
     }
     // The key of an exchange: its topic, and a number within the topic. The same key stands for the same
     // addresses every time.
-    enum class Topic : int64_t { Gradients, Sums, Weights, Vectors, Gather, Amaxes, Squares };
+    enum class Topic : int64_t { Gradients, Vectors, Gather, Amaxes, Squares };
     void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
         comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
     }

@@ -3,9 +3,9 @@
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
 //               the sum has the bits of one GPU that adds up as many micro-batches, if sums are FP32.
-//   weights     --shard optimizer: after the update, each rank sends what it has updated.
-//               --shard all: before a stage (plan.h, weight_stages) computes, its matrices are gathered into
-//               one of two buffers, while the stage before still computes with the other.
+//   weights     before a stage (plan.h, weight_stages) computes, its matrices are gathered into one of two
+//               buffers, while the stage before still computes with the other. Vectors are sent after the
+//               update, because every rank keeps them whole.
 #pragma once
 #include "state.cuh"
 
@@ -15,7 +15,7 @@ class Exchange {
 public:
     Exchange(const Device& device, State& state, Peers& peers)
         : device_(device), setup_(device.setup), state_(state), peers_(peers),
-          stages_(weight_stages(setup_.config)), ready_(stages_.size()) {}
+          stages_(weight_stages(setup_.config)) {}
 
     // --- Gradients
     // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
@@ -25,15 +25,14 @@ public:
         for (const Event& e : sent_) e.make_wait(device_.stream);
     }
     // The computation has launched all that writes a bucket's gradients of one micro-batch. Each rank gets
-    // the gradients of what it owns from all others, and adds them to its sums. The last micro-batch of a
-    // step makes the sums whole on every rank, unless they are sharded. first, last: micro-batch of the step.
-    void add_bucket(int64_t bucket, bool first, bool last) {
+    // the gradients of what it owns from all others, and adds them to its sums.
+    // first: of the micro-batches of the step.
+    void add_bucket(int64_t bucket, bool first) {
         const BucketRange& b = state_.buckets[bucket];
         const int64_t each = state_.gradient_bytes;
-        const bool every_rank_keeps_sums = setup_.shard == Shard::None;
         // By parameter, then by rank.
         uint8_t* const received = device_.work<uint8_t>(Work::ReceivedGradients);
-        std::vector<Transfer> parts, sums;
+        std::vector<Transfer> parts;
         uint8_t* to = received;
         for (size_t i = b.first; i < b.last; i++)
             for (int64_t r = 0; r < peers_.count; r++) {
@@ -49,15 +48,10 @@ public:
         for (size_t i = b.first; i < b.last; i++) {
             const Param& p = state_.params[i];
             const int64_t mine = peers_.padded(p, peers_.rank);
-            uint8_t* const whole = state_.gradient_sums(i);
-            uint8_t* const sum =
-                whole + (every_rank_keeps_sums ? peers_.own(p, peers_.rank).first * each : 0);
-            add_gradients(sum, first, owned_gradient(i, peers_.rank), from, state_.gradient_quant.format,
-                          mine, {peers_.rank, peers_.count}, peers_.stream());
+            add_gradients(state_.gradient_sums(i), first, owned_gradient(i, peers_.rank), from,
+                          state_.gradient_quant.format, mine, peers_.rank, peers_.count, peers_.stream());
             from += (peers_.count - 1) * mine * each;
-            if (every_rank_keeps_sums && last) peers_.add_gather(p, each, sum, whole, sums);
         }
-        if (!sums.empty()) peers_.exchange(Peers::Topic::Sums, bucket, sums);
         sent_[place_of(bucket)].record(peers_.stream());
     }
 
@@ -67,37 +61,24 @@ public:
         forget_gathered();
         if (!peers_.several()) return;
         state_.combine_amaxes();
-        if (setup_.shard == Shard::None || !send) return;
-        // Sends parameters that every rank keeps whole, and of which each has updated a part.
-        auto complete = [&](Peers::Topic topic, int64_t number, const std::vector<size_t>& params) {
-            const int64_t each = state_.weight_bytes;
-            std::vector<Transfer> transfers;
-            for (size_t i : params) {
-                const Param& p = state_.params[i];
-                uint8_t* const whole = state_.kept_weights(i);
-                peers_.add_gather(p, each, whole + peers_.own(p, peers_.rank).first * each, whole, transfers);
-            }
-            peers_.exchange(topic, number, transfers);
-        };
-        std::vector<size_t> vectors;
-        for (size_t i = 0; i < state_.params.size(); i++)
-            if (state_.params[i].rows == 1) vectors.push_back(i);
-        peers_.wait_for_compute();
-        complete(Peers::Topic::Vectors, 0, vectors);
-        if (setup_.shard == Shard::All) return peers_.make_compute_wait();
-        for (size_t stage = 0; stage < stages_.size(); stage++) {
-            const bool sent_already = setup_.config.tied && static_cast<int64_t>(stage) == head_stage();
-            if (!sent_already) complete(Peers::Topic::Weights, static_cast<int64_t>(stage), stages_[stage]);
-            ready_[stage].record(peers_.stream());
+        if (!send) return;
+        const int64_t each = state_.weight_bytes;
+        std::vector<Transfer> vectors;
+        for (size_t i = 0; i < state_.params.size(); i++) {
+            const Param& p = state_.params[i];
+            if (p.rows > 1) continue;
+            uint8_t* const whole = state_.kept_weights(i);
+            peers_.add_gather(p, each, whole + peers_.own(p, peers_.rank).first * each, whole, vectors);
         }
+        peers_.wait_for_compute();
+        peers_.exchange(Peers::Topic::Vectors, 0, vectors);
+        peers_.make_compute_wait();
     }
     // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
     void make_ready(int64_t stage, int64_t next, QuantStats* stats) {
         if (!peers_.several()) return;
-        ready_[stage].make_wait(device_.stream);  // with --shard optimizer; else never recorded: no wait
-        if (setup_.shard != Shard::All) return;
         if (in_buffer_[current_] != stage) {
             current_ = !current_;
             if (in_buffer_[current_] != stage) gather(stage, current_, stats);
@@ -105,11 +86,8 @@ public:
         gathered_[current_].make_wait(device_.stream);
         if (next != NONE && in_buffer_[!current_] != next) gather(next, !current_, stats);
     }
-    void make_all_ready() {
-        for (const Event& e : ready_) e.make_wait(device_.stream);
-    }
     int64_t head_stage() const { return static_cast<int64_t>(stages_.size()) - 1; }
-    // --shard all: whether weights of linear layers travel as codes (not while a delayed scale is missing).
+    // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
     bool sends_codes() const { return gathers_codes(setup_) && !state_.some_without_history; }
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
@@ -119,7 +97,6 @@ private:
     State& state_;
     Peers& peers_;
     const std::vector<std::vector<size_t>> stages_;
-    std::vector<Event> ready_;     // by stage, with --shard optimizer: its weights are whole
     Event sent_[3];                // by place of gradients: it may be written again
     Event gathered_[2];            // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it

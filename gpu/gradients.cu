@@ -23,7 +23,7 @@ __device__ double sum_of_squares(const Values& v) {
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
 __global__ void __launch_bounds__(NORM_THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
-                   int64_t first_shard_unit, Share share, const double* loss, double* sums) {
+                   int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = (int64_t(blockIdx.x) * NORM_THREADS + threadIdx.x) / 32,
                   warps = int64_t(gridDim.x) * NORM_THREADS / 32;
@@ -32,13 +32,11 @@ __global__ void __launch_bounds__(NORM_THREADS)
     for (int i = 0; i < number_of_segments; i++) {
         const int64_t offset = segments[i].offset - first, size = segments[i].size,
                       shard_unit = segments[i].shard_unit - first_shard_unit;
-        const int64_t shard_units = (size + SHARD_UNIT - 1) / SHARD_UNIT,
-                      begin = shard_units * share.rank / share.ranks,
-                      end = shard_units * (share.rank + 1) / share.ranks;
+        const int64_t shard_units = (size + SHARD_UNIT - 1) / SHARD_UNIT;
         // The warps go on in turn where the last segment ended.
         const int64_t turn = (warp + warps - before % warps) % warps;
-        before += end - begin;
-        for (int64_t c = begin + turn; c < end; c += warps) {
+        before += shard_units;
+        for (int64_t c = turn; c < shard_units; c += warps) {
             const int64_t from = c * SHARD_UNIT + lane * CHUNK, stop = min(size, (c + 1) * SHARD_UNIT);
             double sum = 0;
             for (int64_t at = from; at < stop; at += 32 * CHUNK * NORM_UNROLL) {
@@ -87,15 +85,15 @@ __global__ void __launch_bounds__(STATE_THREADS)
 constexpr int ADD_THREADS = 256;
 __global__ void __launch_bounds__(ADD_THREADS)
     add_gradients_kernel(EitherDense sum, bool assign, EitherDense own, EitherDense received, int64_t n,
-                         Share share) {
+                         int64_t rank, int64_t ranks) {
     const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
     if (i >= n) return;
     Values total = {};
     if (!assign) sum.load_values(i, total);
-    for (int64_t r = 0; r < share.ranks; r++) {
+    for (int64_t r = 0; r < ranks; r++) {
         Values v;
-        if (r == share.rank) own.load_values(i, v);
-        else received.load_values((r < share.rank ? r : r - 1) * n + i, v);
+        if (r == rank) own.load_values(i, v);
+        else received.load_values((r < rank ? r : r - 1) * n + i, v);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
@@ -131,7 +129,7 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const Share& share,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units,
                       const double* loss, double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     check(cudaMemsetAsync(sums, 0, (1 + shard_units) * sizeof(double), s), "Clearing memory failed");
@@ -140,7 +138,7 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
         static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
     squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments,
                                                  either_dense(gradients, format), first, first_shard_unit,
-                                                 share, loss, sums);
+                                                 loss, sums);
     CHECK_LAUNCH("gradient_squares");
 }
 
@@ -152,12 +150,12 @@ void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float
 }
 
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
-                   const Share& share, cudaStream_t s) {
+                   int64_t rank, int64_t ranks, cudaStream_t s) {
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
     add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
         either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
-        share);
+        rank, ranks);
     CHECK_LAUNCH("add_gradients");
 }
 

@@ -18,18 +18,13 @@ struct GradientState {
 // *checked = *loss; or NaN for the rest of the step if one of n amaxes is not finite, because an FP8 code
 // would hide that.
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked, cudaStream_t s);
-// A rank's share of work that any rank could do: consecutive shard units of every segment. A shard unit is
-// SHARD_UNIT elements of a parameter (model.h).
-struct Share {
-    int64_t rank = 0, ranks = 1;
-};
-// Sums of squares, by shard units. Added in a fixed order, they give the same norm for any number of ranks.
+// Sums of squares, by shard units: SHARD_UNIT elements of a parameter (model.h). Added in a fixed order, they
+// give the same norm for any number of ranks.
 //   gradients       begin with the element `first` of the rank's order
 //   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
 //                   `first_shard_unit` on; 0 where the shard unit is another rank's
-//   share           of the shard units, where every rank has all gradients; else the default
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const Share& share,
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units,
                       const double* loss, double* sums, cudaStream_t s);
 // Adds them to the state: those of all ranks, (ranks, 1 + shard_units), of which one at most is not 0 for a
 // shard unit. clip: the limit of the norm; 0: none. norm_correction: the estimated ratio of the whole norm
@@ -40,7 +35,7 @@ void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without
 // the old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
-                   const Share& share, cudaStream_t s);
+                   int64_t rank, int64_t ranks, cudaStream_t s);
 // amax = the largest of all ranks: theirs are (ranks, n). scale = amax / fmax, or the delayed scale.
 void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s);

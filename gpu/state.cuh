@@ -65,7 +65,7 @@ public:
     const std::vector<ShardPlace>& shards;
     const Quant compute, gradient_quant;
     const int64_t weight_bytes, gradient_bytes;  // of one element
-    // --shard all: the matrices that are whole at the moment. Exchange::gather() fills them.
+    // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
     std::vector<View> gathered;
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
@@ -84,7 +84,7 @@ public:
     }
 
     View weight(size_t i) const {
-        if (setup.shard == Shard::All && peers_.several() && params[i].rows > 1) return gathered[i];
+        if (peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
     // The weights of a parameter that this rank keeps. As a view they have MOMENT_GROUP columns, because a
@@ -101,7 +101,7 @@ public:
     uint8_t* gradient_from(size_t i, int64_t element) const {
         return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
     }
-    // The gradients that this rank's update reads (model.h, kept_state()): with several ranks, their sums.
+    // The gradients that this rank's update reads (model.h, owned()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
         const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
@@ -175,14 +175,12 @@ public:
         const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
         const int64_t shard_units =
             last.shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) - first.shard_unit;
-        // Where all ranks have all gradients, they share the work.
-        const Share share = setup.shard == Shard::None ? Share{peers_.rank, peers_.count} : Share{};
         Results* const results = device_.results();
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
         double* const squares = device_.work<double>(Work::GradientSquares);
         gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first,
-                         first.shard_unit, shard_units, share, &results->checked_loss,
+                         first.shard_unit, shard_units, &results->checked_loss,
                          squares + peers_.rank * (1 + shard_units), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + shard_units) * static_cast<int64_t>(sizeof(double)));

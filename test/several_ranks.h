@@ -16,8 +16,7 @@
 namespace coat::test::several_ranks {
 
 // Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train.
-inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
-                       const std::function<void(const Setup&)>& body) {
+inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
     const int port = free_port();
     std::vector<std::thread> threads;
     std::deque<std::string> errors(static_cast<size_t>(ranks));
@@ -25,7 +24,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, Shard shard,
         threads.emplace_back([&, rank] {
             omp_set_num_threads(1);
             Setup own = setup;
-            own.rank = rank, own.ranks = ranks, own.shard = shard;
+            own.rank = rank, own.ranks = ranks;
             try {
                 std::unique_ptr<ProcessGroup> processes;
                 const Launch launch{int(rank), int(ranks), int(rank), "127.0.0.1", port};
@@ -100,10 +99,10 @@ struct Run {
     }
 };
 
-inline Run train_ranks(const Setup& setup, int64_t ranks, Shard shard, int steps,
+inline Run train_ranks(const Setup& setup, int64_t ranks, int steps,
                        std::unique_ptr<Model> (*make)(const Setup&) = make_reference, bool masked = false) {
     std::vector<Run> runs(static_cast<size_t>(ranks));
-    with_ranks(setup, ranks, shard, [&](const Setup& own) {
+    with_ranks(setup, ranks, [&](const Setup& own) {
         const std::unique_ptr<Model> model = make(own);
         RankTraining training(*model, masked);
         Run& run = runs[size_t(own.rank)];
@@ -162,33 +161,29 @@ inline void check_checkpoints(const Setup& setup, int64_t ranks, int64_t fewer,
         training.step(), training.step();
         last = snapshot(*one);
     }
-    for (Shard shard : {Shard::None, Shard::Optimizer, Shard::All}) {
-        CAPTURE(int(shard));
-        std::vector<std::string> saved(static_cast<size_t>(ranks));
-        const std::string out = folder / ("shard" + std::to_string(int(shard)));
-        with_ranks(share(ranks), ranks, shard, [&](const Setup& s) {
-            const std::unique_ptr<Model> model = make(s);
-            RankTraining training(*model);
-            training.step(), training.step();
-            saved[size_t(s.rank)] = save_checkpoint(out, *model, state);
-        });
-        for (const std::string& path : saved) CHECK(path == out + "/step-000002");
-        check_same_tensors(folder.path / "one/step-000002", saved[0]);
+    std::vector<std::string> saved(static_cast<size_t>(ranks));
+    with_ranks(share(ranks), ranks, [&](const Setup& s) {
+        const std::unique_ptr<Model> model = make(s);
+        RankTraining training(*model);
+        training.step(), training.step();
+        saved[size_t(s.rank)] = save_checkpoint(folder / "several", *model, state);
+    });
+    for (const std::string& path : saved) CHECK(path == folder / "several/step-000002");
+    check_same_tensors(folder.path / "one/step-000002", saved[0]);
 
-        Snapshot continued;
-        with_ranks(share(fewer), fewer, Shard::All, [&](const Setup& s) {
-            const std::unique_ptr<Model> model = make(s);
-            load_checkpoint(saved[0], *model);
-            RankTraining rest(*model);
-            std::vector<int32_t> unused;  // of the steps before
-            for (int i = 0; i < 2; i++) rest.text.next(setup.accumulate * s.B, s.T, &unused, &unused);
-            rest.adamw.step = 2;
-            rest.step(), rest.step();
-            const Snapshot mine = whole_tensors(*model, state_tensors(s));
-            if (s.rank == 0) continued = mine;
-        });
-        CHECK((continued == last));
-    }
+    Snapshot continued;
+    with_ranks(share(fewer), fewer, [&](const Setup& s) {
+        const std::unique_ptr<Model> model = make(s);
+        load_checkpoint(saved[0], *model);
+        RankTraining rest(*model);
+        std::vector<int32_t> unused;  // of the steps before
+        for (int i = 0; i < 2; i++) rest.text.next(setup.accumulate * s.B, s.T, &unused, &unused);
+        rest.adamw.step = 2;
+        rest.step(), rest.step();
+        const Snapshot mine = whole_tensors(*model, state_tensors(s));
+        if (s.rank == 0) continued = mine;
+    });
+    CHECK((continued == last));
 }
 
 }  // namespace coat::test::several_ranks

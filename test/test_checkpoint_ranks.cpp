@@ -39,9 +39,9 @@ TEST_CASE("train: a run stops on four ranks and continues on one and on two, bit
     const std::string start = untied_model(folder, "fp32");
     const std::string flags = TINY + "--recipe fp32 --schedule constant --warmup 2 --model '" + start + "' ";
     require_success(train(folder, flags + "--accumulate 4 --steps 6 --out one"));
-    require_success(train(folder, flags + "--ranks 4 --shard all --steps 2 --out parts"));
+    require_success(train(folder, flags + "--ranks 4 --steps 2 --out parts"));
     require_success(train(folder, "--device cpu --resume parts --steps 4"));
-    require_success(train(folder, "--device cpu --resume parts --ranks 2 --shard optimizer --steps 6"));
+    require_success(train(folder, "--device cpu --resume parts --ranks 2 --steps 6"));
     check_same_tensors(folder.path / "one/step-000006", folder.path / "parts/step-000006");
     const auto trainer = [&](const char* run) {
         auto json = nlohmann::json::parse(read_file(folder.path / run / "step-000006/trainer.json"));
@@ -67,48 +67,41 @@ TEST_CASE("train: a run of two ranks with --gradients none continues on two; on 
     require_success(train(folder, "--device cpu --resume two --ranks 2 --steps 2"));
 }
 
-TEST_CASE("train: every --shard prints, validates and logs the same numbers, once") {
+TEST_CASE("train: two ranks print, validate and log the same numbers, once") {
     RunFolder folder;
-    std::vector<std::string> steps, validations;
-    for (const std::string shard : {"none", "optimizer", "all"}) {
-        const std::string flags = "--recipe coat --batch 2 --seq 16 --steps 2 --eval-every 0 --out '' ";
-        const Ended ended = train(folder, flags + "--device cpu --data text --sample-every 2 --log log "
-                                                  "--ranks 2 --shard " + shard);
-        require_success(ended);
-        CHECK(ended.error == "");
-        CHECK(contains(ended.out, "\n  ranks          2, --shard " + shard + "\n"));
-        CHECK(contains(ended.out, "second moments"));
-        CHECK(contains(ended.out, "expansion factor k of first moments"));
-        steps.push_back(lines_with(ended.out, "step "));
-        validations.push_back(lines_with(ended.out, "validation | "));
-        CHECK(std::count(steps.back().begin(), steps.back().end(), '\n') == 2);
-        CHECK(steps.back() == steps[0]);
-        CHECK(std::count(validations.back().begin(), validations.back().end(), '\n') == 2);
-        CHECK(validations.back() == validations[0]);
-        REQUIRE(logged(folder, "settings").size() == 1);
-        CHECK(logged(folder, "settings")[0].at("ranks") == 2);
-        CHECK(logged(folder, "settings")[0].at("shard") == shard);
-        REQUIRE(logged(folder, "step").size() == 2);
-        for (const auto& line : logged(folder, "step")) {
-            const double rate = line.at("tokens_per_second"), ms = line.at("ms");
-            CHECK(rate * ms / 1e3 == doctest::Approx(2 * 2 * 16));  // tokens of both ranks
-        }
+    const Ended ended =
+        train(folder, "--recipe coat --batch 2 --seq 16 --steps 2 --eval-every 0 --out '' --device cpu "
+                      "--data text --sample-every 2 --log log --ranks 2");
+    require_success(ended);
+    CHECK(ended.error == "");
+    CHECK(contains(ended.out, "\n  ranks          2\n"));
+    CHECK(contains(ended.out, "second moments"));
+    CHECK(contains(ended.out, "expansion factor k of first moments"));
+    const std::string steps = lines_with(ended.out, "step "),
+                      validations = lines_with(ended.out, "validation | ");
+    CHECK(std::count(steps.begin(), steps.end(), '\n') == 2);
+    CHECK(std::count(validations.begin(), validations.end(), '\n') == 2);
+    REQUIRE(logged(folder, "settings").size() == 1);
+    CHECK(logged(folder, "settings")[0].at("ranks") == 2);
+    REQUIRE(logged(folder, "step").size() == 2);
+    for (const auto& line : logged(folder, "step")) {
+        const double rate = line.at("tokens_per_second"), ms = line.at("ms");
+        CHECK(rate * ms / 1e3 == doctest::Approx(2 * 2 * 16));  // tokens of both ranks
     }
     // The first validation shares its batches among the ranks, and has the bits of one rank's.
     const Ended one = tiny(folder, "--recipe coat --steps 0 --out ''");
     const std::string line = lines_with(one.out, "validation | "),
                       loss = line.substr(0, line.find(" | perplexity"));
     CHECK(loss != line);
-    CHECK(validations[0].rfind(loss + "\n", 0) == 0);
+    CHECK(validations.rfind(loss + "\n", 0) == 0);
 }
 
 TEST_CASE("train: --plan prints the memory of one of several ranks and starts none") {
     RunFolder folder;
-    const Ended ended = train(folder, "--plan --ranks 8 --shard all --model llama-2-7b");
+    const Ended ended = train(folder, "--plan --ranks 8 --model llama-2-7b");
     require_success(ended);
-    CHECK(contains(ended.out, "\n  ranks          8, --shard all\n"));
+    CHECK(contains(ended.out, "\n  ranks          8\n"));
     check_rejected(folder, "--plan --ranks 0", "--ranks");
-    check_rejected(folder, "--plan --shard some", "--shard some");
-    check_rejected(folder, "--plan --ranks 2 --shard all --optimizer fp8lm", "--optimizer fp8lm");
-    require_success(train(folder, "--plan --ranks 1 --shard all --optimizer fp8lm"));
+    check_rejected(folder, "--plan --ranks 2 --optimizer fp8lm", "--optimizer fp8lm");
+    require_success(train(folder, "--plan --ranks 1 --optimizer fp8lm"));
 }

@@ -20,7 +20,7 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         Buffer<double> sums(1 + units), dloss(1);
         dloss.write({loss});
         const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, {}, dloss.get(), sums.get(),
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, dloss.get(), sums.get(),
                               0);
         gpu::gradient_norm(sums.get(), units, 1, clip, correction, state.get(), 0);
         CHECK(sums.intact());
@@ -75,7 +75,7 @@ GPU_TEST_CASE("add_gradients: FP32 sums in the order of the ranks, rounded once"
                     const Floats before = normals(rng, f, N);
                     const Tensor sum(before, f), own(parts[size_t(rank)], f), others(received, f);
                     gpu::add_gradients(sum.codes.get(), assign, own.codes.get(), others.codes.get(), f, N,
-                                       {rank, ranks}, 0);
+                                       rank, ranks, 0);
                     const Floats got = sum.values();
                     int64_t wrong = 0;
                     for (int64_t i = 0; i < N; i++) {

@@ -20,8 +20,6 @@ int gpus() {
 }
 #define GPUS_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(gpus() < 2))
 
-constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
-
 std::vector<int64_t> numbers_of_ranks() {
     std::vector<int64_t> numbers = {2, 3, 4, 8};
     while (numbers.back() > gpus()) numbers.pop_back();
@@ -38,16 +36,14 @@ GPU_TEST_CASE("ranks: processes that share one GPU have the bits of one with as 
                                   "--steps 3 --recipe " + std::string(recipe) + " --model '" +
                                   untied_model(folder, recipe) + "' ";
         require_success(train(folder, flags + "--accumulate 30 --out one"));
-        for (const char* shard : {"none", "optimizer", "all"})
-            for (int ranks : {2, 3}) {
-                const std::string out = shard + std::to_string(ranks);
-                CAPTURE(recipe);
-                CAPTURE(out);
-                require_success(train(folder, flags + "--shard " + shard + " --out " + out + " --ranks " +
-                                                  std::to_string(ranks) + " --accumulate " +
-                                                  std::to_string(30 / ranks)));
-                check_same_tensors(folder.path / "one/step-000003", folder.path / out / "step-000003");
-            }
+        for (int ranks : {2, 3}) {
+            const std::string out = concat(ranks);
+            CAPTURE(recipe);
+            CAPTURE(out);
+            require_success(train(folder, concat(flags, "--out ", out, " --ranks ", ranks, " --accumulate ",
+                                                 30 / ranks)));
+            check_same_tensors(folder.path / "one/step-000003", folder.path / out / "step-000003");
+        }
     }
     unsetenv("COAT_SHARE_GPU");
 }
@@ -66,11 +62,11 @@ GPU_TEST_CASE("ranks: before the first step of delayed scaling, the report count
     };
     const double one = weights("--ranks 1");
     CHECK(one > 0);
-    CHECK(weights("--ranks 2 --shard all") == one);
+    CHECK(weights("--ranks 2") == one);
     unsetenv("COAT_SHARE_GPU");
 }
 
-GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in every recipe and mode") {
+GPUS_TEST_CASE("ranks: the same bits every time, in every recipe and mode") {
     std::vector<Setup> setups;
     for (const char* recipe : RECIPES)
         for (bool tied : {true, false}) setups.push_back(setup_of(recipe, tied ? GPT2 : LLAMA, tied));
@@ -88,10 +84,8 @@ GPUS_TEST_CASE("ranks: --shard none, optimizer and all have the same bits, in ev
             CAPTURE(setup.keep_gradients);
             CAPTURE(setup.accumulate);
             CAPTURE(ranks);
-            const Run none = train_ranks(setup, ranks, Shard::None, 3, make_gpu);
-            for (Shard shard : {Shard::Optimizer, Shard::All})
-                CHECK((train_ranks(setup, ranks, shard, 3, make_gpu) == none));
-            CHECK((train_ranks(setup, ranks, Shard::All, 3, make_gpu) == none));
+            const Run first = train_ranks(setup, ranks, 3, make_gpu);
+            CHECK((train_ranks(setup, ranks, 3, make_gpu) == first));
         }
 }
 
@@ -102,15 +96,13 @@ GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R t
             CAPTURE(ranks);
             Setup setup = setup_of(recipe, LLAMA, false), one = setup;
             setup.accumulate = 5, one.accumulate = 5 * ranks;
-            const Run expected = train_ranks(one, 1, Shard::None, 3, make_gpu);
-            for (Shard shard : SHARDS) {
-                const Run got = train_ranks(setup, ranks, shard, 3, make_gpu);
-                CHECK((got.state == expected.state));
-                CHECK((got.gradients == expected.gradients));
-                CHECK(got.norms == expected.norms);
-                for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
-                    CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
-            }
+            const Run expected = train_ranks(one, 1, 3, make_gpu);
+            const Run got = train_ranks(setup, ranks, 3, make_gpu);
+            CHECK((got.state == expected.state));
+            CHECK((got.gradients == expected.gradients));
+            CHECK(got.norms == expected.norms);
+            for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
+                CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
         }
 }
 
@@ -127,14 +119,12 @@ GPUS_TEST_CASE("ranks: with uneven masks the loss is the mean over the targets o
     for (const char* recipe : {"fp32", "coat"}) {
         Setup setup = setup_of(recipe, LLAMA, false), one = setup;
         setup.accumulate = 5, one.accumulate = 10;
-        const Run expected = train_ranks(one, 1, Shard::None, 3, make_gpu, true);
-        for (Shard shard : SHARDS) {
-            const Run got = train_ranks(setup, 2, shard, 3, make_gpu, true);
-            CHECK((got.state == expected.state));
-            CHECK((got.gradients == expected.gradients));
-            for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
-                CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
-        }
+        const Run expected = train_ranks(one, 1, 3, make_gpu, true);
+        const Run got = train_ranks(setup, 2, 3, make_gpu, true);
+        CHECK((got.state == expected.state));
+        CHECK((got.gradients == expected.gradients));
+        for (size_t i = 0; i < got.losses.size(); i++)  // sums in double
+            CHECK(got.losses[i] == doctest::Approx(expected.losses[i]).epsilon(1e-14));
     }
 }
 
@@ -143,30 +133,29 @@ GPUS_TEST_CASE("ranks: NCCL and the copy engines give the same bits") {
         MESSAGE("NCCL is not installed here, so it is not tested.");
         return;
     }
-    for (Shard shard : SHARDS) {
-        const Setup setup = with_mode(setup_of("coat", GPT2, true), shard == Shard::All ? "gradients" : "");
-        const Run copies = train_ranks(setup, 2, shard, 3, make_gpu);
+    for (const char* mode : {"", "gradients"}) {
+        const Setup setup = with_mode(setup_of("coat", GPT2, true), mode);
+        const Run copies = train_ranks(setup, 2, 3, make_gpu);
         setenv("COAT_NCCL", "libnccl.so.2", 1);
-        const Run nccl = train_ranks(setup, 2, shard, 3, make_gpu);
+        const Run nccl = train_ranks(setup, 2, 3, make_gpu);
         unsetenv("COAT_NCCL");
         CHECK((copies == nccl));
     }
 }
 
 GPUS_TEST_CASE("ranks: a NaN on one GPU skips the step on all") {
-    for (Shard shard : SHARDS)
-        with_ranks(setup_of("coat", LLAMA, false), 2, shard, [&](const Setup& own) {
-            const std::unique_ptr<Model> model = make_gpu(own);
-            const Slice kept_here = kept(own, weight_tensors(own.config).at(0));
-            std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
-            model->read("embedding", w.data());
-            for (int64_t i = 0; i < own.config.C && kept_here.first == 0 && i < kept_here.count; i++)
-                w[size_t(i)] = 0x7FC0;
-            model->write("embedding", w.data());
-            const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
-            if (!model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f}).skipped)
-                throw Error("The step was not skipped.");
-        });
+    with_ranks(setup_of("coat", LLAMA, false), 2, [&](const Setup& own) {
+        const std::unique_ptr<Model> model = make_gpu(own);
+        const Slice kept_here = kept(own, weight_tensors(own.config).at(0));
+        std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
+        model->read("embedding", w.data());
+        for (int64_t i = 0; i < own.config.C && kept_here.first == 0 && i < kept_here.count; i++)
+            w[size_t(i)] = 0x7FC0;
+        model->write("embedding", w.data());
+        const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
+        if (!model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f}).skipped)
+            throw Error("The step was not skipped.");
+    });
 }
 
 GPUS_TEST_CASE("ranks: weights that are loaded are whole on every GPU") {
@@ -178,16 +167,14 @@ GPUS_TEST_CASE("ranks: weights that are loaded are whole on every GPU") {
         trained.step();
         const Snapshot state = snapshot(*trained.model);
         const double expected = trained.model->evaluate(tokens.data(), targets.data());
-        for (Shard shard : SHARDS) {
-            std::vector<double> losses(2);
-            with_ranks(setup, 2, shard, [&](const Setup& own) {
-                const std::unique_ptr<Model> model = make_gpu(own);
-                for (const StateTensor& t : state_tensors(own))
-                    model->write(t.name, state.at(t.name).data() + kept(own, t).first * t.bytes);
-                losses[size_t(own.rank)] = model->evaluate(tokens.data(), targets.data());
-            });
-            CHECK(losses == std::vector<double>(2, expected));
-        }
+        std::vector<double> losses(2);
+        with_ranks(setup, 2, [&](const Setup& own) {
+            const std::unique_ptr<Model> model = make_gpu(own);
+            for (const StateTensor& t : state_tensors(own))
+                model->write(t.name, state.at(t.name).data() + kept(own, t).first * t.bytes);
+            losses[size_t(own.rank)] = model->evaluate(tokens.data(), targets.data());
+        });
+        CHECK(losses == std::vector<double>(2, expected));
     }
 }
 
@@ -200,9 +187,9 @@ GPUS_TEST_CASE("ranks: GPUs evaluate, generate and report as one does") {
         Floats logits;
         QuantReport report;
     };
-    auto look = [&](int64_t ranks, Shard shard) {
+    auto look = [&](int64_t ranks) {
         std::vector<Seen> seen(static_cast<size_t>(ranks));
-        with_ranks(setup, ranks, shard, [&](const Setup& own) {
+        with_ranks(setup, ranks, [&](const Setup& own) {
             const std::unique_ptr<Model> model = make_gpu(own);
             Seen& here = seen[size_t(own.rank)];
             here.loss = model->evaluate(tokens.data(), targets.data());
@@ -213,15 +200,12 @@ GPUS_TEST_CASE("ranks: GPUs evaluate, generate and report as one does") {
         for (const Seen& s : seen) CHECK((s.loss == seen[0].loss && s.logits == seen[0].logits));
         return seen[0];
     };
-    const Seen one = look(1, Shard::None);
-    for (Shard shard : SHARDS) {
-        const Seen two = look(2, shard);
-        CHECK(two.loss == one.loss);
-        CHECK(two.logits == one.logits);
-        for (Kind kind : {Kind::NormInput, Kind::LinearInput, Kind::Weight, Kind::Gradient}) {
-            const QuantStats &a = one.report.kinds[int(kind)], &b = two.report.kinds[int(kind)];
-            CHECK(a.snr_db() == doctest::Approx(b.snr_db()).epsilon(0.01));
-            if (kind != Kind::Weight) CHECK(a.elements == b.elements);  // gathered once where used twice
-        }
+    const Seen one = look(1), two = look(2);
+    CHECK(two.loss == one.loss);
+    CHECK(two.logits == one.logits);
+    for (Kind kind : {Kind::NormInput, Kind::LinearInput, Kind::Weight, Kind::Gradient}) {
+        const QuantStats &a = one.report.kinds[int(kind)], &b = two.report.kinds[int(kind)];
+        CHECK(a.snr_db() == doctest::Approx(b.snr_db()).epsilon(0.01));
+        if (kind != Kind::Weight) CHECK(a.elements == b.elements);  // gathered once where used twice
     }
 }

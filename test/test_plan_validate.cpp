@@ -92,16 +92,12 @@ TEST_CASE("validate: a weight of a linear layer that one kernel launch cannot re
     s.config.F = 32752;  // gate_up has 16 rows fewer than 65,536
     CHECK_NOTHROW(validate(s));
     s.config.F = 32768;
-    for (int64_t ranks : {1, 2})
-        for (Shard shard : {Shard::None, Shard::Optimizer}) {
-            s.ranks = ranks, s.shard = shard;
-            check_error([&] { validate(s); }, "llama-2-7b has 1073741824 elements in layers.0.gate_up",
-                        "--shard all with at least --ranks 2");
-        }
-    s.shard = Shard::All;  // a rank keeps half of it
+    check_error([&] { validate(s); }, "llama-2-7b has 1073741824 elements in layers.0.gate_up",
+                "at least --ranks 2");
+    s.ranks = 2;  // a rank keeps half of it
     CHECK_NOTHROW(validate(s));
     s.config.F = 1 << 16;
-    check_error([&] { validate(s); }, "2147483648", "--shard all with at least --ranks 3");
+    check_error([&] { validate(s); }, "2147483648", "at least --ranks 3");
     s.recipe = find_row(recipes(), "fp32", "");  // needs no amax of weights
     CHECK_NOTHROW(validate(s));
 }

@@ -11,7 +11,6 @@ using namespace coat::test::several_ranks;
 
 namespace {
 
-constexpr Shard SHARDS[] = {Shard::None, Shard::Optimizer, Shard::All};
 
 // Matrices have 1/2, 1, 3/8 and 3/4 units beyond whole ones: no number of ranks divides them all.
 Setup setup_of(const std::string& recipe, const Architecture& arch, bool tied, int64_t accumulate = 1) {
@@ -42,28 +41,6 @@ TEST_CASE("ranks: slices are whole shard units, in order, and together the whole
         }
 }
 
-TEST_CASE("ranks: --shard none, optimizer and all have the same bits") {
-    std::vector<Setup> setups = {setup_of("fp32", LLAMA, true),     setup_of("fp32", GPT2, false, 2),
-                                 setup_of("bf16", GPT2, true, 2),   setup_of("coat", LLAMA, false),
-                                 setup_of("coat", LLAMA, true, 2),  setup_of("te", LLAMA, true, 2),
-                                 setup_of("coat", QWEN2, false, 2),
-                                 with_mode(setup_of("coat", GPT2, true), "master")};
-    for (const char* recipe : {"fp32", "te", "coat"})
-        setups.push_back(with_mode(setup_of(recipe, LLAMA, true), "gradients"));
-    setups.push_back(with_mode(setup_of("coat", LLAMA, false), "lean"));
-    for (const Setup& setup : setups)
-        for (int64_t ranks : quick() ? std::vector<int64_t>{3} : std::vector<int64_t>{1, 2, 3, 4}) {
-            CAPTURE(setup.recipe.name);
-            CAPTURE(setup.config.name);
-            CAPTURE(setup.accumulate);
-            CAPTURE(setup.keep_gradients);
-            CAPTURE(ranks);
-            const Run none = train_ranks(setup, ranks, Shard::None, 3);
-            for (Shard shard : {Shard::Optimizer, Shard::All})
-                CHECK((train_ranks(setup, ranks, shard, 3) == none));
-        }
-}
-
 TEST_CASE("ranks: where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
     const int64_t most = quick() ? 2 : 4;
     for (const auto& [recipe, arch, each] : {std::tuple{"fp32", LLAMA, int64_t(1)}, {"fp32", GPT2, 2},
@@ -73,15 +50,15 @@ TEST_CASE("ranks: where sums are FP32, R ranks have the bits of one rank with R 
             CAPTURE(ranks);
             const Setup setup = setup_of(recipe, arch, false, each);
             REQUIRE(gradient_format(setup) == Format::F32);
-            const Run one = train_ranks(setup_of(recipe, arch, false, each * ranks), 1, Shard::None, 3);
-            for (Shard shard : SHARDS) CHECK((train_ranks(setup, ranks, shard, 3) == one));
+            const Run one = train_ranks(setup_of(recipe, arch, false, each * ranks), 1, 3);
+            CHECK((train_ranks(setup, ranks, 3) == one));
         }
 }
 
 TEST_CASE("ranks: if the head is the embedding, its FP32 sums differ from one rank's, by rounding alone") {
     const Setup setup = setup_of("fp32", LLAMA, true, 2);
-    const Run two = train_ranks(setup, 2, Shard::All, 1),
-              one = train_ranks(setup_of("fp32", LLAMA, true, 4), 1, Shard::None, 1);
+    const Run two = train_ranks(setup, 2, 1),
+              one = train_ranks(setup_of("fp32", LLAMA, true, 4), 1, 1);
     CHECK(two.losses == one.losses);
     for (const auto& [name, bytes] : one.gradients) {
         CAPTURE(name);
@@ -103,9 +80,9 @@ TEST_CASE("ranks: if the head is the embedding, its FP32 sums differ from one ra
 TEST_CASE("ranks: with uneven masks the loss is the mean over the targets of all ranks") {
     for (const auto& [recipe, each] : {std::pair{"fp32", int64_t(2)}, {"coat", 5}}) {
         const Setup setup = setup_of(recipe, LLAMA, false, each);
-        const Run one = train_ranks(setup_of(recipe, LLAMA, false, each * 2), 1, Shard::None, 3,
+        const Run one = train_ranks(setup_of(recipe, LLAMA, false, each * 2), 1, 3,
                                     make_reference, true);
-        for (Shard shard : SHARDS) CHECK((train_ranks(setup, 2, shard, 3, make_reference, true) == one));
+        CHECK((train_ranks(setup, 2, 3, make_reference, true) == one));
     }
 }
 
@@ -114,8 +91,8 @@ TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one
         CAPTURE(recipe);
         const Setup setup = setup_of(recipe, LLAMA, false);
         REQUIRE(gradient_format(setup) == Format::BF16);
-        const Run four = train_ranks(setup, 4, Shard::All, 1),
-                  one = train_ranks(setup_of(recipe, LLAMA, false, 4), 1, Shard::None, 1);
+        const Run four = train_ranks(setup, 4, 1),
+                  one = train_ranks(setup_of(recipe, LLAMA, false, 4), 1, 1);
         CHECK(four.losses == one.losses);  // sums in double
         // The gradients of each micro-batch alone: four times as large.
         std::vector<Snapshot> parts;
@@ -147,9 +124,8 @@ TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one
 }
 
 TEST_CASE("ranks: a NaN on one rank skips the step on all") {
-    for (Shard shard : SHARDS)
-        for (const char* mode : {"", "gradients"})
-            with_ranks(with_mode(setup_of("coat", LLAMA, false), mode), 3, shard, [&](const Setup& own) {
+    for (const char* mode : {"", "gradients"})
+        with_ranks(with_mode(setup_of("coat", LLAMA, false), mode), 3, [&](const Setup& own) {
                 const std::unique_ptr<Model> model = make_reference(own);
                 // The first row of the embedding is NaN. Only the tokens of rank 1 have token 0.
                 const StateTensor embedding = weight_tensors(own.config).at(0);
@@ -172,17 +148,21 @@ TEST_CASE("ranks: a NaN on one rank skips the step on all") {
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const Setup setup = setup_of("te", LLAMA, false);
     std::vector<Snapshot> states(3);
-    with_ranks(setup, 3, Shard::None, [&](const Setup& own) {
+    with_ranks(setup, 3, [&](const Setup& own) {
         const std::unique_ptr<Model> model = make_reference(own);
         RankTraining(*model).step();
-        states[size_t(own.rank)] = snapshot(*model);
+        for (const StateTensor& t : scaling_tensors(own.config, own.recipe)) {  // every rank has all of them
+            auto& bytes = states[size_t(own.rank)][t.name];
+            bytes.resize(size_t(t.total_bytes()));
+            model->read(t.name, bytes.data());
+        }
     });
     CHECK((states[1] == states[0]));
     CHECK((states[2] == states[0]));
     // X and W of the first layer do not depend on scales. One rank sees all micro-batches, too.
     Setup all = setup;
     all.accumulate = 3;
-    const Run one = train_ranks(all, 1, Shard::None, 1);
+    const Run one = train_ranks(all, 1, 1);
     for (const StateTensor& t : scaling_tensors(setup.config, setup.recipe))
         if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, OPERAND_NAMES[2])) {
             CAPTURE(t.name);
@@ -194,9 +174,5 @@ TEST_CASE("ranks: moments with one scale per tensor cannot be shared out") {
     Setup setup = setup_of("bf16", LLAMA, true);
     setup.optimizer = find_row(optimizers(), "fp8lm", "");
     setup.ranks = 2;
-    CHECK_NOTHROW(validate(setup));
-    for (Shard shard : {Shard::Optimizer, Shard::All}) {
-        setup.shard = shard;
-        check_error([&] { validate(setup); }, "--optimizer fp8lm", "--shard");
-    }
+    check_error([&] { validate(setup); }, "--optimizer fp8lm", "use one rank");
 }

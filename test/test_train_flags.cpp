@@ -25,7 +25,7 @@ TEST_CASE("train: --help lists every flag, its default and the tables") {
               "seq",          "accumulate",   "steps",     "lr",        "warmup",     "schedule",
               "weight-decay", "clip",         "seed",      "out",       "save-every", "resume",
               "eval-every",   "sample-every", "prompt",    "log",       "plan",       "help",
-              "ranks",        "shard",        "temperature"})
+              "ranks",        "temperature"})
             CHECK_MESSAGE(contains(ended.out, "\n  --" + std::string(name) + " "), name);
         for (const ModelConfig& c : models()) CHECK(contains(ended.out, "\n  " + c.name));
         for (const Recipe& r : recipes()) CHECK(contains(ended.out, "\n  " + std::string(r.name)));

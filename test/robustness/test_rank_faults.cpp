@@ -46,7 +46,7 @@ struct Clock {
 };
 
 const std::string RUN =
-    TINY + "--ranks 3 --shard all --schedule constant --eval-every 0 --save-every 2 --out out ";
+    TINY + "--ranks 3 --schedule constant --eval-every 0 --save-every 2 --out out ";
 
 int64_t last_step(const Folder& folder) { return read_loop_state(find_checkpoint(folder / "out")).step; }
 
@@ -123,7 +123,7 @@ TEST_CASE("ranks: flags that are wrong on all ranks give one sentence, and no fi
                                      {"--data text --bacth 2", "--batch"},
                                      {"--data text --seq 4096", "--seq 4096"},
                                      {"--data text --resume nowhere", "nowhere"},
-                                     {"--data text --optimizer fp8lm --shard all", "--optimizer fp8lm"}}) {
+                                     {"--data text --optimizer fp8lm", "--optimizer fp8lm"}}) {
         const Clock clock;
         check_rejected(folder, "--device cpu --steps 2 --ranks 2 " + flags, who);
         CHECK(clock.seconds() < 20);
@@ -150,7 +150,6 @@ TEST_CASE("ranks: a rank that is started by hand with other flags, other data or
                       good = base + "--data text ";
     const std::pair<std::string, std::string> cases[] = {
         {good + "--lr 1", "Rank 1 was started with --lr \"1\", but rank 0 with \"3e-3\""},
-        {good + "--shard all", "--shard \"all\", but rank 0 with \"none\""},
         {good + "--bacth 4", "Rank 1: --bacth is not a flag"},
         {TINY + "--steps 3 --out ''", "--steps \"3\""}};
     for (const auto& [flags, says] : cases) {
@@ -173,7 +172,7 @@ TEST_CASE("ranks: a rank that is started by hand with other flags, other data or
 TEST_CASE("ranks: started by hand, two ranks train like two of --ranks") {
     RunFolder folder;
     const int port = free_port();
-    const std::string flags = TINY + "--steps 3 --shard optimizer ";
+    const std::string flags = TINY + "--steps 3 ";
     require_success(
         shell(folder, rank_by_hand(0, 2, port, flags) + rank_by_hand(1, 2, port, flags) + WAIT_FOR_TWO));
     CHECK(read_file(folder.path / "out1") == "");  // rank 0 alone prints
