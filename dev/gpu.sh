@@ -6,6 +6,10 @@
 #   dev/gpu.sh sanitize [PATTERN]   each kernel test, except the long ones, under compute-sanitizer's
 #                                   racecheck, memcheck and initcheck; four tests at a time on each GPU (all,
 #                                   or GPUS=0,1). The results go to sanitize.txt, one line each
+#   dev/gpu.sh races                racecheck on the tests of attention: to be run after every change of its
+#                                   kernels. A wait that is missing for a copy, or for another warpgroup, seldom
+#                                   changes a value in a normal run. Racecheck reports those in shared memory;
+#                                   others may give wrong values in its slower timing
 # Logs go to the folder $OUT, or to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -42,30 +46,33 @@ sanitize_one() {  # slot, logs, tool, test
     IFS=, read -ra gpus <<< "$GPUS"
     CUDA_VISIBLE_DEVICES=${gpus[$1 % ${#gpus[@]}]} COAT_QUICK=1 timeout "${SANITIZE_SECONDS:-500}" \
         compute-sanitizer --tool "$3" --error-exitcode 1 build/tests --test-case="${4//,/?}" > "$log" 2>&1 &&
-        grep -aq ' 1 passed' "$log"
+        grep -aq ' 1 passed' "$log" && ! grep -aq 'SUMMARY: [1-9]' "$log"
     echo "$? $3, $((SECONDS - begun)) s, $4: $(tail -n 1 "$log")"
 }
-sanitize() {  # pattern
+sanitize() {  # tools, source files, pattern (in place of these files)
     export -f sanitize_one
     export GPUS=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
-    local tool test chosen='--source-file=*test_coat_*.cu,*test_adamw*.cu,*test_parameters.cu,*test_gradients.cu,*test_layers*.cu,*test_attention*.cu,*test_other_scaling.cu,*test_report.cu' commas=${GPUS//[^,]/}
-    [ -z "$1" ] || chosen=--test-case=$1
+    local tool test chosen=--source-file=$2 commas=${GPUS//[^,]/}
+    [ -z "$3" ] || chosen=--test-case=$3
     build/tests --list-test-cases --no-skip "$chosen" --test-case-exclude='gpu: long *' |
         grep '^gpu: ' > "$logs/names.txt"
-    [ -s "$logs/names.txt" ] || { echo "No kernel test has a name that matches $1."; exit 1; }
-    for tool in racecheck memcheck initcheck; do
+    [ -s "$logs/names.txt" ] || { echo "No kernel test matches $chosen."; exit 1; }
+    for tool in $1; do
         while read -r test; do printf '%s\0%s\0%s\0' "$logs" "$tool" "$test"; done < "$logs/names.txt"
     done | xargs -r -0 -n 3 -P $(((${#commas} + 1) * 4)) --process-slot-var=SLOT \
         bash -c 'sanitize_one "$SLOT" "$@"' queue | tee "$logs/sanitize.txt"
-    for tool in racecheck memcheck initcheck; do
+    for tool in $1; do
         note "$tool: $(grep -c "^0 $tool" "$logs/sanitize.txt") of $(wc -l < "$logs/names.txt") tests clean"
     done
     failed=$(grep -vc '^0 ' "$logs/sanitize.txt" || true)
 }
 
+kernels='*test_coat_*.cu,*test_adamw*.cu,*test_parameters.cu,*test_gradients.cu,*test_layers*.cu'
+kernels+=',*test_attention*.cu,*test_other_scaling.cu,*test_report.cu'
 case ${1:-gpu} in
     all) run tests make test ;;
-    sanitize) sanitize "${2:-}" ;;
+    sanitize) sanitize 'racecheck memcheck initcheck' "$kernels" "${2:-}" ;;
+    races) sanitize racecheck '*test_attention*.cu' '' ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac

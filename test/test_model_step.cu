@@ -267,6 +267,40 @@ GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and 
             }
 }
 
+// The first step moves a weight by the learning rate times g / (|g| + eps), so by at most the learning rate.
+// Weight decay moves it further, and with a factor of 8 by far more than rounding does.
+GPU_TEST_CASE("step: weight decay acts on matrices, not on norm weights and biases") {
+    for (const char* recipe : {"fp32", "coat"})
+        for (const Architecture& arch : {LLAMA, GPT2, QWEN2}) {
+            Training t = training_on(make_gpu, setup_of(recipe, arch));
+            t.adamw.weight_decay = 8;
+            auto masters = [&](const Param& p) {
+                const auto weights = read_as<uint16_t>(*t.model, p.name, p.size());
+                const auto remainders = read_as<int16_t>(*t.model, p.name + ".remainder", p.size());
+                Floats x;
+                for (size_t i = 0; i < weights.size(); i++)
+                    x.push_back(reference::join_master(weights[i], remainders[i]));
+                return x;
+            };
+            std::vector<Floats> before;
+            const std::vector<Param> params = parameters(t.model->setup().config);
+            for (const Param& p : params) {  // norm weights and biases of 1: decay would move all of them
+                const std::vector<uint16_t> ones(size_t(p.size()), reference::to_bf16(1));
+                if (!p.role.decay) t.model->write(p.name, ones.data());
+                before.push_back(masters(p));
+            }
+            CHECK(!t.step().skipped);
+            for (size_t i = 0; i < params.size(); i++) {
+                const Floats after = masters(params[i]);
+                float furthest = 0;
+                for (size_t e = 0; e < after.size(); e++)
+                    furthest = std::max(furthest, std::fabs(after[e] - before[i][e]) / t.adamw.lr);
+                INFO(t.model->setup().config.name, " ", recipe, " ", params[i].name, ": ", furthest);
+                CHECK((furthest > 1.01f) == params[i].role.decay);
+            }
+        }
+}
+
 GPU_TEST_CASE("evaluate: gives the loss of a step's forward pass and changes nothing") {
     for (const Architecture& arch : {LLAMA, GPT2})
         for (const char* recipe : RECIPES) {
