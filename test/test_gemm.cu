@@ -172,9 +172,9 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
         }
 }
 
-// All terms lie between 1 and 3.1 and have four binary places. So 128 of them, after which a GEMM without fast
-// accumulation adds to an FP32 sum, are exact in the 14 bits of Hopper's tensor cores; the sum over all K terms
-// is not, and with fast accumulation it loses some percent.
+// All terms lie between 1 and 3.1 and have four binary places. So the sum of 128 of them is exact in the 14
+// bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all K
+// terms is not exact in 14 bits: with fast accumulation it loses some percent.
 GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation, at a large K") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);
