@@ -39,7 +39,7 @@ namespace coat::gpu {
 // scale = amax / 448 of the group, code = E4M3(x / scale).
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
 // costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) finds the amax,
-// rounds the scale up to BF16 and writes codes and scale.
+// rounds the scale to BF16 and writes codes and scale.
 //
 // In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
 // of the activation's output beforehand (linear layers that are not FP8, or are not scaled per tensor just in

@@ -87,7 +87,6 @@ uint16_t to_bf16(float x) {
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return uint16_t(bits >> 16 | 0x40u);  // NaN stays NaN
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
-uint16_t to_bf16_up(float x) { return uint16_t((bits_as<uint32_t>(x) + 0xFFFFu) >> 16); }
 float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
 float round_to(Format f, float x) {  // f: FP32 or BF16
     return f == Format::BF16 ? from_bf16(to_bf16(x)) : x;
@@ -128,15 +127,16 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
-// A scale is rounded up if it is stored in BF16 or is to be a power of two: then no value saturates. If amax
-// is not finite, the scale of a block is NaN, and so is every value that is decoded with it. A whole tensor
-// needs no NaN: the step checks its amax and is skipped. Its scale is then not used; it is set to 1.
+// A scale that is to be a power of two is rounded up. One that is stored in BF16 is rounded to the nearest:
+// amax / s is then at most 449.75 in E4M3, which still rounds to 448. So no value saturates. If amax is not
+// finite, the scale of a block is NaN, and so is every value that is decoded with it. A whole tensor needs no
+// NaN: the step checks its amax and is skipped. Its scale is then not used; it is set to 1.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
     if (q.gemm_in_bf16()) return std::exp2(std::ceil(std::log2(double(s))));
-    return q.scale_format == Format::BF16 ? from_bf16(to_bf16_up(s)) : s;
+    return round_to(q.scale_format, s);
 }
 
 // The largest |x| of a group; infinity if one is NaN. It is found by the bits of |x|, which have the order of

@@ -11,7 +11,6 @@ namespace coat::reference {
 uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, so that no cast makes an infinity
 float decode(Format f, uint16_t code);
 uint16_t to_bf16(float x);     // overflows to infinity
-uint16_t to_bf16_up(float x);  // smallest BF16 >= x, x >= 0: how a scale is stored, so that no code saturates
 float from_bf16(uint16_t bits);
 float round_to(Format f, float x);  // x rounded to F32 or BF16
 

@@ -190,9 +190,6 @@ inline __device__ float divide_by_448(float amax) {
 inline __device__ float quantize_and_decode(bool e5m2, float x, float scale) {
     return decode2(e5m2, encode2(e5m2, __fmul_rn(x, __frcp_rn(scale)), 0)).x * scale;
 }
-inline __device__ float round_up_to_bf16(float x) {
-    return __uint_as_float((__float_as_uint(x) + 0xFFFFu) & 0xFFFF0000u);
-}
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -308,15 +305,16 @@ struct Groups {
     __device__ void values(const Raw& r, Values& v) const {
         decode(false, r.codes, __uint_as_float(uint32_t(r.scale) << 16), v);
     }
-    // The scale of the group that these lanes hold. It is rounded up to BF16 before it is used, so that no
-    // code saturates. A group with NaN or infinity gets the scale NaN: a code would hide what is not finite.
+    // The scale of the group that these lanes hold. It is rounded to BF16 before it is used: amax / scale is
+    // then at most 449.75, which still rounds to 448. A group with NaN or infinity gets the scale NaN: a code
+    // would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
         float amax = 0;
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) amax = larger_magnitude(amax, v[j]);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
-        return amax > 0 ? round_up_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
+        return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
     // 1 / scale with the bits of a division: a BF16 scale has 8 bits, so the remainder is exact.
     static __device__ float inverse_of(float scale) {

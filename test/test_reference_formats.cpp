@@ -80,12 +80,6 @@ bool rounds_to_bf16(uint32_t bits) {
     return got == (not_finite(bits) ? bits >> 16 : nearest_bf16(bits, true));
 }
 
-bool rounds_up_to_bf16(uint32_t bits) {  // x >= 0
-    const float x = float_of(bits);
-    const uint16_t got = to_bf16_up(x);
-    return from_bf16(got) >= x && (got == 0 || from_bf16(uint16_t(got - 1)) < x);
-}
-
 bool splits_exactly(uint32_t bits) {
     uint16_t weight;
     int16_t remainder;
@@ -235,17 +229,6 @@ TEST_CASE("to_bf16: rounds to nearest even; overflows to infinity; NaN stays NaN
     for (uint32_t nan = 0x7F800001; nan < 0x7F810002;
          nan++)  // a NaN whose payload is only in the lower half
         if (!std::isnan(from_bf16(to_bf16(float_of(nan))))) FAIL("NaN " << nan << " is no NaN any more");
-}
-
-TEST_CASE("to_bf16_up: gives the smallest BF16 value that is not below the scale") {
-    FRESH_RANDOM(rng);
-    const uint32_t infinity = 0x7F800000;
-    over_all_floats(uint32_t(rng.bits()), count(10'000'000, 500'000),
-                    [=](uint32_t bits) { return rounds_up_to_bf16((bits & 0x7FFFFFFF) % (infinity + 1)); });
-    for (uint32_t upper = 0; upper <= 0x7F80; upper++)
-        for (uint32_t lower : {0u, 1u, 0x7FFFu, 0x8000u, 0xFFFFu})
-            if ((upper << 16 | lower) <= infinity && !rounds_up_to_bf16(upper << 16 | lower))
-                FAIL("bits " << (upper << 16 | lower));
 }
 
 TEST_CASE("round_to: is the identity for FP32 and rounds to BF16") {

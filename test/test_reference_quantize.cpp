@@ -65,7 +65,7 @@ std::vector<float> amax_of_blocks(const Quant& q, int64_t rows, int64_t cols, co
 
 }  // namespace
 
-TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is a power of two") {
+TEST_CASE("scale_of: is amax / FMAX, rounded to the nearest BF16, or up to a power of two") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants())
         for (int64_t i = 0; i < count(20000, 1000); i++) {
@@ -75,10 +75,10 @@ TEST_CASE("scale_of: is amax / FMAX, rounded up where it is stored in BF16 or is
             int exponent;
             const bool mx = q.granularity == PER_1x32 && q.scale_format == Format::F32;
             if (mx) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
-            else if (q.scale_format == Format::F32) REQUIRE(s == exact);
-            else REQUIRE((s >= exact && s <= exact * (1 + 0x1p-7f) && from_bf16(to_bf16(s)) == s));
+            else REQUIRE(s == round_to(q.scale_format, exact));
             REQUIRE(std::isfinite(1 / s));
-            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-23));  // never saturates
+            // Never saturates: the next code would begin at 1 + 1/28 of FMAX, in E5M2 at 1 + 1/14.
+            REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-8));
         }
 }
 
@@ -179,6 +179,18 @@ TEST_CASE("quantize: statistics count saturated and flushed elements, and add up
     });
 }
 
+TEST_CASE("quantize: a BF16 scale below amax / 448 does not saturate the largest value, nor count it") {
+    // 449.75 / 448 lies half-way between two values of BF16; the nearest with an even mantissa is 1.
+    const std::vector<float> x(16, 449.75f), y(16, 450.0f);
+    QuantStats stats;
+    const Quantized lower = quantize(x.data(), 1, 16, Q_GROUP, &stats);
+    CHECK(lower.scale(0, 0) == 1.0f);
+    CHECK(lower.value(0, 0) == 448.0f);
+    CHECK(quantize(y.data(), 1, 16, Q_GROUP, &stats).scale(0, 0) == 1 + 0x1p-7f);
+    CHECK(stats.elements == 32);
+    CHECK(stats.saturated == 0);
+}
+
 TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants()) {
@@ -219,7 +231,7 @@ TEST_CASE("quantize: -x gives the opposite codes, and x times a power of two the
 
 TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // With an FP32 scale the largest code of a block is FMAX, so quantizing again gives the same scale up to
-    // rounding. A scale that is rounded up leaves the largest code below FMAX; quantizing again may give
+    // rounding. A larger scale than that leaves the largest code below FMAX; quantizing again may give
     // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
