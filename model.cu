@@ -641,7 +641,7 @@ private:
     // (plan.h, head_sum_apart).
     void head_and_loss(bool backward) {
         const View dy = compute_view(Work::Branch, config_.C), gradient = state_.gradient(head_weight_);
-        const bool in_fp32 = head_sum_apart(gradient.quant.format, N_);
+        const bool in_fp32 = head_sum_apart(setup_);
         const View wide{device_.work(Work::HeadGradient), nullptr, gradient.rows, gradient.cols, Q_F32},
             sum = in_fp32 ? wide : gradient;
         const int32_t* const targets = device_.work<int32_t>(Work::Targets);

@@ -249,6 +249,8 @@ struct Setup {
     ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
 
+inline int64_t micro_batches(const Setup& s) { return s.accumulate * s.ranks; }  // of a step, on all ranks
+
 // The elements of a parameter that a rank owns: all ranks send it their gradients of these, it adds them, and
 // it alone has their master weights and moments and updates them. They are whole shard units, so that no
 // group of moments is cut and so that sums over shard units are the same for any number of ranks. A parameter

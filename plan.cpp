@@ -129,7 +129,7 @@ void validate(const Setup& s) {
                     ", of which a rank can keep at most ", MAX_ELEMENTS,
                     "; use at least --ranks ", ranks, ".");
     constexpr int64_t MOST_MICRO_BATCHES = 1 << 20;  // of --accumulate: one rank must be able to resume
-    if (s.accumulate * s.ranks > MOST_MICRO_BATCHES)
+    if (micro_batches(s) > MOST_MICRO_BATCHES)
         throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ",
                     MOST_MICRO_BATCHES, " micro-batches a step; use a smaller --accumulate.");
     if (!s.keep_gradients && s.accumulate > 1)
@@ -564,7 +564,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
          {{HEAD, "final norm's output, a piece of it"}}},
         {W(Logits), std::min(N, HEAD_TOKENS) * V * compute,
          {{HEAD, "logits of that piece, then their gradients"}}},
-        {W(HeadGradient), head_sum_apart(gradient_format(s), N) ? V * C * 4 : 0,
+        {W(HeadGradient), head_sum_apart(s) ? V * C * 4 : 0,
          {{HEAD, "gradient of the head's weight, summed in FP32"}}},
         {W(GradientOperand), gradient ? either_way(q.g, N, gradient_cols) : 0,
          {{residual_gradients, "operand g: gradient of the residual stream"},

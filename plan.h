@@ -187,10 +187,12 @@ bool gate_up_gradient_in_place(const Setup& s);
 // Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
 // input before it is quantized in groups, unless the forward pass reads it (coat-saved).
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
-// The head's gradient is a sum over pieces of HEAD_TOKENS. It is summed in FP32 if BF16 would be rounded more
-// than four times.
-inline bool head_sum_apart(Format gradient, int64_t tokens) {
-    return gradient == Format::BF16 && tokens > 4 * HEAD_TOKENS;
+// A micro-batch adds to the head's gradient once for each piece of HEAD_TOKENS; a tied embedding adds once
+// more. If these additions would round a BF16 sum more than four times in a step, the pieces of a micro-batch
+// are added in FP32, and their sum is rounded once. One piece is one rounding either way.
+inline bool head_sum_apart(const Setup& s) {
+    const int64_t pieces = ceil_div(s.B * s.T, HEAD_TOKENS), additions = pieces + s.config.tied;
+    return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
 }
 
 // Why the GPU kernels do not support these moments, or this recipe on this GPU (capability 90 is 9.0): one

@@ -238,7 +238,7 @@ GPU_TEST_CASE("step: tokens that are no multiple of 16 make linear layers fall b
 GPU_TEST_CASE("step: batches cut into chunks for the head and the feed-forward input") {
     constexpr int64_t B = 262, T = 64;
     static_assert(B * T > GATE_UP_TOKENS && B * T % HEAD_TOKENS != 0);
-    REQUIRE(head_sum_apart(Format::BF16, B * T));
+    REQUIRE(head_sum_apart(setup_of("bf16", LLAMA, false, B, T)));
     for (const char* recipe : {"bf16", "coat"}) check_step(setup_of(recipe, LLAMA, false, B, T));
     Setup accumulating = setup_of("coat", LLAMA, true, B, T);
     accumulating.accumulate = 2;

@@ -218,6 +218,30 @@ TEST_CASE("buffer plan: names every buffer of a GPU, and buffers that a phase us
                 }
 }
 
+TEST_CASE("gpu_layout: the head's gradient is summed in FP32 where BF16 would be rounded more than four times") {
+    struct {
+        int64_t batch, accumulate, ranks;
+        bool tied, in_fp32;
+    } const cases[] = {
+        {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
+        {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
+        {4, 2, 1, false, false}, {4, 3, 1, false, true},   {4, 4, 1, false, true},
+        {4, 1, 2, false, false}, {4, 1, 4, false, true},   {2, 4, 1, false, false},
+        {4, 5, 1, false, false},  // all gradients are FP32
+    };
+    for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
+        CAPTURE(batch);
+        CAPTURE(accumulate);
+        CAPTURE(ranks);
+        CAPTURE(tied);
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "bf16", ""), optimizers()[0], batch,
+                2048};
+        s.config.tied = tied, s.accumulate = accumulate, s.ranks = ranks;
+        const int64_t bytes = gpu_layout(s, {}).work[int(Work::HeadGradient)].bytes;
+        CHECK(bytes == (in_fp32 ? s.config.padded_V() * s.config.C * 4 : 0));
+    }
+}
+
 TEST_CASE("train: --plan full also prints the buffers, and --plan does not") {
     Folder folder;
     for (const char* flags : {"--plan full", "--plan=full", "--recipe bf16 --plan full --batch 2"}) {
