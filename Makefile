@@ -71,16 +71,9 @@ $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-# Programs that dev/run.py runs for dev/RESULTS.md; those that need a GPU are .cu files.
+# Programs that dev/results.py runs for dev/RESULTS.md.
 $(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-$(patsubst dev/evidence/%.cu,$(O)/evidence_%,$(wildcard dev/evidence/*.cu)): $(O)/evidence_%: $(O)/dev/evidence/%.cu.o $(OBJECTS)
-	$(LINK) -o $@ $^ $(LIBRARIES)
-# CUPTI comes with the toolkit, in its own folder or beside the other libraries.
-CUPTI := $(firstword $(wildcard $(foreach dir,extras/CUPTI/lib64 extras/CUPTI/lib lib64 lib,$(CUDA)/$(dir)/libcupti.so*)))
-$(O)/libtrace.so: dev/trace.cpp
-	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -fPIC -shared -I$(CUDA)/extras/CUPTI/include -I$(CUDA)/include -o $@ $< $(CUPTI) -Wl,-rpath=$(dir $(CUPTI))
 bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg; fi  # --only has no whole step

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times training steps of a Llama in PyTorch, for comparison with ./train. Needs a GPU and PyTorch.
 
-    python3 dev/run.py peers                       ./train and this program in turn: dev/results/peers.json
+    python3 dev/results.py peers                   ./train and this program in turn
     python3 dev/peers.py llama-2-7b fp8 8          one of its runs: model, recipe (bf16 or fp8), batch
     torchrun --nproc_per_node 2 dev/peers.py llama-2-7b fsdp 6      several GPUs, with FSDP2
 
@@ -11,8 +11,8 @@ computes the linear layers of the blocks with torch._scaled_mm and just-in-time 
 fast accumulation in the forward pass, E5M2 gradients and exact accumulation in the backward pass. Tokens are
 random.
 
-`fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed in
-FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.
+`fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed
+in FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.
 """
 import json
 import os

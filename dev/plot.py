@@ -3,7 +3,7 @@
 
     python3 dev/plot.py loss fp32.jsonl coat.jsonl > loss.svg     loss curves, from logs of ./train --log
     python3 dev/plot.py bench build/bench.json > bench.svg        every operator of a step, from make bench
-    python3 dev/run.py page                                       renews the figures of dev/results
+    python3 dev/results.py page                                   renews the figures of dev/RESULTS.md
 
 A curve of `loss` is named after its run's recipe, or as given: NAME=fp32.jsonl.
 """
@@ -12,8 +12,6 @@ import math
 import os
 import statistics
 import sys
-
-import tables
 
 COLORS = ["#0b6bcb", "#d1495b", "#2e8b57", "#b7791f", "#6b4fbb", "#4a5568"]
 DARK, TEXT, LIGHT, LINE, REST = "#1a202c", "#3b4252", "#718096", "#e8ecf1", "#cbd5e0"
@@ -172,13 +170,6 @@ def loss(runs):
     return picture(860, 480, panel.parts)
 
 
-def loss_of_group(group, names):
-    rows = tables.load(group)["rows"]
-    return loss([{
-        "name": name, "train": dict(enumerate(rows[name]["train"], 1)),
-        "validation": dict(rows[name]["validation"])} for name in names])
-
-
 # ------------------------------------------------------------------------------------------------------------
 # The bench: a panel per model, a bar per operator
 
@@ -253,9 +244,15 @@ def read_bench(path):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The paper's figures
+# The figures of dev/RESULTS.md
 
-def moments(name, result):
+# norm, activation function, RoPE, attention, linear, total; arXiv 2410.19313
+PAPER_TABLE_2 = {"paper: BF16": (4, 8, 2, 3, 5.66, 22.66), "paper: TE": (2, 8, 2, 3, 3.33, 18.33),
+                 "paper: COAT": (1, 4, 2, 3, 3.33, 13.33)}
+PAPER_GAP = 0.013  # COAT's training loss above BF16's, OLMo-1B after 22 billion tokens
+
+
+def moments(result):
     """Figure 2: ranges of groups before and after expansion, and k."""
     parts, limit = [], math.log10(448 * 512)
     for column, (moment, title) in enumerate((("m", "First moment"), ("v", "Second moment"))):
@@ -264,7 +261,7 @@ def moments(name, result):
         top, top_k = (110 * max(max(h["counts"]) / sum(h["counts"]) for h in of)
                       for of in ((before, after), (k, )))
         panel = Panel(left, 70, 380, 190, (0, 12), (0, top), f"{title}: dynamic range of groups of 128",
-                      f"% of {r['groups']:,} groups; {tables.MODELS[name]}, step {result['step']}")
+                      f"% of {r['groups']:,} groups; GPT-2 124M, step {result['step']}")
         panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 13, 2)],
                    ticks(0, top, 4))
         panel.histogram(before, COLORS[5], 0.55)
@@ -281,46 +278,13 @@ def moments(name, result):
     return picture(920, 575, parts)
 
 
-def activations(name, result):
-    """Figure 4a: quantization error by granularity."""
-    colors = dict(zip(["linear layers only, per tensor", "per tensor", "1x16", "1x128", "4x4"], COLORS))
-    streams = [s for s in result["streams"] if s["way"] not in ("FP32", "BF16")]  # both are close to zero
-    high, layers = 110 * max(v for s in streams for v in s["noise_to_signal"]), result["layers"]
-    panel = Panel(66, 70, 380, 330, (1, layers), (0, high), "Error of the residual stream after each layer",
-                  f"% of its power, against FP32; {tables.MODELS[name]}, step {result['step']}")
-    panel.axes("layer", named(range(1, layers + 1, max(1, layers // 8))), ticks(0, high, 6))
-    for s in streams:
-        panel.line([(i + 1, 100 * v) for i, v in enumerate(s["noise_to_signal"])],
-                   colors.get(s["way"], COLORS[5]))
-    panel.names([
-        (100 * s["noise_to_signal"][-1], s["way"], colors.get(s["way"], COLORS[5])) for s in streams])
-
-    means = {}
-    for t in result["tensors"]:
-        for granularity, error in t["noise_to_signal"].items():
-            of = means.setdefault(t["tensor"], {})
-            of[granularity] = of.get(granularity, 0) + 100 * error / layers
-    high = 1.05 * max(max(of.values()) for of in means.values())
-    right = Panel(810, 70, 330, 330, (0, high), (0, 1), "Each tensor alone, mean of the layers",
-                  "quantization error, % of its power")
-    right.axes("", named(ticks(0, high, 5)), [])
-    for row, (tensor, of) in enumerate(means.items()):
-        top = right.top + 330 / len(means) * row + 5
-        right.parts.append(text(right.left - 8, top + 24, tensor, 11.5, "end"))
-        right.parts += [bar(right.left, top + 9 * i, right.x(error) - right.left, 8, colors[granularity])
-                        for i, (granularity, error) in enumerate(of.items())]
-    right.parts += legend(right.left, 437, [(granularity, colors[granularity]) for granularity in of], 90)
-    return picture(1170, 460, panel.parts + right.parts)
-
-
 def memory(result):
     """Table 2: saved activations by operator."""
     columns = dict(zip(("norm", "activation function", "RoPE", "attention", "linear"),
                        (COLORS[0], COLORS[1], REST, COLORS[4], COLORS[2])))
-    rows = [(name, values[:-1], values[-1]) for name, *values in tables.PAPER_TABLE_2]
-    rows += [(f"ours: {r['name']}" + (", recompute" if r["recompute"] else ""),
-              [r["U"].get(c, 0) for c in columns], r["total"]) for r in result["rows"]
-             if r["name"].split(",")[0] in ("bf16", "te", "coat")]
+    rows = [(name, values[:-1], values[-1]) for name, values in PAPER_TABLE_2.items()]
+    rows += [(f"ours: {r['name']}", [r["U"].get(c, 0) for c in columns], r["total"])
+             for r in result["rows"]]
     title = "Saved activations of a layer, in units of a BF16 tensor of the hidden size"
     parts = [text(24, 30, title, 14, "start", DARK, "bold"), *legend(280, 53, columns.items(), 136)]
     for row, (name, values, total) in enumerate(rows):
@@ -333,81 +297,60 @@ def memory(result):
     return picture(980, 84 + 27 * len(rows), parts)
 
 
-MILLION_TOKENS = tables.TOKENS_PER_STEP * 1e-6  # per step of the convergence runs
-
-
-def gaps(rows, colors, left, top, width, steps, title, note, dashed=0.0):
-    """Training losses minus that of bf16, from one step to another; `dashed` is a value to compare with."""
-    (first, last), base = steps, rows["bf16"]["train"]
-    length, lines = len(base) // 40, {}
-    for name in colors:
-        both = list(zip(rows[name]["train"], base))[:last]
-        blocks = [(i + length / 2, both[i:i + length]) for i in range(0, len(both) - length + 1, length)]
-        lines[name] = [(step * MILLION_TOKENS, statistics.mean(a - b for a, b in pairs if None not in (a, b)))
-                       for step, pairs in blocks if step >= first]
-    values = [gap for points in lines.values() for _, gap in points] + [0, dashed]
-    panel = Panel(left, top, width, 350, (first * MILLION_TOKENS, last * MILLION_TOKENS),
-                  (min(values) - 0.001, max(values) + 0.001), title, f"means of {length} steps{note}")
-    panel.axes("million tokens", named(ticks(*panel.x_range, 5)), ticks(*panel.y_range, 7))
-    if dashed:
-        panel.line([(x, dashed) for x in panel.x_range], LIGHT, dash="5 4", dots=False)
-    panel.line([(x, 0) for x in panel.x_range], DARK, dots=False)
-    for name, points in lines.items():
-        panel.line(points, colors[name])
-    panel.names([(points[-1][1], name, colors[name]) for name, points in lines.items()])
-    return panel.parts
+def paired(rows):
+    """The runs of each recipe, each with the run of bf16 that has the same seed, text and so data."""
+    found = {}
+    for name, row in rows.items():
+        recipe, separator, seed = name.partition(" seed ")
+        base = rows.get("bf16" + separator + seed)
+        if recipe != "bf16" and base and base["text"] == row["text"]:
+            found.setdefault(recipe, []).append((row, base))
+    return found
 
 
 def convergence(rows):
-    steps = len(rows["bf16"]["train"])
-    whole = {name: row for name, row in rows.items() if len(row["train"]) == steps}
-    colors = dict(zip(tables.RECIPES, COLORS))  # seeds and ablations have other panels
-    ends = {name: (row["validation"][-1][1], row.get("evaluated_in_bf16")) for name, row in whole.items()}
-    values = [value for end in ends.values() for value in end if value]
-    seeds = [trained for name, (trained, _) in ends.items() if name.startswith("bf16")]
-    panel = Panel(90, 70, 400, 350, (min(values) - 0.002, max(values) + 0.002), (0, 1),
-                  "GPT-2 124M in every recipe: validation loss after 200 million tokens",
-                  "filled: as trained; hollow: the same weights evaluated in BF16")
-    panel.axes("nats per token", named(ticks(*panel.x_range, 5)), [])
-    panel.parts += [bar(panel.x(min(seeds)), 70, panel.x(max(seeds)) - panel.x(min(seeds)), 350, "#e2e8f0"),
-                    text(panel.x(min(seeds)), 412, f" bf16, {len(seeds)} seeds", 11, "start", LIGHT)]
-    for row, (name, color) in enumerate(colors.items()):
-        y = 100 + 54 * row
-        panel.parts.append(text(80, y + 4, name, 12, "end", color, "bold"))
-        panel.parts += [f'<circle cx="{panel.x(value):.1f}" cy="{y}" r="5.5" fill="{fill}" stroke="{color}" '
-                        'stroke-width="2"/>' for value, fill in zip(ends[name], (color, "#ffffff")) if value]
-    parts = panel.parts
-    paper, third = tables.PAPER_GAP["coat"], (steps // 3, steps)
-    parts += gaps(rows, {name: color for name, color in colors.items() if name != "bf16"}, 680, 70, 400,
-                  third, "Training loss minus bf16, same seed and data",
-                  f"; dashed: the paper's {paper:+.3f} for COAT", paper)
-    of_coat = ("te", "activations only", "optimizer only", "without expansion", "coat")
-    parts += gaps(rows, dict(zip(of_coat, COLORS[1:])), 90, 550, 400, third, "The same: parts of COAT",
-                  "; te: FP8 in linear layers only")
-    sizes = sorted((name for name in rows if " in groups of " in name), key=tables.in_order)
-    end = len(rows[sizes[0]]["train"])
-    parts += gaps(rows, {"coat": DARK, **dict(zip(sizes, [*COLORS[:5], LIGHT] * len(sizes)))}, 680, 550, 400,
-                  (end // 10, end), "The same: other group sizes",
-                  "; coat: activations in 16, moments in 128")
-    return picture(1260, 960, parts)
+    """Losses of GPT-2 minus those of bf16 with the same seed."""
+    pairs, tenth = paired(rows), 20  # million tokens in a tenth of a run
+    ends = {recipe: [row["validation"][-1][1] - base["validation"][-1][1] for row, base in of]
+            for recipe, of in pairs.items()}
+    curves = {recipe: [(tenth * (i + 0.5), statistics.mean(row["train"][i] - base["train"][i]
+                                                           for row, base in of)) for i in range(10)]
+              for recipe, of in pairs.items()}
+    found = [0, *(gap for of in ends.values() for gap in of)]
+    left = Panel(100, 70, 330, 350, (min(found) - 0.001, max(found) + 0.001), (0, 1),
+                 "Validation loss minus bf16, same seed", "a dot: one seed; after 200 million tokens")
+    left.axes("nats per token", named(ticks(*left.x_range, 5)), [])
+    left.line([(0, 0), (0, 1)], DARK, dots=False)
+    gaps = [gap for points in curves.values() for _, gap in points]
+    right = Panel(530, 70, 400, 350, (0, 10 * tenth), (min(gaps) - 0.001, max(*gaps, PAPER_GAP) + 0.001),
+                  "Training loss minus bf16, same seed",
+                  f"means of a tenth of the run and of all seeds; dashed: the paper's {PAPER_GAP:+} for COAT")
+    right.axes("million tokens", named(range(0, 10 * tenth + 1, 2 * tenth)), ticks(*right.y_range, 7))
+    right.line([(x, PAPER_GAP) for x in right.x_range], LIGHT, dash="5 4", dots=False)
+    right.line([(x, 0) for x in right.x_range], DARK, dots=False)
+    for row, (recipe, color) in enumerate(zip(pairs, COLORS)):
+        y = 1 - (row + 0.5) / len(pairs)
+        left.parts.append(text(90, left.y(y) + 4, recipe, 12, "end", color, "bold"))
+        for gap in ends[recipe]:
+            left.line([(gap, y)], color)
+        right.line(curves[recipe], color)
+    right.names([(curves[recipe][-1][1], recipe, color) for recipe, color in zip(pairs, COLORS)])
+    return picture(1030, 480, left.parts + right.parts)
 
 
-def draw_results():
-    """The figures of dev/RESULTS.md."""
-    one = {
-        group: tables.load(group)["rows"]
-        for group in ("bench", "moments", "activations", "memory", "convergence")}
-    report = one["bench"]["bench"]
-    figures = {
-        "bench": bench({"device": report["where"],
-                        **report}), "moments": moments("gpt2", one["moments"]["gpt2"]),
-        "activations": activations("gpt2", one["activations"]["gpt2"]),
-        "memory": memory(one["memory"]["memory"]), "convergence": convergence(one["convergence"]),
-        "loss-cpu": loss_of_group("cpu", ("fp32", "bf16", "coat")),
-        "loss-default": loss_of_group("default", ("bf16", "coat"))}
-    for name, svg in figures.items():
-        with open(tables.path_of(name).replace(".json", ".svg"), "w", encoding="utf-8") as file:
-            file.write(svg + "\n")
+def figures(results):
+    """The figures whose results are there: name -> SVG."""
+    made = {}
+    if "bench" in results:
+        report = results["bench"]["bench"]
+        made["bench"] = bench({"device": report["where"], **report})
+    if "convergence" in results:
+        made["convergence"] = convergence(results["convergence"])
+    if "gpt2" in results.get("moments", {}):
+        made["moments"] = moments(results["moments"]["gpt2"])
+    if "memory" in results:
+        made["memory"] = memory(results["memory"]["memory"])
+    return made
 
 
 def main():

@@ -1,11 +1,10 @@
 // memory.cpp - saved activations by operator, as the paper counts them (table 2), from the table of saved
 // tensors that the CPU reference and the GPU implementation use.
 //
-//   build/evidence_memory [MODEL [BATCH [SEQ]]] > memory.json      default: llama-2-7b, 8 x 2048 tokens
+//   build/evidence_memory [MODEL [BATCH [SEQ]]]      default: llama-2-7b, 8 x 2048 tokens; prints JSON
 //
 // The unit U is a BF16 tensor of the hidden size: 2BTC bytes. Each recipe has two rows: one that saves the
-// outputs of norms and activation functions, and one that recomputes them in backward. timing.cu measures the
-// same on a GPU.
+// outputs of norms and activation functions, and one that recomputes them in backward.
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -33,24 +32,22 @@ const char* column(Saved which) {
 
 Json row(const Setup& s, const std::string& name, double unit) {
     const int64_t tokens = s.B * s.T;
-    Json tensors = Json::array();
     std::map<std::string, double> columns;
     double total = 0;
     for (const SavedTensor& t : saved_per_layer(s)) {
         const double share = static_cast<double>(t.bytes(tokens)) / unit;
-        columns[column(t.which)] += share, total += share;
-        tensors.push_back({{"name", t.name}, {"format", t.quant.text()}, {"U", share}});
+        columns[column(t.which)] += share;
+        total += share;
     }
-    return {{"name", name},   {"recompute", s.recompute}, {"U", columns},
-            {"total", total}, {"bytes", total * unit},    {"tensors", tensors}};
+    return {{"name", name}, {"U", columns}, {"total", total}};
 }
 
 Json report(const std::string& model, int64_t B, int64_t T) {
     const ModelConfig config = find_row(models(), model, "MODEL");
     const double unit = 2.0 * static_cast<double>(B * T * config.C);
     Json rows = Json::array();
-    for (const Recipe& recipe : recipes()) {
-        if (recipe.compute == Format::F32) continue;
+    for (const char* name : {"bf16", "te", "coat"}) {
+        const Recipe& recipe = find_row(recipes(), name, "--recipe");
         std::vector<Recipe> variants = {recipe};
         if (recipe.nonlinear.fp8()) {  // only such recipes support --attention groups
             variants.push_back(recipe);
@@ -61,12 +58,11 @@ Json report(const std::string& model, int64_t B, int64_t T) {
                 Setup s{config, variant, find_row(optimizers(), "coat", "OPTIMIZER"), B, T};
                 s.recompute = recompute;
                 validate(s);
-                rows.push_back(row(
-                    s, std::string(recipe.name) + (variant.attention.fp8() ? ", attention in groups" : ""),
-                    unit));
+                const std::string groups = variant.attention.fp8() ? ", attention in groups" : "";
+                rows.push_back(row(s, recipe.name + groups + (recompute ? ", recompute" : ""), unit));
             }
     }
-    return {{"model", model}, {"batch", B}, {"seq", T}, {"unit_bytes", unit}, {"rows", rows}};
+    return {{"model", model}, {"rows", rows}};
 }
 
 }  // namespace

@@ -1,0 +1,387 @@
+#!/usr/bin/env python3
+"""Measures what dev/RESULTS.md says, and renews its tables and figures.
+
+    python3 dev/results.py                   all groups, for a machine with a GPU; about two hours
+    python3 dev/results.py cpu speed:7b      one group, and of another the runs whose names contain "7b"
+    python3 dev/results.py page              measures nothing; only renews the page
+
+Each result goes to dev/results.json when its run ends. A run that this commit has already is skipped, so the
+command can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Only
+`peers` and `ranks` (PyTorch) and the text of `convergence` (`tokenizers`; corpus.py) need Python packages.
+"""
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import threading
+import typing
+
+import corpus
+import plot
+
+DEV = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(DEV)
+BUILD = "build/evidence"  # logs and checkpoints; all paths are relative to ROOT
+
+# ------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+class Group(typing.NamedTuple):
+    about: str
+    runs: dict  # name -> flags of ./train, or a command that prints its result as JSON
+    shared: str = ""  # flags of ./train that all runs have
+    build: str = "train"
+    gpu: bool = True
+
+
+BF16 = "--recipe bf16 --optimizer bf16"
+LEANEST = "--attention groups --master none --gradients none"
+QUIET = "--device gpu --sample-every 0 --eval-every 0"
+SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
+         "tinyllama": "--model tinyllama-1.1b --batch 16 --seq 2048",
+         "gpt2": "--model gpt2 --batch 64 --seq 1024 --accumulate 8",
+         "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048",
+         "qwen2.5-7b": "--model qwen2.5-7b --batch 4 --seq 2048"}
+STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
+TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
+GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
+
+
+def peers(model, batch):
+    ours = f"--model {model} --batch {batch} --seq 2048"
+    return {f"{model}: train coat": ours, f"{model}: train bf16": f"{ours} {BF16}",
+            **{f"{model}: PyTorch {r}": f"python3 dev/peers.py {model} {r} {batch}" for r in ("bf16", "fp8")}}
+
+
+def ranks(n, *runs):
+    """Runs on n GPUs, each as "model way sequences"; a way of PyTorch is fsdp or fsdp-float8."""
+    commands = {}
+    for model, way, batch in (run.split() for run in runs):
+        torch = f"python3 -m torch.distributed.run --standalone --nproc_per_node {n} dev/peers.py"
+        ours = f"--model llama-2-{model} --batch {batch} --ranks {n} {BF16 if way == 'bf16' else ''}"
+        commands[f"{n} GPU{'s' if n > 1 else ''}: {model} {way}, {batch} x 2048"] = (
+            f"{torch} llama-2-{model} {way} {batch}" if "fsdp" in way else ours.strip())
+    return commands
+
+
+GROUPS = {
+    "cpu": Group(
+        "every recipe and optimizer on a CPU",
+        {**{r: f"--recipe {r}" for r in ("fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek")},
+         **{f"bf16, moments {o}": f"--recipe bf16 --optimizer {o}"
+            for o in ("bf16", "fp8", "coat", "fp8lm")}}, "--device cpu --sample-every 0", gpu=False),
+    "speed": Group(
+        "speed and memory of whole models",
+        {**{f"{model} {way}": f"{size} {flags}".strip() for model, size in SIZES.items() for way, flags in
+            (("coat", ""), ("bf16", BF16))},
+         "7b coat, leanest": f"{SIZES['7b']} {LEANEST}",
+         "13b coat": "--model llama-2-13b --batch 1 --seq 2048",
+         "30b coat, leanest": f"--model llama-30b --batch 1 --seq 2048 {LEANEST}"},
+        f"{QUIET} --lr 1e-4 --steps 22 --warmup 22"),
+    "peers": Group(
+        "./train and PyTorch in turn on the same GPU",
+        {**peers("llama-2-7b", 8), **peers("tinyllama-1.1b", 16)},
+        f"{QUIET} --lr 1e-5 --steps 24 --warmup 5"),
+    "ranks": Group(
+        "one and several GPUs (table 7); those that the machine has",
+        {**ranks(1, "7b coat 1", "7b coat 8", "7b bf16 8"),
+         **ranks(2, "7b coat 2", "7b coat 8", "7b bf16 2", "7b fsdp 1", "7b fsdp-float8 1", "13b coat 1"),
+         **ranks(4, "7b coat 8", "7b bf16 8", "7b fsdp 3", "7b fsdp-float8 3", "13b coat 1", "13b bf16 1")},
+        f"{QUIET} --seq 2048 --lr 1e-4 --steps 10 --warmup 10"),
+    "convergence": Group(
+        "GPT-2 on 0.2 billion tokens in every recipe",
+        {"bf16": f"--recipe bf16 --out {GPT2}",
+         **{r: f"--recipe {r}" for r in ("te", "rowwise", "deepseek", "colossal", "coat", "coat-saved")},
+         **{f"{r} seed {n}": f"--recipe {r} --seed {n}"
+            for n in (2, 3) for r in ("bf16", "te", "coat", "coat-saved")}},
+        f"--device gpu --model gpt2 {TEXT} --batch 64 --seq 1024 --steps {STEPS} --lr 6e-4 --warmup 300 "
+        f"--eval-every {STEPS // 2} --sample-every 0"),
+    "moments": Group(
+        "range and quantization error of moments (figure 2, table 1); `gpt2` needs `convergence`",
+        {"gpt2": f"build/evidence_moments {GPT2}/step-{STEPS:06}",
+         "llama-tiny": f"build/evidence_moments {TINY}/step-000250"},
+        build="build/evidence_moments", gpu=False),
+    "memory": Group(
+        "saved activations by operator (table 2)", {"memory": "build/evidence_memory"},
+        build="build/evidence_memory", gpu=False),
+    "bench": Group(
+        "every operator of a step",
+        {"bench": "build/bench --json build/bench.json > build/bench.txt && cat build/bench.json"},
+        build="build/bench"),
+}
+
+# ------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def shell(command):
+    return subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, check=False)
+
+
+def ask_gpus(what):
+    return shell(f"nvidia-smi --query-gpu={what} --format=csv,noheader,nounits").stdout.splitlines()
+
+
+@contextlib.contextmanager
+def memory_watch():
+    """Yields a list of one number: the most memory in use on a GPU, in MiB, as the driver reports it."""
+    most, ended = [0], threading.Event()
+
+    def watch():
+        while not ended.wait(0.3):
+            most[0] = max([most[0], *(int(used) for used in ask_gpus("memory.used") if used.isdigit())])
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield most
+    ended.set()
+    watcher.join()
+
+
+def tenths(losses):
+    """The mean of each tenth of a run; None where no loss was finite."""
+    size = max(1, len(losses) // 10)
+    parts = [[loss for loss in losses[i:i + size] if loss is not None]
+             for i in range(len(losses) % size, len(losses), size)]
+    return [round(statistics.mean(part), 5) if part else None for part in parts][-10:]
+
+
+def run(group, name):
+    """The result of one run; RuntimeError with the last line of its errors."""
+    flags, log = GROUPS[group].runs[name], f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', name)}"
+    program = flags.startswith(("build/", "python3"))
+    out = "" if "--out" in flags else "--out ''"
+    command = flags if program else f"./train {GROUPS[group].shared} {flags} {out} --log {log}.jsonl"
+    with memory_watch() as most:
+        ended = shell(f"rm -rf {log} {log}.jsonl; export OMP_WAIT_POLICY=passive; {command}")
+    if ended.returncode:
+        raise RuntimeError((ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1])
+    if program:
+        result = json.loads(ended.stdout)
+        return {**result, "mib": most[0]} if "ms" in result else result
+    with open(os.path.join(ROOT, log + ".jsonl"), encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    steps = [line for line in lines if line["kind"] == "step"]
+    times = [step["ms"] for step in steps[1:] or steps]  # the first step includes start-up costs
+    speeds = [step["tokens_per_second"] for step in steps[1:] or steps]
+    text = f"{corpus.FOLDER}/train.bin"
+    return {"flags": flags, "ms": round(statistics.median(times), 3), "ms_least": round(min(times), 3),
+            "ms_most": round(max(times), 3), "tokens_per_second": round(statistics.median(speeds), 3),
+            "mib": most[0], "text": os.path.getsize(os.path.join(ROOT, text)) if text in command else 0,
+            "train": tenths([step["loss"] for step in steps]),
+            "validation": [[line["step"], round(line["loss"], 7)] for line in lines
+                           if line["kind"] == "validation"]}
+
+
+def load():
+    try:
+        with open(os.path.join(DEV, "results.json"), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {}
+
+
+def save(results):
+    """Writes one row a line."""
+    groups = []
+    for group, rows in results.items():
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        groups.append(f'"{group}": {{\n{lines}}}')
+    with open(os.path.join(DEV, "results.json"), "w", encoding="utf-8") as file:
+        file.write("{\n" + ",\n".join(groups) + "\n}\n")
+
+
+def measure(group, part, commit):
+    """Runs what this commit does not have yet. Returns whether every run succeeded."""
+    names, good = ask_gpus("name"), True
+    if GROUPS[group].gpu and not names:
+        print(f"{group} needs a GPU and was left out.", flush=True)
+        return False
+    made = shell(f"make {GROUPS[group].build} train")
+    if made.returncode:
+        sys.exit(f"make {GROUPS[group].build} train failed:\n{made.stderr}")
+    if group == "convergence":
+        corpus.prepare()
+    if group == "moments" and not os.path.exists(os.path.join(ROOT, TINY, "step-000250")):
+        shell(f"rm -rf {TINY}; ./train {GROUPS['cpu'].shared} --recipe bf16 --optimizer fp32 --out {TINY}")
+    where = f"{len(names)} {names[0]}" if len(names) > 1 else "".join(names)
+    where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
+    for name in GROUPS[group].runs:
+        results = load()
+        rows = results.setdefault(group, {})
+        known = rows.get(name, {}).get("commit") == commit
+        if part not in name or known or (group == "ranks" and int(name[0]) > len(names)):
+            continue
+        try:
+            rows[name] = {"commit": commit, "where": where, **run(group, name)}
+            save(results)
+            print(f"{group}: {name}: done", flush=True)
+        except (RuntimeError, json.JSONDecodeError) as problem:
+            print(f"{group}: {name}: FAILED: {problem}", flush=True)
+            good = False
+    return good
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tables: a head, and rows
+
+CODINGS = ["E4M3", "E4M3 + expansion", "E5M2", "E5M2 + expansion"]
+PAPER_TABLE_1 = [[20.10, 18.08, 25.65, 18.16], [15.13, 12.31, 21.96, 12.43],
+                 [37.02, 35.96, 40.30, 36.00], [17.79, 15.48, 23.84, 15.57]]
+PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences), tokens/s a GPU at the largest batch (sequences)
+    "1 7b coat": ("79.3 (1)", "5,906 (1)"), "1 7b bf16": ("out of memory (1)", ""),
+    "2 7b coat": ("52.8 (2)", "11,351 (4)"), "2 7b bf16": ("out of memory (2)", "6,130 (1)"),
+    "4 7b coat": ("35.6 (2)", "11,257 (4)"), "4 7b bf16": ("55.1 (2)", "7,730 (2)"),
+    "2 13b coat": ("73.2 (1)", "2,137 (1)"), "4 13b coat": ("49.1 (1)", "5,295 (2)"),
+    "4 13b bf16": ("76.1 (1)", "2,345 (1)")}
+PAPER_GAPS = {"coat": f"{plot.PAPER_GAP:+}", "te": "+0.006"}
+
+
+def speed_of(row):
+    return f"{row['tokens_per_second']:,.0f}"
+
+
+def gb(row):
+    return f"{row['mib'] * 2**20 / 1e9:.1f}"
+
+
+def loss(row):
+    return row["validation"][-1][1]
+
+
+def mean_and_error(values):
+    """The mean over the seeds, and its standard error."""
+    error = f" ({statistics.stdev(values) / len(values) ** 0.5:.4f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):+.4f}{error}"
+
+
+def cpu_table(rows):
+    return ["run", "validation loss, nats per byte", "minus `fp32`", "ms a step"], [
+        [name, f"{loss(row):.4f}", f"{loss(row) - loss(rows['fp32']):+.4f}", f"{row['ms']:.1f}"]
+        for name, row in rows.items()]
+
+
+def speed_table(rows):
+    return ["run", "flags", "tokens/s", "ms a step", "GPU memory in use, GB", "commit"], [
+        [name, f"`{row['flags']}`", speed_of(row), f"{row['ms']:.0f}", gb(row), row["commit"]]
+        for name, row in rows.items()]
+
+
+def peers_table(rows):
+    base = {name: rows[name.split(":")[0] + ": PyTorch bf16"]["tokens_per_second"] for name in rows}
+    head = ["model: program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB"]
+    return head, [[name, speed_of(row), f"{row['tokens_per_second'] / base[name]:.3f}",
+                   f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", gb(row)]
+                  for name, row in rows.items()]
+
+
+def ranks_table(rows):
+    head = ["GPUs: model, recipe, sequences a GPU", "tokens/s", "a GPU", "GB a GPU", "paper: GB (sequences)",
+            "paper: tokens/s a GPU (sequences)"]
+    return head, [
+        [name.replace("fsdp", "PyTorch FSDP2"), speed_of(row),
+         f"{row['tokens_per_second'] / int(name[0]):,.0f}", gb(row),
+         *PAPER_RANKS.get(re.sub(r" GPUs?:(.*?),.*", r"\1", name), ("", ""))]
+        for name, row in rows.items()]
+
+
+def convergence_table(rows):
+    def cells(recipe, runs, *gaps):
+        fastest, least = max(row["tokens_per_second"] for row in runs), min(row["mib"] for row in runs)
+        return [recipe, *gaps, PAPER_GAPS.get(recipe, ""), f"{fastest:,.0f}", gb({"mib": least})]
+    table = [cells("bf16", [row for name, row in rows.items() if name.startswith("bf16")], "", "", "")]
+    for recipe, pairs in plot.paired(rows).items():
+        training = [row["train"][-1] - base["train"][-1] for row, base in pairs]
+        validation = [loss(row) - loss(base) for row, base in pairs]
+        table.append(cells(recipe, [row for row, _ in pairs], mean_and_error(training),
+                           mean_and_error(validation), ", ".join(f"{gap:+.4f}" for gap in validation)))
+    return ["recipe", "training loss minus `bf16`: mean (standard error)", "validation loss minus `bf16`",
+            "of each seed", "paper: training loss", "tokens/s", "GPU memory in use, GB"], table
+
+
+def moments_table(rows):
+    table = []
+    for first, published in zip(CODINGS, PAPER_TABLE_1):
+        for name, row in rows.items():
+            update = next(of for of in row["errors"] if of["group"] == 128)["update"]
+            ours = [1e5 * update[first][second]["mean_square_error"] for second in CODINGS]
+            base = 1e5 * update["E4M3"]["E4M3"]["mean_square_error"]
+            table.append([first, f"{name}, 1e-5", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in ours)])
+        base = PAPER_TABLE_1[0][0]
+        table.append([first, "paper", *(f"{mse:.2f} (x {mse / base:.2f})" for mse in published)])
+    return ["format of m", "MSE of m / sqrt(v); format of v:", *CODINGS], table
+
+
+def memory_table(rows):
+    columns, paper = ("norm", "activation function", "RoPE", "attention", "linear"), plot.PAPER_TABLE_2
+    base = paper["paper: BF16"][-1]
+    table = [[name, *(f"{u:g}" for u in values), f"{base / values[-1]:.2f}"]
+             for name, values in paper.items()]
+    table += [[row["name"], *(f"{row['U'].get(column, 0):.2f}" for column in columns),
+               f"{row['total']:.2f}", f"{base / row['total']:.2f}"] for row in rows["memory"]["rows"]]
+    return ["U = 2BTC bytes", *columns, "total", "paper's BF16 / this"], table
+
+
+def bench_table(rows):
+    table = []
+    for measured in rows["bench"]["runs"]:
+        step, found = measured["step"], {kind: [0, 0] for kind in plot.KINDS}
+        for o in measured["operators"]:
+            found[o["group"]][0] += o["count"] * o["seconds"]
+            found[o["group"]][1] += o["count"] * (o["floor"] or 0)
+        found["whole step"] = [step["seconds"], step["floors"]]
+        cells = (f"{1e3 * seconds:.1f} ({seconds / floor:.2f})" for seconds, floor in found.values())
+        table.append([f"{measured['model']} {measured['recipe']}", *cells])
+    return ["ms a step (time / floor)", *plot.KINDS, "whole step"], table
+
+
+TABLES = {"cpu": cpu_table, "speed": speed_table, "peers": peers_table, "ranks": ranks_table,
+          "convergence": convergence_table, "moments": moments_table, "memory": memory_table,
+          "bench": bench_table}
+
+
+def renew_page():
+    """Renews the figures, and the tables between <!-- NAME --> and <!-- end -->."""
+    results = load()
+    for name, svg in plot.figures(results).items():
+        with open(os.path.join(DEV, "results", name + ".svg"), "w", encoding="utf-8") as file:
+            file.write(svg + "\n")
+    path = os.path.join(DEV, "RESULTS.md")
+    with open(path, encoding="utf-8") as file:
+        page = file.read()
+
+    def one(match):
+        group = match[1]
+        if group not in results:
+            return match[0]
+        rows, shared = results[group].values(), GROUPS[group].shared
+        where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
+        head, cells = TABLES[group](results[group])
+        lines = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells]]
+        flags = f", `./train {shared}` and the flags of the run" if shared else ""
+        origin = f"`python3 dev/results.py {group}`{flags}; {where}; commit {commits}."
+        origin = textwrap.wrap(origin, 110, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([f"<!-- {group} -->", *origin, "", *lines, "<!-- end -->"])
+    page = re.sub(r"<!-- (" + "|".join(TABLES) + r") -->\n.*?<!-- end -->", one, page, flags=re.DOTALL)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(page)
+
+
+def main():
+    chosen = [argument.partition(":") for argument in sys.argv[1:]] or [(group, "", "") for group in GROUPS]
+    if any(group not in [*GROUPS, "page"] for group, _, _ in chosen):
+        about = [f"    {group:<12} {GROUPS[group].about}" for group in GROUPS]
+        sys.exit("\n".join([__doc__.strip(), "", "Groups:", *about]))
+    commit = os.environ.get("COAT_COMMIT") or shell("git rev-parse --short HEAD").stdout.strip() or "unknown"
+    os.makedirs(os.path.join(ROOT, BUILD), exist_ok=True)
+    good = [measure(group, part, commit) for group, _, part in chosen if group != "page"]
+    renew_page()
+    sys.exit(0 if all(good) else 1)
+
+
+if __name__ == "__main__":
+    main()
