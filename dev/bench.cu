@@ -17,6 +17,8 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -37,7 +39,7 @@ using namespace coat;
 using namespace coat::gpu;
 using Json = nlohmann::ordered_json;
 
-constexpr int REPEATS = 21, REST = 300;
+constexpr int REPEATS = 21, REST = 300, STEPS = 20;
 
 struct Run {
     const char* model;
@@ -48,14 +50,9 @@ constexpr Run RUNS[] = {{"llama-2-7b", 8, 2048, 1}, {"tinyllama-1.1b", 16, 2048,
 void copy(void* to, const void* from, int64_t bytes) {
     check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault), "Copying memory failed");
 }
-int attribute(cudaDeviceAttr which) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, which, 0), "Asking for the GPU's properties failed");
-    return value;
-}
 bool has_fp8() {
-    return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor) >=
-           89;
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+               device_attribute(cudaDevAttrComputeCapabilityMinor) >= 89;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -95,15 +92,13 @@ public:
     }
     // Room for a tensor in any format, in the orientations that are asked for.
     Operand place(int64_t rows, int64_t cols, const Quant& q, bool plain, bool transposed) {
-        const int64_t bytes = q.code_bytes(rows, cols),
-                      scales =
-                          std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * info(q.scale_format).bytes;
+        const int64_t bytes = q.code_bytes(rows, cols), scale = info(q.scale_format).bytes;
+        const int64_t scales = std::max(q.scales(rows, cols), q.operand_scales(rows, cols)) * scale;
         void* codes = plain ? take(bytes) : nullptr;
         AmaxAndScale* slot = take<AmaxAndScale>(sizeof(AmaxAndScale));
         if (q.granularity == PER_TENSOR)
             return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
-        const int64_t transposed_scales =
-            std::max<int64_t>(q.operand_scales(cols, rows), 1) * info(q.scale_format).bytes;
+        const int64_t transposed_scales = std::max<int64_t>(q.operand_scales(cols, rows), 1) * scale;
         return {{codes, take(scales), rows, cols, q},
                 transposed ? take(bytes) : nullptr,
                 transposed ? take(transposed_scales) : nullptr,
@@ -121,7 +116,7 @@ private:
 class Clock {
 public:
     Clock() {
-        const int64_t cache = std::max(attribute(cudaDevAttrL2CacheSize), 1 << 20);
+        const int64_t cache = std::max(device_attribute(cudaDevAttrL2CacheSize), 1 << 20);
         other_ = memory_.random(1, round_up(2 * cache, 1024), Format::BF16);  // four times as many bytes
         slot_ = memory_.take<AmaxAndScale>(sizeof(AmaxAndScale));
         for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
@@ -134,6 +129,7 @@ public:
 
     AmaxAndScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
 
+    // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) {
         run();
         // A GPU is slower after long GEMMs: all start after the same light work
@@ -141,23 +137,17 @@ public:
         for (int i = 0; i < REPEATS; i++) {
             check(cudaMemsetAsync(slot_, 0, sizeof *slot_), "Clearing memory failed");
             fill_cache();
-            record(2 * i);
+            check(cudaEventRecord(events_[2 * i]), "Recording an event failed");
             run();
-            record(2 * i + 1);
+            check(cudaEventRecord(events_[2 * i + 1]), "Recording an event failed");
         }
-        return median(REPEATS);
-    }
-    // For operations that wait for the GPU themselves, such as a whole step.
-    std::vector<double> each(int repeats, const std::function<void()>& run) {
-        std::vector<double> times;
-        for (int i = 0; i < repeats; i++) {
-            record(0);
-            run();
-            record(1);
-            times.push_back(elapsed(0));
-        }
-        std::sort(times.begin(), times.end());
-        return times;
+        check(cudaDeviceSynchronize(), "A timed operation failed");
+        std::vector<float> ms(REPEATS);
+        for (int i = 0; i < REPEATS; i++)
+            check(cudaEventElapsedTime(&ms[size_t(i)], events_[2 * i], events_[2 * i + 1]),
+                  "Reading an event failed");
+        std::nth_element(ms.begin(), ms.begin() + REPEATS / 2, ms.end());
+        return ms[REPEATS / 2] * 1e-3;
     }
 
 private:
@@ -169,19 +159,6 @@ private:
     // Reads `other_`, so that the cache contains nothing that must be written back.
     void fill_cache() {
         amax(stored({other_.data, nullptr, other_.cols / 1024, 1024, Q_BF16}), slot_, nullptr);
-    }
-    void record(int i) { check(cudaEventRecord(events_[i]), "Recording an event failed"); }
-    double elapsed(int i) {
-        float ms = 0;
-        check(cudaEventSynchronize(events_[i + 1]), "A timed operation failed");
-        check(cudaEventElapsedTime(&ms, events_[i], events_[i + 1]), "Reading an event failed");
-        return ms * 1e-3;
-    }
-    double median(int n) {
-        std::vector<double> times;
-        for (int i = 0; i < n; i++) times.push_back(elapsed(2 * i));
-        std::nth_element(times.begin(), times.begin() + n / 2, times.end());
-        return times[n / 2];
     }
 };
 
@@ -253,12 +230,9 @@ Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
 struct Row {
     const char* group;
     std::string name;
-    double count, seconds, bytes, flops;  // count: per step
-    Ceiling ceiling;                      // of the FLOPs; Copy if there are none
-    double floor;                         // seconds; 0: unknown
-    bool gemm;                            // cuBLASLt or attention
-
-    double rate() const { return (ceiling == Ceiling::Copy ? bytes : flops) / seconds; }
+    double count, seconds;  // count: per step
+    double floor;           // seconds; 0: unknown
+    double bytes, flops;    // flops: 0 for operators that only move data
 };
 constexpr const char *LINEAR_LAYERS = "linear layers", *ATTENTION = "attention",
                      *BETWEEN = "between the GEMMs", *HEAD = "embedding, head, loss",
@@ -269,21 +243,7 @@ public:
     std::vector<Row> rows;
 
     Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
-        : only_(only),
-          setup_(s),
-          c_(s.config),
-          r_(r),
-          clock_(clock),
-          ceilings_(ceilings),
-          stream_(r.compute),
-          fp8_(r.x.fp8()),
-          groups_(r.nonlinear.fp8()),
-          N_(s.B * s.T),
-          layers_(static_cast<double>(c_.L * s.accumulate)),
-          batches_(static_cast<double>(s.accumulate)),
-          slot_(fp8_ && r.x.granularity == PER_TENSOR && r.scaling == Scaling::JustInTime ? clock.slot()
-                                                                                          : nullptr),
-          gemms_(scratch_.take(Gemms::SCRATCH), r.sums.fast) {
+        : setup_(s), r_(r), clock_(clock), ceilings_(ceilings), only_(only) {
         gemms_.tune(true);
         for (auto part :
              {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands,
@@ -295,35 +255,37 @@ public:
 
 private:
     enum class Use { Fprop, Wgrad, Both };
-    const std::string only_;
     const Setup& setup_;
-    const ModelConfig& c_;
     const Recipe& r_;
     Clock& clock_;
     const Ceilings& ceilings_;
-    const Format stream_;
-    const bool fp8_, groups_;
-    const int64_t N_;
-    const double layers_, batches_;  // layer passes and micro-batches per step
-    AmaxAndScale* const slot_;        // for recipes that need the amax before they quantize
+    const std::string only_;
+    const ModelConfig& c_ = setup_.config;
+    const Format stream_ = r_.compute;
+    const bool fp8_ = r_.x.fp8(), groups_ = r_.nonlinear.fp8();
+    const int64_t N_ = setup_.B * setup_.T;
+    const double batches_ = static_cast<double>(setup_.accumulate);  // micro-batches per step
+    const double layers_ = batches_ * static_cast<double>(c_.L);     // layer passes per step
+    const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
+    AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
-    Gemms gemms_;
+    Gemms gemms_{scratch_.take(Gemms::SCRATCH), r_.sums.fast};
 
     bool wanted(const char* group, const std::string& name) const {
         return (group + (": " + name)).find(only_) != std::string::npos;
     }
     void add(const char* group, const std::string& name, double count, double bytes, double flops,
-             Ceiling ceiling, bool gemm, const std::function<void()>& run) {
+             Ceiling ceiling, const std::function<void()>& run) {
         if (!wanted(group, name)) return;
         const double seconds = clock_.seconds(run);
         const bool known = flops == 0 || ceilings_.count(ceiling);
         const double work = flops > 0 && known ? flops / ceilings_.at(ceiling) : 0;
         const double floor = known ? std::max(work, bytes / ceilings_.at(Ceiling::Copy)) : 0;
-        rows.push_back({group, name, count, seconds, bytes, flops, ceiling, floor, gemm});
+        rows.push_back({group, name, count, seconds, floor, bytes, flops});
     }
     void pass(const char* group, const std::string& name, double count, double bytes,
               const std::function<void()>& run) {
-        add(group, name, count, bytes, 0, Ceiling::Copy, false, run);
+        add(group, name, count, bytes, 0, Ceiling::Copy, run);
     }
 
     static double size(const View& v) {
@@ -380,7 +342,7 @@ private:
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, false, bias, nullptr);  // selects the algorithm
         const double bytes = size(a.view) + size(b.view) + (accumulate ? 2 : 1) * size(out);
-        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_), true,
+        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.view.quant, r_),
             [&] { gemms_.run(kind, a, b, out, accumulate, bias, nullptr); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased, int64_t forward_tokens) {
@@ -421,10 +383,10 @@ private:
         const double flops = 2.0 * static_cast<double>(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * static_cast<double>(N_ * c_.NH);
         const Ceiling ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
-        add(ATTENTION, "attention forward", layers_, size(qkv) + size(out) + logs, flops, ceiling, true,
+        add(ATTENTION, "attention forward", layers_, size(qkv) + size(out) + logs, flops, ceiling,
             [&] { attention_forward(shape, qkv.data, out.data, lse, nullptr); });
         add(ATTENTION, "attention backward", layers_, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
-            ceiling, true, [&] {
+            ceiling, [&] {
                 attention_backward(shape, qkv.data, out.data, lse, dout.data, dqkv.data, workspace,
                                    nullptr);
             });
@@ -628,47 +590,20 @@ public:
 // -----------------------------------------------------------------------------------------------------------
 // The whole step
 
-std::vector<double> step_seconds(const Setup& s, Clock& clock, int repeats) {
+// Sorted. A step waits for the GPU itself.
+std::vector<double> step_seconds(const Setup& s) {
     const std::unique_ptr<Model> model = make_gpu(s);
     std::vector<int32_t> tokens = Step::made_up_tokens(s.accumulate * s.B * s.T + 1, s.config.V);
-    int64_t step = 0;
-    auto run = [&] {
-        const StepResult result = model->step(tokens.data(), tokens.data() + 1, {++step, 1e-4f});
-        if (result.skipped) throw Error("A step was skipped, so its time is not valid.");
-    };
-    run();
-    return clock.each(repeats, run);
-}
-
-struct Totals {
-    // Seconds per step; with_gemms: GEMMs as measured, floors of the rest
-    double measured = 0, floors = 0, with_gemms = 0;
-    void add(const Row& r) {
-        measured += r.count * r.seconds;
-        floors += r.count * r.floor;
-        with_gemms += r.count * (r.gemm ? r.seconds : r.floor);
+    std::vector<double> times;
+    for (int64_t step = 0; step <= STEPS; step++) {  // the first includes start-up costs
+        const auto begin = std::chrono::steady_clock::now();
+        if (model->step(tokens.data(), tokens.data() + 1, {step + 1, 1e-4f}).skipped)
+            throw Error("A step was skipped, so its time is not valid.");
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        if (step) times.push_back(took.count());
     }
-};
-
-Json ceilings_json(const Ceilings& ceilings) {
-    Json list = Json::array();
-    for (const auto& [c, rate] : ceilings)
-        list.push_back(
-            {{"name", name(c)}, {"unit", c == Ceiling::Copy ? "B/s" : "FLOP/s"}, {"rate", rate}});
-    return list;
-}
-Json rows_json(const std::vector<Row>& rows) {
-    Json list = Json::array();
-    for (const Row& r : rows)
-        list.push_back({{"group", r.group},
-                        {"name", r.name},
-                        {"count", r.count},
-                        {"seconds", r.seconds},
-                        {"bytes", r.bytes},
-                        {"flops", r.flops},
-                        {"ceiling", name(r.ceiling)},
-                        {"floor", r.floor > 0 ? Json(r.floor) : Json()}});
-    return list;
+    std::sort(times.begin(), times.end());
+    return times;
 }
 
 void print_rows(const std::vector<Row>& rows) {
@@ -678,66 +613,38 @@ void print_rows(const std::vector<Row>& rows) {
     for (const Row& r : rows) {
         if (r.group != group) std::printf("  %s\n", group = r.group);
         char rate[32], percent[16] = "-";
-        const bool moves = r.ceiling == Ceiling::Copy;
-        std::snprintf(rate, sizeof rate, "%.*f %s", moves ? 2 : 0, r.rate() * 1e-12,
-                      moves ? "TB/s" : "TFLOP/s");
+        const bool computes = r.flops > 0;
+        std::snprintf(rate, sizeof rate, "%.*f %s", computes ? 0 : 2,
+                      (computes ? r.flops : r.bytes) / r.seconds * 1e-12, computes ? "TFLOP/s" : "TB/s");
         if (r.floor > 0) std::snprintf(percent, sizeof percent, "%.0f%%", 100 * r.floor / r.seconds);
         std::printf("    %-50s %7.5g %10.1f %14s %6s %10.2f %10.2f\n", r.name.c_str(), r.count,
                     r.seconds * 1e6, rate, percent, r.count * r.seconds * 1e3, r.count * r.floor * 1e3);
     }
 }
 
-void print_totals(const std::vector<Row>& rows, const Totals& total, double step) {
-    std::printf("\n  where the milliseconds go%21s %10s %8s %10s\n", "", "ms a step", "of it", "floor, ms");
-    std::vector<std::pair<std::string, Totals>> groups;
-    for (const Row& r : rows) {
-        if (groups.empty() || groups.back().first != r.group) groups.push_back({r.group, {}});
-        groups.back().second.add(r);
-    }
-    auto line = [&](const std::string& name, double seconds, double floor) {
-        std::printf("    %-42s %10.2f %7.1f%% %10.2f\n", name.c_str(), seconds * 1e3, 100 * seconds / step,
-                    floor * 1e3);
-    };
-    for (const auto& [name, t] : groups) line(name, t.measured, t.floors);
-    line("sum of the operators", total.measured, total.floors);
-    std::printf("    %-42s %10.2f %7.1f%%\n", "whole step minus that sum", (step - total.measured) * 1e3,
-                100 * (1 - total.measured / step));
-}
-
-Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps, const std::string& only) {
-    std::printf("\n%s, recipe %s, optimizer %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(),
-                s.recipe.name, s.optimizer.name, static_cast<long long>(s.accumulate),
-                static_cast<long long>(s.B), static_cast<long long>(s.T));
+Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
+    const auto [micro_batches, B, T] = std::array<long long, 3>{s.accumulate, s.B, s.T};
+    std::printf("\n%s, recipe %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name,
+                micro_batches, B, T);
     const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings, only).rows;
-    Totals total;
-    for (const Row& r : rows) total.add(r);
     print_rows(rows);
-    if (!only.empty())
-        return {{"model", s.config.name}, {"recipe", s.recipe.name}, {"operators", rows_json(rows)}};
-    const std::vector<double> times = step_seconds(s, clock, steps);
-    const double step = times[times.size() / 2], tokens = static_cast<double>(s.accumulate * s.B * s.T);
-    print_totals(rows, total, step);
-    std::printf("\n  whole step, median of %zu: %.2f ms (%.2f to %.2f), %.0f tokens/s\n", times.size(),
-                step * 1e3, times.front() * 1e3, times.back() * 1e3, tokens / step);
-    std::printf(
-        "  over the sum of the floors: %.3f; with GEMMs and attention at their measured speed: %.3f\n",
-        step / total.floors, step / total.with_gemms);
-    const Json whole{{"seconds", step},
-                     {"least", times.front()},
-                     {"most", times.back()},
-                     {"repeats", times.size()},
-                     {"tokens_per_second", tokens / step},
-                     {"operators", total.measured},
-                     {"floors", total.floors},
-                     {"floors_with_gemms_as_measured", total.with_gemms}};
-    return {{"model", s.config.name},
-            {"recipe", s.recipe.name},
-            {"optimizer", s.optimizer.name},
-            {"accumulate", s.accumulate},
-            {"batch", s.B},
-            {"seq", s.T},
-            {"operators", rows_json(rows)},
-            {"step", whole}};
+    Json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"accumulate", s.accumulate},
+                {"batch", s.B}, {"seq", s.T}, {"operators", Json::array()}};
+    double sum = 0, floors = 0;
+    for (const Row& r : rows) {
+        report["operators"].push_back({{"group", r.group}, {"name", r.name}, {"count", r.count},
+                                       {"seconds", r.seconds}, {"floor", r.floor}});
+        sum += r.count * r.seconds;
+        floors += r.count * r.floor;
+    }
+    if (!only.empty()) return report;
+    const std::vector<double> times = step_seconds(s);
+    const double step = times[times.size() / 2], speed = static_cast<double>(micro_batches * B * T) / step;
+    std::printf("\n  sum of the operators %.2f ms, of their floors %.2f ms\n", sum * 1e3, floors * 1e3);
+    std::printf("  whole step, median of %zu: %.2f ms (%.2f to %.2f), %.0f tokens/s, %.3f times the floors\n",
+                times.size(), step * 1e3, times.front() * 1e3, times.back() * 1e3, speed, step / floors);
+    report["step"] = {{"seconds", step}, {"tokens_per_second", speed}, {"floors", floors}};
+    return report;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -746,42 +653,33 @@ Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, int steps, co
 using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
-    Flags flags{{"--model", ""},   {"--recipe", "coat"}, {"--optimizer", ""},
-                {"--batch", ""},   {"--seq", ""},        {"--accumulate", ""},
-                {"--steps", "20"}, {"--json", ""},       {"--only", ""}};
-    std::string known;
-    for (const auto& [flag, value] : flags) known += " " + flag;
+    Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--batch", ""}, {"--seq", ""}, {"--accumulate", ""},
+                {"--json", ""},  {"--only", ""}};
     for (int i = 1; i < argc; i += 2) {
-        if (!flags.count(argv[i]))
-            throw Error(std::string(argv[i]) + " is not a flag; the flags are" + known + ".");
-        if (i + 1 == argc) throw Error(std::string(argv[i]) + " needs a value after it.");
+        if (!flags.count(argv[i]) || i + 1 == argc)
+            throw Error(argv[i], " is not a flag with a value after it; the flags are --model, --recipe, "
+                        "--batch, --seq, --accumulate, --json and --only.");
         flags[argv[i]] = argv[i + 1];
     }
     return flags;
 }
-int64_t number(const Flags& flags, const char* flag, int64_t otherwise) {
-    const std::string& text = flags.at(flag);
-    if (text.empty()) return otherwise;
-    char* end = nullptr;
-    const long long n = std::strtoll(text.c_str(), &end, 10);
-    if (*end || n < 1 || n > 1 << 20)
-        throw Error(std::string(flag) + " " + text + " is not a number from 1 to 2^20.");
-    return n;
-}
 
 std::vector<Setup> setups(const Flags& flags) {
+    auto number = [&](const char* flag, int64_t otherwise) {
+        const int64_t n = flags.at(flag).empty() ? otherwise : std::atoll(flags.at(flag).c_str());
+        if (n < 1) throw Error(flag, " must be a number from 1.");
+        return n;
+    };
     std::vector<Setup> list;
     const std::string& wanted = flags.at("--model");
     const Recipe& recipe = find_row(recipes(), flags.at("--recipe"), "--recipe");
-    const std::string optimizer =
-        flags.at("--optimizer").empty() ? recipe.optimizer : flags.at("--optimizer");
     auto add = [&](const Run& r) {
         Setup s{find_row(models(), r.model, "--model"),
                 recipe,
-                find_row(optimizers(), optimizer, "--optimizer"),
-                number(flags, "--batch", r.batch),
-                number(flags, "--seq", r.seq),
-                number(flags, "--accumulate", r.accumulate)};
+                find_row(optimizers(), recipe.optimizer, "--optimizer"),
+                number("--batch", r.batch),
+                number("--seq", r.seq),
+                number("--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
         validate(s);
         if (s.B * s.T % 16) throw Error("--batch x --seq must be a multiple of 16, as FP8 GEMMs require.");
@@ -810,10 +708,8 @@ int main(int argc, char** argv) try {
     for (const auto& [c, rate] : ceilings)
         std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12,
                     c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
-    Json report{{"device", device.name}, {"ceilings", ceilings_json(ceilings)}, {"runs", Json::array()}};
-    const int steps = static_cast<int>(number(flags, "--steps", 20));
-    for (const Setup& s : runs)
-        report["runs"].push_back(bench(s, clock, ceilings, steps, flags.at("--only")));
+    Json report{{"device", device.name}, {"runs", Json::array()}};
+    for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));
     if (!(file << report.dump(1) << "\n"))
