@@ -275,9 +275,10 @@ inline Slice kept_weight(const Setup& s, const Param& p) {
 
 // The format in which gradients are accumulated. Adding to a BF16 sum rounds it, so BF16 is used for up to
 // four additions: one for each micro-batch, or two if the head is also the embedding. More are summed in
-// FP32. What the ranks computed of one micro-batch each is added in FP32 and then rounded once.
+// FP32. The micro-batches of all ranks count, so that the number of ranks does not change the format. What
+// the ranks computed of one micro-batch each is added in FP32 and then rounded once.
 inline Format gradient_format(const Setup& s) {
-    return s.accumulate * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
+    return micro_batches(s) * (s.config.tied ? 2 : 1) > 4 ? Format::F32 : s.recipe.compute;
 }
 
 // -----------------------------------------------------------------------------------------------------------

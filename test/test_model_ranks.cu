@@ -35,13 +35,13 @@ GPU_TEST_CASE("ranks: processes that share one GPU have the bits of one with as 
         const std::string flags = "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 "
                                   "--steps 3 --recipe " + std::string(recipe) + " --model '" +
                                   untied_model(folder, recipe) + "' ";
-        require_success(train(folder, flags + "--accumulate 30 --out one"));
+        require_success(train(folder, flags + "--accumulate 6 --out one"));
         for (int ranks : {2, 3}) {
             const std::string out = concat(ranks);
             CAPTURE(recipe);
             CAPTURE(out);
             require_success(train(folder, concat(flags, "--out ", out, " --ranks ", ranks, " --accumulate ",
-                                                 30 / ranks)));
+                                                 6 / ranks)));
             check_same_tensors(folder.path / "one/step-000003", folder.path / out / "step-000003");
         }
     }
@@ -95,7 +95,7 @@ GPUS_TEST_CASE("ranks: where sums are FP32, R GPUs have the bits of one with R t
             CAPTURE(recipe);
             CAPTURE(ranks);
             Setup setup = setup_of(recipe, LLAMA, false), one = setup;
-            setup.accumulate = 5, one.accumulate = 5 * ranks;
+            setup.accumulate = ceil_div(5, ranks), one.accumulate = setup.accumulate * ranks;
             const Run expected = train_ranks(one, 1, 3, make_gpu);
             const Run got = train_ranks(setup, ranks, 3, make_gpu);
             CHECK((got.state == expected.state));
