@@ -33,15 +33,14 @@ def text(x, y, words, size=12.0, anchor="start", color=TEXT, weight="normal"):
 
 
 def bar(x, y, width, height, color, opacity=1.0):
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" fill="{color}"' +
-        (f' fill-opacity="{opacity}"/>' if opacity < 1 else "/>"))
+    rest = f' fill-opacity="{opacity}"/>' if opacity < 1 else "/>"
+    size = f'width="{max(width, 0.5):.1f}" height="{height:.1f}"'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{color}"{rest}'
 
 
 def legend(x, y, entries, spacing):
-    return [
-        part for i, (name, color) in enumerate(entries)
-        for part in (bar(x + spacing * i, y - 9, 10, 10, color), text(x + spacing * i + 14, y, name, 11.5))]
+    return [part for i, (name, color) in enumerate(entries) for part in
+            (bar(x + spacing * i, y - 9, 10, 10, color), text(x + spacing * i + 14, y, name, 11.5))]
 
 
 def ticks(low, high, count):
@@ -49,9 +48,8 @@ def ticks(low, high, count):
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     spacing = min((m * power for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
-    return [
-        n * spacing for n in range(math.ceil(low / spacing - 1e-9),
-                                   math.floor(high / spacing + 1e-9) + 1)]
+    first, last = math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9)
+    return [n * spacing for n in range(first, last + 1)]
 
 
 class Panel:
@@ -60,9 +58,8 @@ class Panel:
     def __init__(self, left, top, width, height, x_range, y_range, title, note=""):
         self.left, self.top, self.right, self.bottom = left, top, left + width, top + height
         self.x_range, self.y_range = x_range, y_range
-        self.parts = [
-            text(left, top - 26, title, 14, "start", DARK, "bold"),
-            text(left, top - 9, note, 11.5, "start", LIGHT)]
+        self.parts = [text(left, top - 26, title, 14, "start", DARK, "bold"),
+                      text(left, top - 9, note, 11.5, "start", LIGHT)]
 
     def x(self, value):
         low, high = self.x_range
@@ -88,9 +85,8 @@ class Panel:
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
                           f'stroke-opacity="{opacity}"' + (f' stroke-dasharray="{dash}"/>' if dash else "/>"))
-        self.parts += [
-            f'<circle cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3" fill="{color}" stroke="#ffffff"/>'
-            for x, y in points if dots]
+        circle = '<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}" stroke="#ffffff"/>'
+        self.parts += [circle.format(self.x(x), self.y(y), color) for x, y in points if dots]
 
     def names(self, named):
         """Names to the right of the panel, (value, words, color), moved apart where they would overlap."""
@@ -117,28 +113,24 @@ def named(values):
 # Loss curves
 
 def read_log(argument):
-    """A log of ./train as {"name", "train": {step: loss}, "validation": {step: loss}}. After a resume, a step
+    """A log of ./train as {"name", "step": {step: loss}, "validation": {step: loss}}. After a resume, a step
     that was run again counts once."""
-    parts = argument.split("=")  # names and paths may contain "=": the longest path that exists is meant
-    cut = next((i for i in range(len(parts)) if os.path.exists("=".join(parts[i:]))), len(parts) - 1)
-    name, path = "=".join(parts[:cut]), "=".join(parts[cut:])
-    run = {"name": name, "train": {}, "validation": {}}
-    curves = {"step": run["train"], "validation": run["validation"]}
+    name, _, path = ("", "", argument) if os.path.exists(argument) else argument.rpartition("=")
+    run = {"name": name, "step": {}, "validation": {}}
     try:
         with open(path, encoding="utf-8") as log:
             for line in (json.loads(line) for line in log if line.strip()):
-                if line["kind"] == "settings":
+                if line["kind"] == "settings":  # a resumed run continues at its checkpoint
                     run["name"] = name or str(line["recipe"])
-                    for curve in curves.values():  # a resumed run continues at its checkpoint
-                        for step in [step for step in curve if step > line["step"]]:
-                            del curve[step]
-                if line["kind"] in curves and line["loss"] is not None:  # null: the loss was not finite
-                    curves[line["kind"]][int(line["step"])] = float(line["loss"])
+                    for curve in ("step", "validation"):
+                        run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
+                elif line["kind"] in run and line["loss"] is not None:  # null: the loss was not finite
+                    run[line["kind"]][int(line["step"])] = float(line["loss"])
     except OSError as error:
         sys.exit(f"{path} cannot be read ({error.strerror}); make it with ./train --log {path}.")
     except (KeyError, TypeError, ValueError):
         sys.exit(f"{path} is not a log of ./train in JSON lines; make one with ./train --log {path}.")
-    if max(run["train"], default=0) < 1:
+    if not run["step"]:
         sys.exit(f"{path} has no training steps; give the log of a run that trained.")
     return run
 
@@ -153,18 +145,18 @@ def smoothed(points):
 
 
 def loss(runs):
-    losses = [loss for run in runs for curve in ("train", "validation") for loss in run[curve].values()]
-    margin, last = 0.05 * (max(losses) - min(losses) or 1), max(max(run["train"]) for run in runs)
+    losses = [loss for run in runs for curve in ("step", "validation") for loss in run[curve].values()]
+    margin, last = 0.05 * (max(losses) - min(losses) or 1), max(max(run["step"]) for run in runs)
     panel = Panel(62, 62, 610, 370, (0, last), (min(losses) - margin, max(losses) + margin),
                   "Loss, nats per token",
                   "dots: validation; thin lines: training, smoothed over about 10 steps")
     panel.axes("step", named(ticks(0, last, 6)), ticks(*panel.y_range, 6))
     labels = []
     for run, color in zip(runs, COLORS * len(runs)):
-        panel.line(smoothed(run["train"]), color, 1.2, dots=False, opacity=0.55)
+        panel.line(smoothed(run["step"]), color, 1.2, dots=False, opacity=0.55)
         validation = sorted(run["validation"].items())
         panel.line(validation, color)
-        end = validation[-1][1] if validation else max(run["train"].items())[1]
+        end = validation[-1][1] if validation else max(run["step"].items())[1]
         labels.append((end, f"{run['name']}  {end:.3f}", color))
     panel.names(labels)
     return picture(860, 480, panel.parts)
@@ -183,15 +175,12 @@ def bench_panel(device, run, top):
     step, groups = run["step"], {}
     for o in run["operators"]:
         groups.setdefault(o["group"], []).append(o)
-    shape = f"{run['batch']} x {run['seq']} tokens" + (f" x {run['accumulate']} micro-batches"
-                                                       if run["accumulate"] > 1 else "")
-    parts = [
-        text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
-        text(
-            24, top + 46,
-            f"{device}: {step['seconds'] * 1e3:.1f} ms a step, {step['tokens_per_second']:,.0f} "
-            f"tokens/s, {step['seconds'] / step['floors']:.2f} times the sum of the floors", 12, "start",
-            LIGHT)]
+    shape = f"{run['batch']} x {run['seq']} tokens"
+    shape += f" x {run['accumulate']} micro-batches" if run["accumulate"] > 1 else ""
+    summary = (f"{device}: {step['seconds'] * 1e3:.1f} ms a step, {step['tokens_per_second']:,.0f} "
+               f"tokens/s, {step['seconds'] / step['floors']:.2f} times the sum of the floors")
+    parts = [text(24, top + 28, f"{run['model']}, {run['recipe']}, {shape}", 17, "start", DARK, "bold"),
+             text(24, top + 46, summary, 12, "start", LIGHT)]
     sums = [(name, sum(o["count"] * o["seconds"] for o in group), KINDS[name][0])
             for name, group in groups.items()]
     sums.append(("the rest", max(0, step["seconds"] - sum(s for _, s, _ in sums)), REST))
@@ -210,14 +199,12 @@ def bench_panel(device, run, top):
             y += ROW
             total, floor = o["count"] * o["seconds"], o["count"] * (o["floor"] or 0)
             percent = f", {100 * floor / total:.0f}%" if floor else ""
-            parts += [
-                text(BENCH_LEFT - 8, y + 13, o["name"], 11.5, "end"),
-                bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
-                bar(BENCH_LEFT, y + 2,
-                    min(floor, total) * scale, ROW - 6, dark),
-                text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
-                text(BENCH_WIDTH - 24, y + 13, f"{o['count']:.4g} x {o['seconds'] * 1e6:.0f} us", 11, "end",
-                     "#94a3b8")]
+            each = f"{o['count']:.4g} x {o['seconds'] * 1e6:.0f} us"
+            parts += [text(BENCH_LEFT - 8, y + 13, o["name"], 11.5, "end"),
+                      bar(BENCH_LEFT, y + 2, total * scale, ROW - 6, light),
+                      bar(BENCH_LEFT, y + 2, min(floor, total) * scale, ROW - 6, dark),
+                      text(BENCH_LEFT + total * scale + 6, y + 13, f"{total * 1e3:.2f} ms{percent}", 11.5),
+                      text(BENCH_WIDTH - 24, y + 13, each, 11, "end", "#94a3b8")]
         y += ROW + 6
     return parts, y + 18
 
@@ -230,17 +217,6 @@ def bench(report):
     note = ("Bars: milliseconds a step. Dark: the floor, which is the bytes at the rate of a copy or the "
             "FLOPs at the rate of a large GEMM, both measured on this GPU.")
     return picture(BENCH_WIDTH, y + 22, parts + [text(24, y + 4, note, 11.5, "start", LIGHT)])
-
-
-def read_bench(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            report = json.load(file)
-        if all("step" in run for run in report["runs"]):
-            return report
-    except (OSError, ValueError, LookupError) as error:
-        sys.exit(f"{path} is not a result of the bench ({error}); make it with make bench.")
-    sys.exit(f"{path} has no whole step; make it with make bench, without --only.")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -357,7 +333,8 @@ def main():
     if len(sys.argv) > 2 and sys.argv[1] == "loss":
         print(loss([read_log(argument) for argument in sys.argv[2:]]))
     elif len(sys.argv) == 3 and sys.argv[1] == "bench":
-        print(bench(read_bench(sys.argv[2])))
+        with open(sys.argv[2], encoding="utf-8") as file:
+            print(bench(json.load(file)))
     else:
         sys.exit(__doc__.strip())
 

@@ -9,7 +9,7 @@ A slip is such as a person who refactors could make. A line of a list is
     plan.cpp | bytes += padded | bytes += size
 
 a file, a piece of its text that occurs once, and what stands there instead (nothing, to delete it). A line
-that begins with # is a comment. Each slip is made in a copy of the tree, in build/slips. There the tests and
+that begins with # is a comment. Each slip is made in a copy of the tree, in build-slips. There the tests and
 ./train are built, and those tests run whose source file has the name of the slip's file (SUBJECTS has the
 exceptions). A test that hangs notices the slip too. The variables of make work: NVCC= leaves the GPU out.
 
@@ -26,7 +26,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COPY = ROOT / "build" / "slips"
+COPY = ROOT / "build-slips"
 SECONDS = 900  # for the tests of one slip
 SUBJECTS = {"reference": "*reference*,*model*", "flags": "*train*", "error": "*train*,*safetensors*",
             "json": "*checkpoint*,*model_folder*,*tokens*", "state": "*model*,*adamw*"}
