@@ -48,10 +48,10 @@ inline Lazy activation_backward(bool gated, const View& gate_up, const View& dac
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 
 // Writes x as out says: FP8 per tensor (with the delayed scale in amax_and_scale(out.view), or just in time
-// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; 1x32 (decoded); E4M3 in
-// 1x16 groups, if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are
-// computed from, where an element's code is as large as the element. What quantizing loses is added to *stats
-// if that is not null.
+// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups,
+// if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are computed
+// from, where an element's code is as large as the element. What quantizing loses is added to *stats if that
+// is not null.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
@@ -63,7 +63,7 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 
 // The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
 // activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,
-// or x (coat.h, forward_reads_saved). act_amax may be null.
+// or x (coat.h, forward_reads_groups). act_amax may be null.
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
 

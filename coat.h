@@ -51,7 +51,6 @@ struct Granularity {
 };
 inline constexpr Granularity PER_TENSOR{0, 0};
 inline constexpr Granularity PER_ROW{1, 0}, PER_1x128{1, 128}, PER_128x128{128, 128};  // GEMM operands
-inline constexpr Granularity PER_1x32{1, 32};  // GEMM operands too, decoded to BF16 for Hopper
 inline constexpr Granularity PER_GROUP{1, 16};  // along the hidden dimension, within a token (figure 4a)
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -77,13 +76,6 @@ struct Quant {
     int64_t bytes(int64_t rows, int64_t cols) const {
         return code_bytes(rows, cols) + scales(rows, cols) * info(scale_format).bytes;
     }
-    // An operand for which Hopper has no FP8 GEMM is decoded to BF16. Its scales are rounded up to powers of
-    // two (OCP MX). So decoding is exact: an FP8 value times a power of two fits BF16, for scales from 2^-117
-    // on.
-    bool gemm_in_bf16() const { return granularity == PER_1x32 && scale_format == Format::F32; }
-    int64_t operand_code_bytes(int64_t rows, int64_t cols) const {
-        return code_bytes(rows, cols) * (gemm_in_bf16() ? info(Format::BF16).bytes : 1);
-    }
     // The scales of a GEMM operand as Hopper reads them: rows of 128x128 scales are padded to a multiple of
     // 4, which scales() does not count. A per-tensor scale is stored elsewhere.
     int64_t operand_scales(int64_t rows, int64_t cols) const {
@@ -92,7 +84,7 @@ struct Quant {
         return scale_rows(rows) * (granularity == PER_128x128 ? round_up(across, 4) : across);
     }
     int64_t operand_bytes(int64_t rows, int64_t cols) const {
-        return operand_code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
+        return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         if (!fp8()) return info(format).name;
@@ -122,16 +114,9 @@ struct Quant {
 enum class Scaling : uint8_t { JustInTime, Delayed };  // from the tensor's own amax, or from earlier ones
 
 // Hopper's FP8 tensor cores accumulate in about 14 bits. Exact accumulation moves the sums to FP32 at
-// intervals, which takes longer. --gemm-sums replaces the choice of the recipe.
+// intervals, which takes longer.
 struct Accumulation {
-    const char* name;
     bool fast[3];  // of fprop, dgrad and wgrad
-    const char* about;
-};
-inline constexpr Accumulation ACCUMULATIONS[] = {
-    {"forward", {true, false, false}, "fast in the forward pass, exact in the backward pass"},
-    {"exact", {false, false, false}, "exact in all GEMMs"},
-    {"fast", {true, true, true}, "fast in all GEMMs"},
 };
 
 struct Recipe {
@@ -145,10 +130,10 @@ struct Recipe {
     Accumulation sums;    // precision of the sums in its FP8 GEMMs
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether norms and activation functions read the quantized `nonlinear` tensors in the forward pass too,
-    // as in the paper, or the tensors in the compute dtype (coat-saved). Backward reads the quantized ones in
-    // any case: so in coat-saved the operand x of wgrad differs a little from that of fprop (dev/WALK.md).
-    bool forward_reads_saved = true;
+    // Norms and activation functions read `nonlinear` tensors. Backward reads the groups that were saved. The
+    // forward pass reads the same groups, as in the paper, or the values that they were made of (coat-saved):
+    // then the operand x of wgrad differs a little from that of fprop (dev/WALK.md).
+    bool forward_reads_groups = true;
     // Delayed scaling: steps in the history of amaxes; the scale is multiplied by 2^margin, as headroom.
     int history = 1024, margin = 0;
 };
@@ -158,15 +143,13 @@ inline constexpr Quant Q_E4M3{Format::E4M3}, Q_E5M2{Format::E5M2};
 inline constexpr Quant Q_GROUP{Format::E4M3, PER_GROUP, Format::BF16};
 inline constexpr Quant Q_ROW{Format::E4M3, PER_ROW};
 inline constexpr Quant Q_1x128{Format::E4M3, PER_1x128}, Q_128x128{Format::E4M3, PER_128x128};
-inline constexpr Quant Q_1x32{Format::E4M3, PER_1x32};  // microscaling (OCP MX)
 
 inline const std::vector<Recipe>& recipes() {
     constexpr Scaling JIT = Scaling::JustInTime, DELAYED = Scaling::Delayed;
-    constexpr const Accumulation &FORWARD = ACCUMULATIONS[0], &EXACT = ACCUMULATIONS[1],
-                                 &FAST = ACCUMULATIONS[2];
+    constexpr Accumulation FORWARD{{true, false, false}}, EXACT{}, FAST{{true, true, true}};
     static const std::vector<Recipe> table = {
         // name, compute dtype, x, w, g, nonlinear, attention, scaling, sums, about, optimizer,
-        // forward_reads_saved
+        // forward_reads_groups
         {"fp32", Format::F32, Q_F32, Q_F32, Q_F32, Q_F32, Q_F32, JIT, EXACT,
          "everything in FP32, to compare the others with"},
         {"bf16", Format::BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, Q_BF16, JIT, EXACT,
@@ -186,8 +169,6 @@ inline const std::vector<Recipe>& recipes() {
          "FP8 GEMMs with just-in-time per-row scaling, not rounded to powers of two"},
         {"deepseek", Format::BF16, Q_1x128, Q_128x128, Q_1x128, Q_BF16, Q_BF16, JIT, EXACT,
          "FP8 GEMMs with 1x128 scales of x and g and 128x128 scales of w (DeepSeek-V3)"},
-        {"mxfp8", Format::BF16, Q_1x32, Q_1x32, Q_1x32, Q_BF16, Q_BF16, JIT, EXACT,
-         "1x32 groups with power-of-two scales (OCP MX), rounded up (NVIDIA); BF16 GEMMs of decoded values"},
     };
     return table;
 }
@@ -213,6 +194,7 @@ struct OptimizerFormat {
 inline const std::vector<OptimizerFormat>& optimizers() {
     static const std::vector<OptimizerFormat> table = {
         {"coat", Format::E4M3, Format::E4M3, true, "FP8 moments with dynamic range expansion"},
+        {"coat-e5m2", Format::E4M3, Format::E5M2, true, "the same with second moments in E5M2"},
         {"fp8", Format::E4M3, Format::E4M3, false, "FP8 moments with per-group scaling, no expansion"},
         {"fp8lm", Format::E4M3, Format::F16, false, "E4M3 and FP16 moments with per-tensor scaling (FP8-LM)",
          0, false},

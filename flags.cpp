@@ -7,8 +7,7 @@
 
 namespace coat {
 
-// An empty default means that the recipe or the optimizer chooses (optimizer, m-format, v-format, gemm-sums),
-// or that there is none (the others).
+// An empty default means that the recipe chooses (optimizer), or that there is none (the others).
 const std::vector<Flag>& flag_table() {
     constexpr double MOST = 1e15;  // for steps and seeds: a double holds it exactly
     constexpr Value TEXT = Value::Text, COUNT = Value::Count, REAL = Value::Real;
@@ -22,14 +21,9 @@ const std::vector<Flag>& flag_table() {
          "a named model, or a Hugging Face folder to start from", 0, 0, "llama-30m"},
         {"recipe", TEXT, SAME, "coat", "formats of weights, activations and gradients"},
         {"optimizer", TEXT, SAME, "", "formats of the moments; default: coat with a coat recipe, else fp32"},
-        {"m-format", TEXT, SAME, "", "format of the first moment: e4m3, e5m2, fp16, bf16, fp32"},
-        {"v-format", TEXT, SAME, "", "format of the second moment; both default to the optimizer's"},
         {"attention", TEXT, SAME, "compute", "format of the saved q, k, v and attention output"},
         {"master", TEXT, SAME, "exact", "FP32 master weights, or none (stochastic rounding)"},
-        {"gradients", TEXT, SAME, "kept", "kept until the update, or none (update during backward)"},
-        {"recompute", TEXT, DEFAULT, "on", "whether backward recomputes norms and activation functions"},
-        {"gemm-sums", TEXT, SAME, "",
-         "precision of the sums in FP8 GEMMs on Hopper; default: the recipe's"},
+        {"gradients", TEXT, SAME, "kept", "kept until the update, or none (update during backward; needs --clip 0)"},
         {"data", TEXT, DEFAULT, "",
          "text files, folders of them, or token files (.bin), with commas; default: headers of C++ and of "
          "CUDA; attention crosses from one text or conversation into the next"},
@@ -204,7 +198,6 @@ void print_help() {
     print_choices("recipe", recipes());
     print_choices("optimizer", optimizers());
     for (const MemoryMode& mode : memory_modes()) print_choices(mode.flag, mode.choices);
-    print_choices("gemm-sums", ACCUMULATIONS);
     print_choices("schedule", schedules());
 }
 

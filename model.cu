@@ -39,10 +39,9 @@ struct Linear {
     int64_t bucket;          // of its gradients; also the stage in which its weight is gathered (plan.h)
     AmaxAndScale *x_scale, *w_scale, *g_scale;  // of the input, the weight, and the gradient of the output
     uint8_t* cached_weight;  // FP8 codes and scales, then the transposed ones; null: made when needed
-    void* saved_x;           // with --recompute off: the input as an operand; else null
 };
 struct Block {
-    View saved[9];        // by Saved (model.h, saved_per_layer); empty where nothing is saved
+    View saved[6];        // by Saved (model.h, saved_per_layer)
     size_t norm1, norm2;  // parameters: the weights; the bias of a LayerNorm follows its weight
     Linear qkv, attention_out, gate_up, down;
 };
@@ -55,8 +54,7 @@ public:
           caches_weights_(facts.cache_fp8_weights), embedding_(param("embedding")),
           head_weight_(param(config_.tied ? "embedding" : "head")), final_norm_(param("final_norm.weight")),
           positions_(config_.arch.rope ? embedding_ : param("positions")), tokens_(step_tokens()),
-          targets_(step_tokens()), order_(step_tokens()), runs_(step_tokens()), outcome_(1),
-          norms_(buckets()), loss_scale_(1) {
+          targets_(step_tokens()), order_(step_tokens()), runs_(step_tokens()), outcome_(1), loss_scale_(1) {
         static_assert(sizeof(Results) <= 16 << 10 && Gemms::SCRATCH <= 32 << 20 &&
                           sizeof(AmaxAndScale) == 16 && OPERANDS * LINEARS == 12 &&
                           sizeof(TokenRun) == 16 && COLUMN_PARTIALS == 128,
@@ -87,10 +85,7 @@ public:
         const Outcome& outcome = finish();
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
-        std::vector<double> correction;
-        if (!setup_.keep_gradients)
-            correction = norm_corrections_of({norms_.get(), norms_.get() + buckets()});
-        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, correction, counted};
+        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -170,15 +165,13 @@ private:
     QuantStats* stats_ = nullptr;  // one per Kind, on the device; null: not measured
     int64_t micro_batch_ = 0;
     const AdamW* adamw_ = nullptr;  // of a step, while it runs
-    bool saves_outputs_ = false;    // --recompute off, in a pass that backward follows
 
     Pinned<int32_t> tokens_, targets_, order_;
     Pinned<TokenRun> runs_;
     Pinned<Outcome> outcome_;
-    Pinned<double> norms_;  // by bucket: norm of its gradients and those of all later buckets
     Pinned<double> loss_scale_;
     CudaGraph first_micro_batch_, later_micro_batch_;
-    bool tuning_ = false;
+    bool warming_up_ = false;
 
     int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
     int64_t batch_tokens() const { return setup_.B * setup_.T; }
@@ -192,14 +185,14 @@ private:
         weights_changed(false);
     }
     // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
-    // and each GEMM chooses its algorithm, on values like the real ones. The second is recorded.
+    // and each GEMM chooses its algorithm. The second is recorded.
     void warm_up() {
         std::vector<int32_t> tokens(step_tokens());
         const uint64_t V = static_cast<uint64_t>(config_.V);
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        gemms_.tune(tuning_ = true);
+        warming_up_ = true;
         step(tokens.data(), tokens.data(), {1, 0.0f});
-        gemms_.tune(tuning_ = false);
+        warming_up_ = false;
         step(tokens.data(), tokens.data(), {2, 0.0f});
     }
 
@@ -249,16 +242,16 @@ private:
 
     // --- One micro-batch of the pinned tokens
     // Forward and backward are replayed from a CUDA graph, unless a launch may differ from the last one:
-    // while GEMMs are tuned or quantization is measured, when buckets are sent or updated on the way, and
-    // while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of
-    // the embedding.
+    // in the first step of all, while quantization is measured, when buckets are sent or updated on the way,
+    // and while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient
+    // of the embedding.
     void run(int64_t micro_batch) {
         micro_batch_ = micro_batch;
         set_shape(setup_.B, setup_.T);
         upload(micro_batch * N_, N_);
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         auto work = [&] { forward_and_backward(); };
-        if (tuning_ || stats_ || buckets_travel || state_.some_without_history) work();
+        if (warming_up_ || stats_ || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         embedding_backward();
     }
@@ -281,11 +274,9 @@ private:
     }
     // Computes all gradients but those of the embeddings.
     void forward_and_backward() {
-        saves_outputs_ = !setup_.recompute;
         forward(setup_.B, setup_.T);
         head_and_loss(true);
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
-        saves_outputs_ = false;
     }
     void embedding_backward() {
         const int64_t first = micro_batch_ * N_;
@@ -326,7 +317,6 @@ private:
         peers_.make_compute_wait();
         check_loss(&results()->checked_loss);
         state_.update(*adamw_, bucket);
-        copy(&norms_.get()[bucket], &results()->outcome.gradients.norm, sizeof(double), cuda_);
     }
 
     // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
@@ -370,7 +360,7 @@ private:
         gate_up_forward(b, norm(as_forward_reads(norm2)), gate_up);
         // SiLU(gate) x up, or GELU, computed from what was saved, or (coat-saved) from the BF16 values that
         // the groups were made of; down projection: (N, F) -> (N, C)
-        const bool from_saved = recipe_.forward_reads_saved || !gate_up.quant.fp8();
+        const bool from_saved = recipe_.forward_reads_groups || !gate_up.quant.fp8();
         const View input = from_saved ? gate_up : compute_view(Work::GateUp, gate_up.cols);
         linear_forward(b.down, activation(gated, input), branch);
         // residual add; it saves the input of the next block's norm 1, or of the final norm
@@ -469,11 +459,11 @@ private:
         const int64_t at_once = formats_.x.granularity == PER_TENSOR ? GATE_UP_TOKENS : N_;
         const View whole = compute_view(Work::GateUp, gate_up.cols);  // all of it if the activation reads it
         for (int64_t first = 0; first < N_; first += at_once) {
-            const int64_t n = std::min(at_once, N_ - first), place = recipe_.forward_reads_saved ? 0 : first;
+            const int64_t n = std::min(at_once, N_ - first), place = recipe_.forward_reads_groups ? 0 : first;
             const View part = rows(whole, place, n);
             gemms_.run(Gemm::Fprop, {rows(x8.view, first, gemm_rows(part).rows)}, w8, gemm_rows(part), false,
                        bias(b.gate_up), cuda_);
-            quantize_gate_up(gated, part, rows(gate_up, first, n), recipe_.forward_reads_saved, act,
+            quantize_gate_up(gated, part, rows(gate_up, first, n), recipe_.forward_reads_groups, act,
                              stats_of(Kind::ActivationInput), cuda_);
         }
     }
@@ -494,7 +484,7 @@ private:
                             AmaxAndScale* scale) {
         if (q.granularity == PER_TENSOR) return {{codes, scale, rows, cols, q}, transposed};
         auto behind = [&](void* p) {
-            return p ? static_cast<uint8_t*>(p) + q.operand_code_bytes(rows, cols) : nullptr;
+            return p ? static_cast<uint8_t*>(p) + q.code_bytes(rows, cols) : nullptr;
         };
         return {{codes, behind(codes), rows, cols, q}, transposed, behind(transposed), scale};
     }
@@ -502,19 +492,14 @@ private:
     // whose values are undefined and never used.
     View gemm_rows(View v) const { return v.rows = formats_.x.fp8() ? round_up(v.rows, 16) : v.rows, v; }
 
-    // The input of a linear layer: fprop reduces over its columns, wgrad over its rows. With --recompute off
-    // the forward pass saves what wgrad will read, at w.saved_x: FP8 codes transposed, or dense values.
+    // The input of a linear layer: fprop reduces over its columns, wgrad over its rows.
     Operand input_operand(const Linear& w, const Lazy& x, Gemm use) {
         const Quant& q = formats_.x;
-        void* const kept = saves_outputs_ ? w.saved_x : nullptr;
         void* const place =
             device_.work(x.op == LazyOp::Activation ? Work::ActivationOperand : Work::InputOperand);
-        auto make = [&](void* codes, void* transposed) {
-            return make_operand(x, q, codes, transposed, w.x_scale, Kind::LinearInput);
-        };
-        if (kept && use == Gemm::Wgrad) return operand_at(x.rows, x.cols, q, kept, kept, w.x_scale);
-        if (kept) return q.fp8() ? make(place, kept) : make(kept, nullptr);
-        return q.fp8() && use == Gemm::Wgrad ? make(nullptr, place) : make(place, nullptr);
+        const bool transposed = q.fp8() && use == Gemm::Wgrad;
+        return make_operand(x, q, transposed ? nullptr : place, transposed ? place : nullptr, w.x_scale,
+                            Kind::LinearInput);
     }
     // The weight: fprop reduces over its columns, dgrad over its rows. It may be in the cache; it may have
     // been gathered from other GPUs as codes; otherwise its codes are made here.
@@ -586,7 +571,7 @@ private:
         return n.in.quant.fp8() ? compute_view(Work::Residual, config_.C) : n.in;
     }
     // Whether the forward pass computes the norm from what is saved, and the norm as it computes it.
-    bool reads_saved(const Norm& n) const { return recipe_.forward_reads_saved || !n.in.quant.fp8(); }
+    bool reads_saved(const Norm& n) const { return recipe_.forward_reads_groups || !n.in.quant.fp8(); }
     Norm as_forward_reads(Norm n) const {
         if (!reads_saved(n)) n.in = stream_at(n);
         return n;
@@ -721,21 +706,18 @@ private:
         }
         const std::string name = "layers." + std::to_string(l) + ".";
         int64_t linears = 0;
-        auto linear = [&](const char* of, void* saved_x) -> Linear {
+        auto linear = [&](const char* of) -> Linear {
             const size_t i = param(name + of);
             const int64_t out = state_.params[i].rows, in = state_.params[i].cols, number = linears++;
             uint8_t* const cached = cache;
             if (cache) cache += formats_.w.operand_bytes(out, in) + formats_.w.operand_bytes(in, out);
             const bool biased = number == 0 ? config_.arch.qkv_bias : config_.arch.bias;
             return {i, biased, state_.params[i].bucket, state_.operand_scales(l, LinearOperand::X) + number,
-                    state_.weight_scale(i), state_.operand_scales(l, LinearOperand::G) + number, cached,
-                    saved_x};
+                    state_.weight_scale(i), state_.operand_scales(l, LinearOperand::G) + number, cached};
         };
         b.norm1 = param(name + "norm1.weight"), b.norm2 = param(name + "norm2.weight");
-        b.qkv = linear("qkv", b.saved[static_cast<int>(Saved::Norm1Output)].data);
-        b.attention_out = linear("attention_out", nullptr);
-        b.gate_up = linear("gate_up", b.saved[static_cast<int>(Saved::Norm2Output)].data);
-        b.down = linear("down", b.saved[static_cast<int>(Saved::ActivationOutput)].data);
+        b.qkv = linear("qkv"), b.attention_out = linear("attention_out");
+        b.gate_up = linear("gate_up"), b.down = linear("down");
         return b;
     }
 };

@@ -244,7 +244,6 @@ struct Setup {
     uint64_t seed = 1;
     bool master = true;          // FP32 master weights; else BF16 weights only, rounded stochastically
     bool keep_gradients = true;  // update after backward; else update and free each bucket during backward
-    bool recompute = true;       // of norm and activation outputs in backward; else they are saved
     int64_t rank = 0, ranks = 1;
     ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
@@ -370,7 +369,7 @@ inline Slice kept(const Setup& s, const StateTensor& t) {
 
 // -----------------------------------------------------------------------------------------------------------
 // What a layer saves for backward (paper table 2): the tensors that cheap elementwise work cannot compute
-// from another saved tensor, and without Setup::recompute also the others.
+// from another saved tensor.
 
 // The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16.
 // Weights comply (validate). If the tokens of a micro-batch do not, all linear layers of the run use the
@@ -385,27 +384,20 @@ inline LinearFormats linear_formats(const Setup& s) {
     return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
 }
 
-enum class Saved : uint8_t {
-    Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp, Norm1Output, Norm2Output, ActivationOutput
-};
+enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
 struct SavedTensor {
     Saved which;
     const char* name;
     int64_t cols;  // elements per token
     Quant quant;
-    // Whether the bytes are counted for the transpose, which wgrad reads: blocks run along the tokens then.
-    // (With one scale per tensor the transpose is saved, too, but takes as many bytes.)
-    bool transposed = false;
 
-    int64_t bytes(int64_t tokens) const {
-        return transposed ? quant.operand_bytes(cols, tokens) : quant.bytes(tokens, cols);
-    }
+    int64_t bytes(int64_t tokens) const { return quant.bytes(tokens, cols); }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
     const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
-    std::vector<SavedTensor> table = {
+    return {
         {Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear},
         {Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention},
         {Saved::Attention, "attention output", c.q_cols(), r.attention},
@@ -413,14 +405,6 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
         {Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear},
         {Saved::GateUp, c.arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear},
     };
-    if (s.recompute) return table;
-    const Quant x = linear_formats(s).x;
-    const bool transposed = x.fp8() && !(x.granularity == PER_TENSOR);
-    table.push_back({Saved::Norm1Output, "norm 1 output", c.C, x, transposed});
-    table.push_back({Saved::Norm2Output, "norm 2 output", c.C, x, transposed});
-    const char* act = c.arch.gated ? "SiLU(gate) x up" : "GELU output";
-    table.push_back({Saved::ActivationOutput, act, c.F, x, transposed});
-    return table;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -430,12 +414,9 @@ inline std::vector<SavedTensor> saved_per_layer(const Setup& s) {
 struct AdamW {    // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    float clip = 1.0f;  // largest global norm of the gradients; 0: no clipping
-    // Without keep_gradients a bucket is updated before the norm of all gradients is known. The estimate is
-    // the norm of the buckets done so far times norm_correction[bucket], which the StepResult of the step
-    // before has. Empty means 1 for every bucket. With infinite ones a step only measures: all gradients are
-    // clipped to zero (train.cpp, measured_norm_corrections).
-    std::vector<double> norm_correction = {};
+    // Largest global norm of the gradients; 0: no clipping. Without keep_gradients it is 0, because a bucket
+    // is updated before the norm of all gradients is known.
+    float clip = 1.0f;
 };
 
 struct StepResult {
@@ -445,20 +426,8 @@ struct StepResult {
     // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, buckets that were updated
     // before that stay updated.
     bool skipped;
-    // Without keep_gradients, by bucket: grad_norm / norm of the gradients of this bucket and those before it
-    // in the backward pass, which have higher numbers.
-    std::vector<double> norm_correction = {};
     int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };
-// norms: by bucket, of its gradients and those of buckets with higher numbers.
-inline std::vector<double> norm_corrections_of(std::vector<double> norms) {
-    const double total = norms.at(0);  // backward ends with bucket 0: all gradients
-    for (double& norm : norms) norm = norm > 0 ? total / norm : 1;
-    return norms;
-}
-inline double norm_correction_at(const AdamW& a, int64_t bucket) {
-    return a.norm_correction.empty() ? 1 : a.norm_correction.at(bucket);
-}
 
 // A target that does not count, say a token of a user's question: its loss and its gradient are 0. The loss
 // is the mean over all targets of the step that count, also those of other micro-batches and ranks. A mean of

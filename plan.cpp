@@ -37,19 +37,15 @@ float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64
 
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
-        {"attention", true, nullptr,
+        {"attention", nullptr,
          {{"compute", "q, k, v and attention's output are saved in the compute dtype"},
           {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}}},
-        {"master", true, &Setup::master,
+        {"master", &Setup::master,
          {{"exact", "16 bits beside each BF16 weight make an exact FP32 master weight"},
           {"none", "BF16 weights alone; the update rounds them stochastically"}}},
-        {"gradients", true, &Setup::keep_gradients,
+        {"gradients", &Setup::keep_gradients,
          {{"kept", "all gradients are kept until the update, which follows the backward pass"},
-          {"none",
-           "backward updates each layer once its gradient is complete; clipping estimates the norm"}}},
-        {"recompute", false, &Setup::recompute,
-         {{"on", "backward recomputes the outputs of norms and activation functions"},
-          {"off", "a GPU saves them: the same bits in less time and more memory (a CPU always recomputes)"}}},
+          {"none", "backward updates each layer once its gradient is complete; needs --clip 0"}}},
     };
     return table;
 }
@@ -59,8 +55,7 @@ namespace {
 // Granularities of the two operands of one GEMM: the scale modes of cuBLASLt's FP8 GEMMs on Hopper.
 constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
     {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128},
-    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128},
-    {PER_1x32, PER_1x32}};  // decoded for a BF16 GEMM
+    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
 
 // Hopper's FP8 GEMMs restrict which formats, scales and accumulation go together. A recipe that breaks a rule
 // is an error on the CPU too, so that a recipe means the same run everywhere.
@@ -80,10 +75,9 @@ void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, con
     const bool delayed = r.scaling == Scaling::Delayed;
     for (const Quant& q : {a, b}) {
         require(known && q.scale_format == Format::F32,
-                "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, 1x128 by 128x128 or "
-                "1x32 by 1x32");
+                "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, or 1x128 by 128x128");
         require(!fast || q.granularity.cols != PER_1x128.cols,
-                "blocks of 128 need exact accumulation; use --gemm-sums exact");
+                "blocks of 128 need exact accumulation");
         require(!delayed || q.granularity == PER_TENSOR,
                 "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
                 "scaling");
@@ -138,9 +132,6 @@ void validate(const Setup& s) {
     if (s.ranks > 1 && s.optimizer.group == 0)
         throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, of which ", s.ranks,
                     " ranks cannot keep parts; use one rank, or another --optimizer.");
-    if (!s.recompute && !s.recipe.forward_reads_saved)
-        throw Error("--recompute off saves what the forward pass computes, but in --recipe ", s.recipe.name,
-                    " backward computes from other values; use --recompute on.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -154,8 +145,8 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
     // What residual adds write.
     const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
-    const std::string read = r.forward_reads_saved ? nonlinear : compute;
-    const std::string saved = nonlinear + " input" + (s.recompute ? "" : "; " + x + " output");
+    const std::string read = r.forward_reads_groups ? nonlinear : compute;
+    const std::string saved = nonlinear + " input";
     const std::string layers = concat("each of ", c.L, " layers");
     const std::string up = c.arch.gated ? "gate and up" : "up";
     auto linear = [&](const std::string& name) { return name + (q.fallback ? " (falls back)" : ""); };
@@ -483,7 +474,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
     const int64_t Q = c.q_cols(), QKV = c.qkv_cols(), U = c.gate_up_cols();
     const int64_t compute = info(r.compute).bytes, params = int64_t(parameters(c).size());
     const LinearFormats q = linear_formats(s);
-    const bool fp8 = q.x.fp8(), pieces = r.x.granularity == PER_TENSOR && r.forward_reads_saved;
+    const bool fp8 = q.x.fp8(), pieces = r.x.granularity == PER_TENSOR && r.forward_reads_groups;
     const bool groups = r.nonlinear.fp8(), attention_groups = r.attention.fp8();
     const bool gate_up_in_place = gate_up_gradient_in_place(s), cached = facts.cache_fp8_weights;
     const std::string transposed = fp8 ? ", transposed" : "";
@@ -552,7 +543,7 @@ std::vector<WorkRow> work_rows(const Setup& s, const GpuFacts& facts) {
         {W(AttentionOutput), attention_groups ? N * Q * compute : 0,
          {{FORWARD_ATTENTION | ATTENTION_BACKWARD, "attention's output"}}},
         {W(GateUp), groups ? (pieces ? std::min(N, GATE_UP_TOKENS) : N) * U * compute : 0,
-         {{FORWARD_GATE_UP | (r.forward_reads_saved ? 0u : FORWARD_ACTIVATION),
+         {{FORWARD_GATE_UP | (r.forward_reads_groups ? 0u : FORWARD_ACTIVATION),
            "gate and up, before they are quantized in groups"}}},
         {W(Branch), N * std::max(C, Q) * compute,
          {{FORWARD_OUT | FORWARD_DOWN, "what is added to the residual stream"},
@@ -815,10 +806,10 @@ Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
 // Each why_unsupported() returns the problem, then a remedy; "" if there is no problem.
 std::string why_unsupported(const OptimizerFormat& o) {
     const bool per_tensor = o.group == 0;
-    for (auto [flag, format] : {std::pair{"--m-format ", o.m}, {"--v-format ", o.v}}) {
+    for (Format format : {o.m, o.v}) {
         if (format == Format::F16 && !per_tensor)
-            return concat(flag, info(format).name, " in groups of 128 is supported only on the CPU; use "
-                          "--optimizer fp8lm, or --device cpu.");
+            return concat("--optimizer ", o.name, " has fp16 moments in groups of 128, which only the CPU "
+                          "supports; use --optimizer fp8lm, or --device cpu.");
         if (!per_tensor && is_fp8(format) && !o.expand && !o.keep_positive)
             return concat("--optimizer ", o.name, " rounds small second moments to zero, which only the CPU "
                           "supports; use --device cpu.");
@@ -836,7 +827,7 @@ std::string why_unsupported(const Recipe& r, int capability) {
         if (q.fp8() && !bf16)
             return concat(recipe, " has ", q.text(), " operands with compute dtype ", compute,
                           ", which only the CPU supports; use compute dtype bf16, or --device cpu.");
-        if (q.fp8() && !(q.granularity == PER_TENSOR) && !q.gemm_in_bf16() && capability != HOPPER_CAPABILITY)
+        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
             return concat(recipe, " has ", q.text(), " operands, which need a GPU of compute capability 9.0, "
                           "but this one has ", version_text(capability, 10), "; use --recipe colossal, or "
                           "--device cpu.");
@@ -916,10 +907,7 @@ void print_precision_plan(const Setup& s) {
     }
     std::printf("\n");
     auto adds = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
-    if (q.x.gemm_in_bf16())
-        print_note("Scales of operands of linear layers are rounded up to powers of two. A GPU decodes these "
-                   "operands to BF16, which is exact, and runs BF16 GEMMs.");
-    else if (fp8)
+    if (fp8)
         print_note("FP8 GEMMs on Hopper accumulate: ", adds(0), " in fprop, ", adds(1), " in dgrad, ",
                    adds(2), " in wgrad.");
     if (fp8 && r.scaling == Scaling::Delayed)
@@ -935,9 +923,8 @@ void print_precision_plan(const Setup& s) {
                    " tokens, which is not a multiple of 16.");
     if (!s.keep_gradients)
         print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
-                   "gradients is known. So --clip goes by an estimate: the norm so far, times its growth "
-                   "from there in the last step. The first step runs twice to measure this growth. If a "
-                   "gradient is not finite, its bucket and all later ones of the step are not updated.");
+                   "gradients is known: so --clip must be 0. If a gradient is not finite, its bucket and all "
+                   "later ones of the step are not updated.");
 }
 
 // The run beside the BF16 baseline, row by row and by category; then what a GPU adds, and what ranks send.

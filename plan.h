@@ -19,15 +19,14 @@ const std::vector<Schedule>& schedules();
 // Of one step, counted from 0.
 float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// A flag with two values that trades memory for precision or time. The first is the default: the more exact
-// one, or the same bits in less memory.
+// A flag with two values that trades memory for precision. The first is the default, the more exact one. A
+// checkpoint can only be resumed with the value that it was saved with.
 struct Choice {
     const char *name, *about;
 };
 using Switch = bool Setup::*;  // a name of its own: nvcc writes the type with parentheses, a warning of GCC
 struct MemoryMode {
     const char* flag;
-    bool changes_numbers;  // a checkpoint can only be resumed with the value that it was saved with
     Switch setting;        // true is the first choice; null: the recipe's column `attention`
     std::vector<Choice> choices;
     bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }

@@ -127,15 +127,14 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // format's largest value. Then code = encode(x / s) and x = decode(code) s. The granularity says which
 // elements form a block. (CPU and GPU do not divide by s: they multiply by 1 / s, rounded to FP32.)
 
-// A scale that is to be a power of two is rounded up. One that is stored in BF16 is rounded to the nearest:
-// amax / s is then at most 449.75 in E4M3, which still rounds to 448. So no value saturates. If amax is not
-// finite, the scale of a block is NaN, and so is every value that is decoded with it. A whole tensor needs no
-// NaN: the step checks its amax and is skipped. Its scale is then not used; it is set to 1.
+// A scale that is stored in BF16 is rounded to the nearest: amax / s is then at most 449.75 in E4M3, which
+// still rounds to 448. So no value saturates. If amax is not finite, the scale of a block is NaN, and so is
+// every value that is decoded with it. A whole tensor needs no NaN: the step checks its amax and is skipped.
+// Its scale is then not used; it is set to 1.
 float scale_of(const Quant& q, float amax) {
     if (!std::isfinite(amax)) return q.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
     const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
-    if (q.gemm_in_bf16()) return std::exp2(std::ceil(std::log2(double(s))));
     return round_to(q.scale_format, s);
 }
 
@@ -799,7 +798,7 @@ public:
     }
 
 private:
-    // What a layer saves for backward (paper table 2; model.h, saved_per_layer(), with recompute). The
+    // What a layer saves for backward (paper table 2; model.h, saved_per_layer()). The
     // outputs of norms and of the activation function are computed again in any case.
     struct SavedLayer {
         SavedActivation norm1_input, qkv, attention, norm2_input, gate_up;
@@ -846,9 +845,9 @@ private:
             return quantize(x.data(), N_, cols, q, stats_of(kind));
         }
     }
-    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_saved).
+    // What a norm or an activation function reads in the forward pass (coat.h, forward_reads_groups).
     Tensor as_forward_reads(const Tensor& x, const SavedActivation& saved) const {
-        return recipe.forward_reads_saved ? load(saved) : rounded(x);
+        return recipe.forward_reads_groups ? load(saved) : rounded(x);
     }
     static Tensor load(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
@@ -1048,28 +1047,24 @@ public:
         begin();
         Progress progress;
         std::vector<double> losses;  // by micro-batch
-        std::vector<double> norms(params.back().bucket + 1);  // by bucket: of all that were complete with it
         for (int64_t a = 0; a < accumulate; a++) {
             if (a == 0 || setup_.processes) clear_gradients(ALL);  // several ranks have their sums in sums_
             bucket_done = [&](int64_t bucket) {  // backward, in run(), calls it after each linear layer
                 if (setup_.processes) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
                 if (setup_.keep_gradients) return;
-                update_if_finite(bucket, adamw, norm_correction_at(adamw, bucket), progress);
+                update_if_finite(bucket, adamw, progress);
                 clear_gradients(bucket);
-                norms[bucket] = std::sqrt(progress.squares);
             };
             losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
         }
         bucket_done = nullptr;
-        if (setup_.keep_gradients) update_if_finite(ALL, adamw, 1, progress);
+        if (setup_.keep_gradients) update_if_finite(ALL, adamw, progress);
         if (!progress.skipped) end_delayed_step();
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
-        if (setup_.keep_gradients) norms.clear();
-        else norms = norm_corrections_of(norms);
-        return {loss / double(counted), std::sqrt(progress.squares), progress.skipped, norms, counted};
+        return {loss / double(counted), std::sqrt(progress.squares), progress.skipped, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
@@ -1196,12 +1191,11 @@ private:
         return sum;
     }
 
-    // Updates the parameters of a bucket whose gradients are complete, or all. The norm that clips them is
-    // that of all complete gradients, times norm_correction, which stands for the others.
-    void update_if_finite(int64_t bucket, const AdamW& adamw, double norm_correction, Progress& progress) {
+    // Updates the parameters of a bucket whose gradients are complete, or all.
+    void update_if_finite(int64_t bucket, const AdamW& adamw, Progress& progress) {
         const double here = squares_of(bucket);
         progress.squares += here;
-        const double norm = std::sqrt(progress.squares) * norm_correction;
+        const double norm = std::sqrt(progress.squares);
         const double scale = adamw_factors(adamw, false, norm).gradient_scale;
         for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
         // The square of a clipped gradient is below 2^124: every format of the second moment can represent

@@ -110,18 +110,14 @@ void choose_rows(Flags& flags, Setup& setup) {
     setup.recipe = find_row(recipes(), flags.text("recipe"), "--recipe");
     if (flags.text("optimizer").empty()) flags.set("optimizer", setup.recipe.optimizer);
     setup.optimizer = find_row(optimizers(), flags.text("optimizer"), "--optimizer");
-    for (auto [flag, format] :
-         {std::pair{"m-format", &setup.optimizer.m}, {"v-format", &setup.optimizer.v}}) {
-        if (flags.text(flag).empty()) flags.set(flag, info(*format).name);
-        *format = Format(&find_row(FORMATS, flags.text(flag), concat("--", flag).c_str()) - FORMATS);
-    }
-    if (flags.text("gemm-sums").empty()) flags.set("gemm-sums", setup.recipe.sums.name);
-    setup.recipe.sums = find_row(ACCUMULATIONS, flags.text("gemm-sums"), "--gemm-sums");
     for (const MemoryMode& mode : memory_modes()) {
         const Choice& choice = find_row(mode.choices, flags.text(mode.flag), concat("--", mode.flag).c_str());
         mode.choose(setup, &choice == &mode.choices.front());
     }
     find_row(schedules(), flags.text("schedule"), "--schedule");
+    if (!setup.keep_gradients && flags.real("clip") > 0)
+        throw Error("--gradients none updates weights before the norm of all gradients is known; use --clip 0 "
+                    "with it.");
 }
 
 // --model is a named model, or a folder with weights. A run that continues has those of its checkpoint.
@@ -314,12 +310,6 @@ void require_same_run(const Run& run) {
                     run.train_tokens, "; give the same data again.");
     if (tokens && run.train_hash != sampled_hash(*tokens))
         throw Error("--data has other training tokens than the checkpoint's run; give the same data again.");
-    const size_t buckets = bucket_ranges(parameters(run.setup.config)).size();
-    const size_t found = run.state.norm_correction.size();
-    if (found && found != buckets)
-        throw Error("--resume ", run.checkpoint, " has ", found,
-                    " values of norm_correction in its trainer.json, but the model has ", buckets,
-                    " buckets; resume from another checkpoint.");
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -355,9 +345,7 @@ int64_t cpu_memory(const Setup& setup) {
     for (const Param& p : parameters(setup.config)) largest = std::max(largest, p.size());
     const int64_t each = 4 * (setup.ranks > 1 ? 3 : 2);  // bytes for a parameter: weight, gradient, sum
     const int64_t batch = 2 * 4 * setup.accumulate * setup.B * setup.T;
-    Setup here = setup;
-    here.recompute = true;  // --recompute off saves on GPUs only
-    const std::vector<MemoryRow> plan = memory_plan(here);
+    const std::vector<MemoryRow> plan = memory_plan(setup);
     return total_bytes(plan) - total_bytes(plan, Category::Gradients) +
            parameter_count(setup.config) * each + 2 * 4 * largest + batch;
 }
@@ -665,28 +653,13 @@ private:
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = float(flags_.real("weight-decay"));
         adamw.clip = float(flags_.real("clip"));
-        const bool unknown = !setup_.keep_gradients && adamw.clip > 0 && state_.norm_correction.empty();
-        adamw.norm_correction = unknown ? measured_norm_corrections(adamw.clip) : state_.norm_correction;
         return adamw;
-    }
-
-    // How much the gradient's norm grows during backward, measured where no earlier step has: by a step with
-    // learning rate 0 and gradients clipped to nothing. Weights stay. Moments decay, but in a first step they
-    // are zero. Delayed scales see the batch twice. Empty if the norm is not finite.
-    std::vector<double> measured_norm_corrections(float clip) {
-        AdamW measure{1, 0.0f};
-        measure.clip = clip;
-        measure.norm_correction.assign(bucket_ranges(parameters(setup_.config)).size(),
-                                       std::numeric_limits<double>::infinity());
-        const StepResult result = model_.step(batch_.tokens.data(), batch_.targets.data(), measure);
-        return result.skipped ? std::vector<double>() : result.norm_correction;
     }
 
     // The position in the data goes on after a skipped step too: the same batch would be skipped again.
     void count_step(const StepResult& result) {
         state_.step++;
         state_.updates += !result.skipped;
-        if (!result.skipped) state_.norm_correction = result.norm_correction;
         state_.tokens += step_tokens_;
         state_.position = train_.position();
         state_.validation = std::numeric_limits<double>::quiet_NaN();

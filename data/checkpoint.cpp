@@ -70,10 +70,9 @@ void require_valid(const Safetensors& file, const StateTensor& t) {
 
 // What must be equal on resume, by the flag that chooses it.
 ordered_json formats_of(const Setup& s) {
-    ordered_json formats = {{"recipe", s.recipe.name}, {"optimizer", s.optimizer.name},
-                            {"m-format", info(s.optimizer.m).name}, {"v-format", info(s.optimizer.v).name}};
+    ordered_json formats = {{"recipe", s.recipe.name}, {"optimizer", s.optimizer.name}};
     for (const MemoryMode& mode : memory_modes())
-        if (mode.changes_numbers) formats[mode.flag] = mode.chosen(s);
+        formats[mode.flag] = mode.chosen(s);
     return formats;
 }
 
@@ -105,8 +104,7 @@ void save_loop_state(const std::string& folder, const LoopState& s, const Setup&
                {{"format", "coat checkpoint"}, {"version", 2}, {"formats", formats_of(setup)},
                 {"step", s.step}, {"updates", s.updates}, {"epoch", s.position.epoch},
                 {"window", s.position.window}, {"tokens", s.tokens},
-                {"first_validation", s.first_validation}, {"norm_correction", s.norm_correction},
-                {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
+                {"first_validation", s.first_validation}, {"settings", s.settings}, {"run", s.run}, {"validation", s.validation}, {"hashes", hashes}});
 }
 
 Fields read_trainer(const std::string& checkpoint) {
@@ -138,12 +136,6 @@ LoopState read_loop_state(const std::string& checkpoint) {
     s.position = {f.natural("epoch"), f.natural("window")};
     s.tokens = f.natural("tokens");
     s.first_validation = loss("first_validation");
-    for (const json& value : f.at("norm_correction")) {
-        s.norm_correction.push_back(value.is_number() ? value.get<double>() : -1);
-        if (!(s.norm_correction.back() >= 0 && std::isfinite(s.norm_correction.back())))
-            f.reject("norm_correction", "must be numbers of at least 0, not ", Fields::excerpt(value),
-                     "; resume from another checkpoint");
-    }
     s.settings = f.text("settings");
     s.run = f.text("run");
     s.validation = loss("validation");

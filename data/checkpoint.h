@@ -21,7 +21,6 @@ struct LoopState {
     Loader::Position position;    // in the training data
     int64_t tokens = 0;           // trained on
     double first_validation = 0;  // loss before the first step
-    std::vector<double> norm_correction;  // of the last step that was not skipped (AdamW::norm_correction)
     std::string settings;         // flags of the run as JSON; train.cpp compares them on resume
     std::string run = {};         // names the run: 16 random hex digits that stay the same on resume
     double validation = std::numeric_limits<double>::quiet_NaN();  // loss after this step; NaN: unknown

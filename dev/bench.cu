@@ -201,7 +201,6 @@ double gemm_rate(Clock& clock, const CeilingRow& row) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
     Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});
-    gemms.tune(true);
     const Format stream = row.a.format == Format::F32 ? Format::F32 : Format::BF16;
     const Operand a = random_operand(memory, SIDE, SIDE, row.a, stream),
                   b = random_operand(memory, SIDE, SIDE, row.b, stream);
@@ -244,7 +243,6 @@ public:
 
     Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
         : setup_(s), r_(r), clock_(clock), ceilings_(ceilings), only_(only) {
-        gemms_.tune(true);
         for (auto part :
              {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands,
               &Step::feed_forward, &Step::weights, &Step::embedding, &Step::head, &Step::optimizer}) {

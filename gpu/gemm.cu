@@ -54,7 +54,6 @@ Side side(const Operand& x, bool over_rows, bool contiguous) {
     if (!v.quant.fp8()) return {v.data, nullptr, v.cols, v.rows, transpose, v.quant.format};
     const void* codes = over_rows ? x.transposed : v.data;
     require(codes, "an FP8 operand lacks the orientation that this GEMM reads");
-    if (v.quant.gemm_in_bf16()) return {codes, nullptr, v.cols, v.rows, transpose, Format::BF16};
     const bool per_tensor = v.quant.granularity == PER_TENSOR;
     const void* scales = over_rows && !per_tensor ? x.transposed_scales : v.scales;
     const int64_t depth = over_rows ? v.rows : v.cols, width = over_rows ? v.cols : v.rows;
@@ -71,42 +70,9 @@ cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
     return layout;
 }
 
-// Tells the outputs of two algorithms apart: a sum over all words, each mixed with its index, so that
-// the sum does not depend on the order of its additions; and the number of words that are zero.
-struct Fingerprint {
-    unsigned long long bits, zeros;
-};
-__global__ void fingerprint_kernel(const uint32_t* words, int64_t n, Fingerprint* total) {
-    unsigned long long sum = 0;
-    unsigned zeros = 0;
-    const int64_t first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x,
-                  step = int64_t(gridDim.x) * blockDim.x;
-    for (int64_t i = first; i < n; i += step) {
-        uint64_t z = (uint64_t(i) << 32 | words[i]) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        sum += z ^ (z >> 31);
-        zeros += words[i] == 0;
-    }
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-    zeros = __reduce_add_sync(0xFFFFFFFFu, zeros);
-    if (threadIdx.x % 32 == 0) atomicAdd(&total->bits, sum), atomicAdd(&total->zeros, zeros);
-}
-
 constexpr int CANDIDATES = 16;  // cuBLASLt 13.1 has 8 for every shape of a 7B, a 1.1B and a 124M model
-constexpr size_t ROUNDS = 5;
-// With fewer outputs, two orders of summation could give the same bits by chance, and there is little
-// time to gain.
-constexpr int64_t MIN_OUTPUTS = 1 << 20;
-constexpr int64_t WORDS_PER_ZERO = 16;  // an output with more zeros than one in so many words is not compared
 
 }  // namespace
-
-bool kernels_fit() {
-    cudaFuncAttributes attributes;
-    const bool fit = cudaFuncGetAttributes(&attributes, fingerprint_kernel) == cudaSuccess;
-    cudaGetLastError();  // clears it
-    return fit;
-}
 
 struct Gemms::Call {
     Side a, b;  // cuBLAS's A and B: our b and a
@@ -120,7 +86,6 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;
     cublasLtMatmulAlgo_t algorithm{};
-    bool tuned = false;
 
     // Accumulation is in FP32 (or, if fast, in fewer bits), alpha is 1 and beta 0 or 1. The bias is added by
     // the epilogue.
@@ -194,53 +159,6 @@ cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, 
     return status;
 }
 
-// Launches the GEMM in rounds of all candidates, without gaps, so that a GPU at its power limit slows
-// them all down alike. The median of the rounds leaves out disturbances.
-void Gemms::choose_fastest(Problem& p, const Call& c) const {
-    constexpr char TIMING[] = "Timing a GEMM failed";
-    const int64_t words = c.out.quant.code_bytes(c.out.rows, c.out.cols) / 4;
-    auto fingerprint = [&] {  // in the scratch, which is free when a GEMM is done
-        Fingerprint result{}, *total = static_cast<Fingerprint*>(scratch_);
-        check(cudaMemsetAsync(total, 0, sizeof *total, c.stream), TIMING);
-        fingerprint_kernel<<<1024, 256, 0, c.stream>>>(static_cast<const uint32_t*>(c.out.data), words,
-                                                       total);
-        CHECK_LAUNCH("fingerprint_kernel");
-        check(cudaMemcpyAsync(&result, total, sizeof result, cudaMemcpyDeviceToHost, c.stream), TIMING);
-        check(cudaStreamSynchronize(c.stream), TIMING);
-        return result;
-    };
-    const Fingerprint expected = fingerprint();  // of the output that run() has just computed
-    if (static_cast<int64_t>(expected.zeros) > words / WORDS_PER_ZERO) return;
-    std::vector<cublasLtMatmulAlgo_t> equal;
-    for (const cublasLtMatmulAlgo_t& candidate : p.candidates(handle_))
-        if (launch(p, candidate, c) == CUBLAS_STATUS_SUCCESS && fingerprint().bits == expected.bits)
-            equal.push_back(candidate);
-
-    std::vector<Owned<cudaEvent_t, cudaEventDestroy>> marks(ROUNDS * equal.size() + 1);
-    for (size_t i = 0; i < marks.size(); i++) {  // one before each launch, one after the last
-        if (i > 0) succeed(launch(p, equal[(i - 1) % equal.size()], c), "A GEMM failed");
-        check(cudaEventCreate(&marks[i].handle), TIMING);
-        check(cudaEventRecord(marks[i].handle, c.stream), TIMING);
-    }
-    check(cudaEventSynchronize(marks.back().handle), TIMING);
-    float best = INFINITY;
-    for (size_t i = 0; i < equal.size(); i++) {
-        float ms[ROUNDS];
-        for (size_t round = 0; round < ROUNDS; round++) {
-            const size_t at = round * equal.size() + i;
-            check(cudaEventElapsedTime(&ms[round], marks[at].handle, marks[at + 1].handle), TIMING);
-        }
-        std::nth_element(ms, ms + ROUNDS / 2, ms + ROUNDS);
-        if (ms[ROUNDS / 2] < best) best = ms[ROUNDS / 2], p.algorithm = equal[i];
-    }
-    p.tuned = true;
-}
-
-int64_t Gemms::tuned() const {
-    return std::count_if(problems_.begin(), problems_.end(),
-                         [](const auto& entry) { return entry.second && entry.second->tuned; });
-}
-
 void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
                 const void* bias, cudaStream_t s) {
     const Quant &qa = a.view.quant, &qb = b.view.quant;
@@ -268,8 +186,6 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
         succeed(status, "A GEMM failed");
         p = std::move(first);
     }
-    // Timing follows the GEMM. It ends with an algorithm that has the same bits, so `out` is as before.
-    if (tuning_ && !p->tuned && !accumulate && out.rows * out.cols >= MIN_OUTPUTS) choose_fastest(*p, call);
 }
 
 }  // namespace coat::gpu

@@ -20,8 +20,6 @@
 
 namespace coat::gpu {
 
-bool kernels_fit();  // whether this program was compiled for the GPU in use
-
 enum class Gemm : uint8_t { Fprop, Dgrad, Wgrad };
 
 class Gemms {
@@ -38,13 +36,6 @@ public:
     void run(Gemm kind, const Operand& a, const Operand& b, const View& out, bool accumulate,
              const void* bias, cudaStream_t s);
 
-    // While this is on, the first GEMM of each shape that does not accumulate times cuBLASLt's
-    // algorithms on its own operands. Only algorithms whose output has the same bits as the first
-    // one's are candidates, so timing never changes a result. An output of mostly zeros cannot tell
-    // algorithms apart: then the next GEMM of this shape tries again.
-    void tune(bool on) { tuning_ = on; }
-    int64_t tuned() const;  // number of shapes whose algorithm was chosen by timing
-
 private:
     struct Problem;
     struct Call;
@@ -53,11 +44,10 @@ private:
     using Key = std::tuple<Gemm, Format, Format, Format, int, int, int64_t, int64_t, int64_t, bool>;
 
     cublasStatus_t launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& call) const;
-    void choose_fastest(Problem& p, const Call& call) const;
 
     cublasLtHandle_t handle_ = nullptr;
     void* scratch_;
-    bool fast_accumulation_[3], tuning_ = false;
+    bool fast_accumulation_[3];
     std::map<Key, std::unique_ptr<Problem>> problems_;  // null until the first launch succeeds
 };
 

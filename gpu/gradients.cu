@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 constexpr int STATE_THREADS = 1024;
 __global__ void __launch_bounds__(STATE_THREADS)
     gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                          double norm_correction, GradientState* state) {
+                          GradientState* state) {
     double mine = 0;
     for (int64_t c = threadIdx.x; c < shard_units; c += STATE_THREADS) {
         double sum = 0;  // of all ranks; one at most is not 0
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(STATE_THREADS)
     if (threadIdx.x != 0) return;
     state->squares += squares;
     state->norm = sqrt(state->squares);
-    const double norm = state->norm * norm_correction;
-    state->clip_factor = static_cast<float>(clip > 0 && norm > clip ? clip / norm : 1.0);
+    state->clip_factor = static_cast<float>(clip > 0 && state->norm > clip ? clip / state->norm : 1.0);
     // Scaled gradients below 2^62 have squares below 2^124, which every format of a second moment can
     // represent. NaN fails too.
     bool finite = sqrt(squares) * state->clip_factor < 0x1p62;
@@ -142,10 +141,9 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
     CHECK_LAUNCH("gradient_squares");
 }
 
-void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                   double norm_correction, GradientState* state, cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_units, ranks, clip, norm_correction,
-                                                      state);
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
+                   cudaStream_t s) {
+    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_units, ranks, clip, state);
     CHECK_LAUNCH("gradient_norm");
 }
 

@@ -10,7 +10,7 @@ namespace coat::gpu {
 // each bucket adds to it.
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
-    float clip_factor;     // of this bucket's gradients, by clipping: limit / estimated norm, or 1
+    float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
     // Not 0: something was not finite. Neither this bucket nor a later one of the step is updated.
     uint32_t skip;
 };
@@ -27,10 +27,9 @@ void gradient_squares(const Segment* segments, int number_of_segments, const voi
                       int64_t first, int64_t first_shard_unit, int64_t shard_units,
                       const double* loss, double* sums, cudaStream_t s);
 // Adds them to the state: those of all ranks, (ranks, 1 + shard_units), of which one at most is not 0 for a
-// shard unit. clip: the limit of the norm; 0: none. norm_correction: the estimated ratio of the whole norm
-// to the norm so far, else 1.
-void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip,
-                   double norm_correction, GradientState* state, cudaStream_t s);
+// shard unit. clip: the limit of the norm; 0: none.
+void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
+                   cudaStream_t s);
 
 // sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or without
 // the old sum. g_r = received + r * n, without a place for this rank, whose own gradients are at `own`.

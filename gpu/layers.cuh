@@ -15,7 +15,7 @@ namespace coat::gpu {
 // sum = x + branch; x_out = round(sum); next.in = sum, quantized in groups or rounded. x_out may be x, and it
 // is no tensor where next.in holds the same values. Leaves next.stats and, if y_amax is not null, the amax of
 // the norm's output there. They belong to next.in, or to x_out if the forward pass reads that
-// (coat.h, forward_reads_saved).
+// (coat.h, forward_reads_groups).
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s);
 // The same with sum = embedding[token] (+ positions[row % T], if that is a tensor).

@@ -7,14 +7,13 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. Scales per row (torchao's rowwise), in blocks of 1x128 and 128x128 (DeepSeek-V3), and of 1x32 (MXFP8)
+// 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
 // Row-major and transposed codes each have scales of their own. As with one scale per tensor there are two
-// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes, or the
-// decoded values.
+// passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes.
 
-constexpr int LOG_32 = 5, LOG_128 = 7, ALL = 62;
-static_assert(PER_1x32.cols == 1 << LOG_32 && PER_1x128.cols == 1 << LOG_128 &&
+constexpr int LOG_128 = 7, ALL = 62;
+static_assert(PER_1x128.cols == 1 << LOG_128 &&
               PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
@@ -24,8 +23,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
                   count = v.quant.operand_scales(N, K);
     const bool square = g == PER_128x128;
-    const int shift_n = square ? LOG_128 : 0,
-              shift_k = g == PER_ROW ? ALL : g == PER_1x32 ? LOG_32 : LOG_128;
+    const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
     const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1,
                   along_k = g == PER_ROW ? 0 : square ? 1 : N;
     if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
@@ -69,31 +67,17 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
         }
     });
     if (!transposed.scales) return;
-    if (transposed.row_shift < LOG_128) {  // several blocks below each other in a tile
-        if (at.row >= rows || at.col >= x.width) return;
-#pragma unroll
-        for (int p = 0; p < PLANES; p++)
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++)
-                update_amax(transposed.at(at.row, p * x.width + at.col + j), tops[p][j]);
-        return;
-    }
     combine_columns(
         x, at, tops, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t top) { update_amax(transposed.at(int64_t(blockIdx.y) * TILE, col), top); });
 }
 
-__device__ float round_up_to_power_of_two(float s) {  // of a normal s > 0: the mantissa carries
-    return __uint_as_float((__float_as_uint(s) + 0x7FFFFFu) & 0xFF800000u);
-}
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
-__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, bool power_of_two,
-                                    AmaxAndScale* tensor) {
+__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
-    const float s = scale_of(fmax, amax), rounded = power_of_two ? round_up_to_power_of_two(s) : s;
-    if (i < n) scales[i] = amax < INFINITY ? rounded : __uint_as_float(0x7FC00000u);
+    if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
     if (tensor) update_amax_by_warp(&tensor->amax, magnitude(amax));
 }
 
@@ -131,30 +115,11 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) store_transposed(tiles, rows, x.width, transposed);
 }
 
-// Pass two where Hopper has no GEMM of such blocks: what the codes hold, in BF16 and row-major, with the
-// scales of either grid.
-template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, 2)
-    decode_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, Dense<bf16> out) {
-    constexpr int PLANES = Producer::PLANES;
-    const TilePlace at;
-    for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
-        for (int p = 0; live && p < PLANES; p++) {
-            const int64_t row = at.row + i, col = p * x.width + at.col;
-            Values y;
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) y[j] = quantize_and_decode(e5m2, v[p][j], *grid.at(row, col + j));
-            out.round_and_store(row * PLANES * x.width + col, y, true);
-        }
-    });
-}
-
 }  // namespace
 
 void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128 ||
-                q.gemm_in_bf16(),
+    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128,
             "no kernel scales by such blocks");
     require(q.scale_format == Format::F32, "the scales of an operand are FP32");
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
@@ -173,16 +138,9 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
         for (const ScaleGrid& g : grids) {
             if (!g.scales) continue;
             block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
-                                                                     q.gemm_in_bf16(), out.amax);
+                                                                     out.amax);
             CHECK_LAUNCH("block_scales");
         }
-        for (int t : {0, 1}) {
-            if (!q.gemm_in_bf16() || !codes[t]) continue;
-            decode_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[t],
-                                                                dense<bf16>(codes[t]));
-            CHECK_LAUNCH("decode_blocks");
-        }
-        if (q.gemm_in_bf16()) return;
         quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[0], grids[1],
                                                               codes[0], codes[1]);
         CHECK_LAUNCH("quantize_blocks");

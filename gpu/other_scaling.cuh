@@ -1,5 +1,5 @@
 // gpu/other_scaling.cuh - scales of GEMM operands that the paper does not use: per row, in blocks, and
-// delayed. The recipes te, rowwise, deepseek and mxfp8 have them. The rules are those of coat.cuh.
+// delayed. The recipes te, rowwise and deepseek have them. The rules are those of coat.cuh.
 #pragma once
 #include "../coat.cuh"
 
@@ -18,7 +18,7 @@ struct ScaleGrid {
 // The scales of an operand's row-major or transposed codes, (N, K) with K the GEMM's reduction dimension.
 ScaleGrid scale_grid(const Operand& out, bool transposed);
 
-// quantize() of coat.cuh for FP8 per row, 1x128 or 128x128, and 1x32 (decoded), with their scales.
+// quantize() of coat.cuh for FP8 per row, 1x128 or 128x128, with their scales.
 void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s);
 
 // Delayed scaling (TransformerEngine's, for comparison). While a tensor is quantized with its delayed scale,

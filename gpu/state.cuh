@@ -184,8 +184,7 @@ public:
                          squares + peers_.rank * (1 + shard_units), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + shard_units) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, shard_units, peers_.count, a.clip,
-                      whole_step ? 1 : norm_correction_at(a, bucket), state, cuda_);
+        gradient_norm(squares, shard_units, peers_.count, a.clip, state, cuda_);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
     }

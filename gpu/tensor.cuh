@@ -58,8 +58,6 @@ inline AmaxAndScale* amax_and_scale(const View& v) { return static_cast<AmaxAndS
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
-//   1x32       (cols / 32, rows); Hopper has no such GEMM: in place of codes are decoded values in BF16,
-//              row-major in both forms, and the GEMM does not read the scales
 struct Operand {
     View view;
     void* transposed = nullptr;

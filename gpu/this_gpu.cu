@@ -18,6 +18,16 @@ int capability() {
            device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
+// Whether this program was compiled for the GPU in use: then it has this kernel for it.
+__global__ void any_kernel() {}
+bool kernels_fit() {
+    cudaFuncAttributes attributes;
+    const void* const kernel = reinterpret_cast<const void*>(any_kernel);
+    const bool fit = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+    cudaGetLastError();  // clears it
+    return fit;
+}
+
 // Device memory that CUDA and cuBLAS take when kernels are first launched.
 constexpr int64_t LOADED_LATER = 256 << 20;
 

@@ -20,7 +20,7 @@ inline const std::vector<const char*> RECIPES = [] {
     for (const Recipe& r : recipes()) names.push_back(r.name);
     return names;
 }();
-inline const char* const MODES[] = {"attention", "master", "gradients", "recompute", "lean"};
+inline const char* const MODES[] = {"attention", "master", "gradients", "lean"};
 
 inline Setup setup_of(const std::string& recipe, const Architecture& arch = LLAMA, bool tied = true,
                       int64_t B = 4, int64_t T = 16) {

@@ -112,8 +112,7 @@ inline const Param& param(const std::vector<Param>& table, const std::string& na
 
 inline LoopState some_state(int64_t step, const std::string& run = "0123456789abcdef",
                             double validation = std::numeric_limits<double>::quiet_NaN()) {
-    return {step, step - 1,  {3, 7}, 12345678901, 5.4321, {1, 0.1 + 0.2, 2e9}, "{\"lr\": 0.003}",
-            run,  validation};
+    return {step, step - 1,  {3, 7}, 12345678901, 5.4321, "{\"lr\": 0.003}", run, validation};
 }
 
 }  // namespace coat::test::model_files

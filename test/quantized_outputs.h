@@ -33,8 +33,8 @@ inline void check_quantized(const Tensor& out, const Floats& x, int64_t rows, in
     CHECK(same_codes(q.format, out.transposed.read(), transposed(expected.codes, rows, cols)));
 }
 
-// An operand with per-row, 1x32, 1x128 or 128x128 scaling. The row-major and the transposed codes each have
-// their own scales. With 1x32 scaling there are decoded values in place of codes.
+// An operand with per-row, 1x128 or 128x128 scaling. The row-major and the transposed codes each have their
+// own scales.
 struct BlockOperand {
     Quant quant;
     int64_t rows, cols;
@@ -43,8 +43,8 @@ struct BlockOperand {
     Buffer<AmaxAndScale> amax;
 
     BlockOperand(int64_t rows, int64_t cols, Quant q)
-        : quant(q), rows(rows), cols(cols), codes(q.operand_code_bytes(rows, cols)),
-          transposed_codes(q.operand_code_bytes(rows, cols)),
+        : quant(q), rows(rows), cols(cols), codes(q.code_bytes(rows, cols)),
+          transposed_codes(q.code_bytes(rows, cols)),
           scales(q.operand_scales(rows, cols)), transposed_scales(q.operand_scales(cols, rows)), amax(1) {
         amax.zero();
     }
@@ -60,38 +60,24 @@ struct BlockOperand {
 inline const Quant BLOCK_OUTPUTS[] = {Q_ROW,
                                       Q_1x128,
                                       Q_128x128,
-                                      Q_1x32,
-                                      {Format::E5M2, PER_1x32},
                                       {Format::E5M2, PER_ROW},
                                       {Format::E5M2, PER_1x128},
                                       {Format::E5M2, PER_128x128}};
 
 // Checks codes and scales of one orientation against the reference's quantization of x. Scales are in
-// cuBLASLt's layout. Decoded values are row-major in either orientation.
-inline void check_orientation(const Floats& x, int64_t rows, int64_t cols, Quant q, bool transpose,
-                              const Bytes& codes, const Floats& scales) {
+// cuBLASLt's layout.
+inline void check_orientation(const Floats& x, int64_t rows, int64_t cols, Quant q, const Bytes& codes,
+                              const Floats& scales) {
     const reference::Quantized expected = reference::quantize(x.data(), rows, cols, q);
-    if (q.gemm_in_bf16()) {
-        const Floats decoded = reference::dequantize(expected);
-        const Floats wanted = rounded(Format::BF16, transpose ? transposed(decoded, rows, cols) : decoded);
-        const uint16_t* got = reinterpret_cast<const uint16_t*>(codes.data());
-        int64_t different = 0;
-        for (int64_t i = 0; i < rows * cols; i++) {
-            const float value = reference::from_bf16(got[i]);
-            different += !(value == wanted[i] || (std::isnan(value) && std::isnan(wanted[i])));
-        }
-        CHECK(different == 0);
-    } else {
-        CHECK(same_codes(q.format, codes, expected.codes));
-    }
+    CHECK(same_codes(q.format, codes, expected.codes));
     const Floats laid_out = scales_for_gemm(expected);
     CHECK(same_bytes(scales, laid_out));
 }
 inline void check_blocks(const BlockOperand& out, const Floats& x) {
     CHECK(out.intact());
-    check_orientation(x, out.rows, out.cols, out.quant, false, out.codes.read(), out.scales.read());
+    check_orientation(x, out.rows, out.cols, out.quant, out.codes.read(), out.scales.read());
     const Floats transpose = transposed(x, out.rows, out.cols);
-    check_orientation(transpose, out.cols, out.rows, out.quant, true, out.transposed_codes.read(),
+    check_orientation(transpose, out.cols, out.rows, out.quant, out.transposed_codes.read(),
                       out.transposed_scales.read());
     const float got = out.amax.read()[0].amax, wanted = reference::amax(x.data(), out.rows * out.cols);
     CHECK((got == wanted || (!std::isfinite(got) && !std::isfinite(wanted))));

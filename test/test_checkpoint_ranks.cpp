@@ -62,7 +62,7 @@ TEST_CASE("train: a run stops on four ranks and continues on one and on two, bit
 
 TEST_CASE("train: a run of two ranks with --gradients none continues on two; on one the message says so") {
     RunFolder folder;
-    require_success(train(folder, TINY + "--recipe coat --gradients none --ranks 2 --steps 1 --out two"));
+    require_success(train(folder, TINY + "--recipe coat --gradients none --clip 0 --ranks 2 --steps 1 --out two"));
     check_rejected(folder, "--device cpu --resume two --steps 2", "continue it with --ranks 2.");
     require_success(train(folder, "--device cpu --resume two --ranks 2 --steps 2"));
 }

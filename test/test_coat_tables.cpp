@@ -11,8 +11,7 @@ using namespace coat::reference;
 
 TEST_CASE("Quant: its text names the format of scales where that is unusual") {
     CHECK(Q_GROUP.text() == "e4m3 1x16");
-    CHECK(Q_1x32.text() == "e4m3 1x32");
-    CHECK(Quant{Format::E4M3, PER_1x32, Format::BF16}.text() == "e4m3 1x32 with bf16 scales");
+    CHECK(Quant{Format::E4M3, PER_1x128, Format::BF16}.text() == "e4m3 1x128 with bf16 scales");
     CHECK(Quant{Format::E4M3, PER_GROUP}.text() == "e4m3 1x16 with fp32 scales");
 }
 
@@ -22,8 +21,7 @@ TEST_CASE("recipes: each row of the table is the published method") {
                            r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
                            (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
         for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer + (r.x.gemm_in_bf16() ? " | power of two" : "") +
-               (r.forward_reads_saved ? "" : " | forward reads unrounded");
+        return text + "| " + r.optimizer + (r.forward_reads_groups ? "" : " | forward reads unrounded");
     };
     const std::vector<std::pair<std::string, std::string>> expected = {
         {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
@@ -46,19 +44,13 @@ TEST_CASE("recipes: each row of the table is the published method") {
         {"deepseek",
          "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
          "fp32"},
-        {"mxfp8",
-         "bf16 | e4m3 1x32, e4m3 1x32, e4m3 1x32 | bf16 | bf16 | just in time | exact exact exact | fp32 | "
-         "power of two"},
     };
     REQUIRE(recipes().size() == expected.size());
     for (size_t i = 0; i < expected.size(); i++) {
         const Recipe& r = recipes()[i];
         CHECK(r.name == expected[i].first);
         CHECK(row(r) == expected[i].second);
-        for (const Quant& operand : {r.x, r.w, r.g}) {
-            CHECK(operand.scale_format == Format::F32);
-            CHECK(operand.gemm_in_bf16() == r.x.gemm_in_bf16());
-        }
+        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::F32);
         CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
         CHECK(r.history == 1024);
         CHECK(r.margin == 0);

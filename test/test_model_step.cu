@@ -125,8 +125,7 @@ Setup custom(const std::string& recipe, const Architecture& arch, const Quant& n
 }  // namespace
 
 GPU_TEST_CASE(
-    "step: custom recipes with FP8 groups and per-row, 1x128 or delayed scaling; 1x128 for both operands; "
-    "scales that are powers of two") {
+    "step: custom recipes with FP8 groups and per-row, 1x128 or delayed scaling; 1x128 for both operands") {
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : {"te", "rowwise", "deepseek"}) check_step(custom(recipe, arch, Q_GROUP));
         Setup both_1x128 = custom("deepseek", arch, Q_BF16);
@@ -134,7 +133,6 @@ GPU_TEST_CASE(
         check_step(both_1x128);
         Setup swapped = custom("deepseek", arch, Q_BF16);
         swapped.recipe.x = Q_128x128, swapped.recipe.w = Q_1x128;
-        swapped.recompute = false;
         check_step(swapped);
         Setup inputs = setup_of("coat", arch);  // the formats of inputs and gradients exchanged
         inputs.recipe.x = Q_E5M2, inputs.recipe.g = Q_E4M3;
@@ -156,26 +154,6 @@ GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF
     check_step(with_mode(tiny_setup(wide_heads(false), "coat", "coat", 2, 80), "attention"));
 }
 
-GPU_TEST_CASE("step: --recompute of norms and activations changes no bits") {
-    for (const char* recipe : RECIPES)
-        for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
-            for (const auto& shape : {std::pair{16, 1}, std::pair{7, 1}, std::pair{16, 2}}) {
-                const int T = shape.first, accumulate = shape.second;
-                Setup setup = setup_of(recipe, arch, true, 3, T);
-                if (!setup.recipe.forward_reads_saved) continue;  // validate: --recompute off is an error
-                setup.accumulate = accumulate;
-                Training first = training_on(make_gpu, setup);
-                Training second = training_on(make_gpu, with_mode(setup, "recompute"));
-                INFO(std::string(recipe), " ", std::string(arch.name), " ", T, " ", accumulate);
-                CHECK(losses(first, 4) == losses(second, 4));
-                CHECK((snapshot(*first.model) == snapshot(*second.model)));
-                Floats a(static_cast<size_t>(setup.config.V)), b = a;
-                first.model->next_logits(first.tokens.data(), 5, a.data());
-                second.model->next_logits(first.tokens.data(), 5, b.data());
-                CHECK(a == b);
-            }
-}
-
 GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped") {
     for (const char* recipe : RECIPES)
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true),
@@ -195,38 +173,6 @@ GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped")
             CHECK((snapshot(*kept.model) == snapshot(*none.model)));
             Floats gradient(static_cast<size_t>(config.C));
             CHECK_THROWS_AS(none.model->read("final_norm.weight.gradient", gradient.data()), Error);
-        }
-}
-
-GPU_TEST_CASE(
-    "step: --gradients none is bit-identical to kept gradients given the norm correction that it reports") {
-    for (const char* recipe : RECIPES)
-        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)}) {
-            const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
-            Training kept = training_on(make_gpu, setup);
-            Training none = training_on(make_gpu, with_mode(setup, "gradients"));
-            kept.adamw.clip = none.adamw.clip = 0.5f;
-            const std::vector<Param> params = parameters(config);
-            INFO(config.name, " ", std::string(recipe));
-            for (int i = 0; i < 3; i++) {
-                const Snapshot before = snapshot(*none.model);
-                none.step();  // only measures the norm correction, which the repeated step then uses
-                restore(*none.model, before);
-                const StepResult a = kept.step();
-                const StepResult b = none.model->step(none.tokens.data(), none.targets.data(), none.adamw);
-                CHECK(a.grad_norm > 0.5);
-                CHECK(a.loss == b.loss);
-                CHECK((snapshot(*kept.model) == snapshot(*none.model)));
-                double sum_of_squares = 0;
-                for (size_t end = params.size(); end > 0; end--) {
-                    const double size = norm(gradient(*kept.model, params[end - 1]));
-                    sum_of_squares += size * size;
-                    if (end > 1 && params[end - 2].bucket == params[end - 1].bucket) continue;
-                    const double expected = a.grad_norm / std::sqrt(sum_of_squares);
-                    CHECK(b.norm_correction.at(params[end - 1].bucket) ==
-                          doctest::Approx(expected).epsilon(1e-6));
-                }
-            }
         }
 }
 
@@ -255,7 +201,7 @@ GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
 }
 
 GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
-    for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
         for (const char* name :
              {"embedding", "layers.0.qkv", "layers.1.down", "layers.0.norm2.weight", "final_norm.weight"})
             for (float poison : {NAN, INFINITY}) {

@@ -24,7 +24,7 @@ GPU_TEST_CASE("check: a CUDA error is reported once") {
 }
 
 GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one rounding") {
-    for (const char* recipe : {"bf16", "coat", "coat-saved", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"bf16", "coat", "coat-saved", "rowwise", "deepseek"})
         for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(GPT2, true)})
             check_sums(make_gpu, tiny_setup(config, recipe, "fp32"));
 }
@@ -78,17 +78,17 @@ GPU_TEST_CASE("step: delayed scales of the first steps equal the reference's") {
 GPU_TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
     // evaluate and next_logits use GEMMs of different shapes, which may sum in different orders: a few
     // roundings of BF16 or FP8.
-    for (const char* recipe : {"bf16", "coat", "coat-saved", "te", "colossal", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"bf16", "coat", "coat-saved", "te", "colossal", "rowwise", "deepseek"})
         for (const Architecture& arch : {LLAMA, GPT2}) check_prompt(make_gpu, recipe, arch, 0.1);
 }
 
 GPU_TEST_CASE("next_logits: falls back to BF16 if the training batch does, for any length") {
-    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"})
         check_fallback(make_gpu, recipe);
 }
 
 GPU_TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
-    for (const char* recipe : {"te", "colossal", "coat", "coat-saved", "rowwise", "mxfp8", "bf16"}) {
+    for (const char* recipe : {"te", "colossal", "coat", "coat-saved", "rowwise", "bf16"}) {
         Training training = training_on(make_gpu, setup_of(recipe));
         check_infinite_evaluation(training);
     }
@@ -180,8 +180,7 @@ GPU_TEST_CASE("training: stop and resume is bit-identical, in every recipe and e
     for (const Architecture& arch : {LLAMA, GPT2}) {
         for (const char* recipe : RECIPES) setups.push_back(setup_of(recipe, arch));
         for (const char* mode : MODES) setups.push_back(with_mode(setup_of("coat", arch), mode));
-        for (const char* mode : {"gradients", "recompute"})
-            setups.push_back(with_mode(setup_of("te", arch), mode));
+        setups.push_back(with_mode(setup_of("te", arch), "gradients"));
         setups.push_back(setup_of("te", arch));
         setups.back().accumulate = 2;
     }
@@ -300,7 +299,7 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
     std::vector<Setup> setups = {setup_of("coat", LLAMA, true, 4, 32)};
     setups.push_back(with_mode(setups[0], "lean"));
     setups.push_back(with_optimizer(setups[0], "fp8lm"));
-    for (const char* recipe : {"te", "rowwise", "deepseek", "mxfp8"})
+    for (const char* recipe : {"te", "rowwise", "deepseek"})
         setups.push_back(with_optimizer(setup_of(recipe, LLAMA, true, 4, 32), "coat"));
     for (const Setup& setup : setups) {
         const bool groups = setup.recipe.nonlinear.fp8(), delayed = setup.recipe.scaling == Scaling::Delayed;

@@ -14,8 +14,8 @@ TEST_CASE("why_unsupported: moment formats without a GPU kernel are rejected, th
     OptimizerFormat mixed = find_row(optimizers(), "coat", "");
     mixed.v = Format::F16;
     CHECK(why_unsupported(mixed) ==
-          "--v-format fp16 in groups of 128 is supported only on the CPU; use --optimizer fp8lm, or --device "
-          "cpu.");
+          "--optimizer coat has fp16 moments in groups of 128, which only the CPU supports; use --optimizer "
+          "fp8lm, or --device cpu.");
     OptimizerFormat per_tensor = find_row(optimizers(), "fp8lm", "");
     for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2}) {
         per_tensor.m = per_tensor.v = f;
@@ -131,7 +131,7 @@ TEST_CASE("validate: a recipe whose GEMMs Hopper does not support is rejected in
     change("deepseek", "two E5M2", [&](Recipe& r) { r.x = r.g = e5m2_vector; });
     change("colossal", "two E5M2", [](Recipe& r) { r.w = Q_E5M2; });
     for (int gemm = 0; gemm < 3; gemm++)
-        change("deepseek", "--gemm-sums exact", [&](Recipe& r) { r.sums.fast[gemm] = true; });
+        change("deepseek", "need exact accumulation", [&](Recipe& r) { r.sums.fast[gemm] = true; });
     change("rowwise", "delayed scaling needs one scale per tensor",
            [](Recipe& r) { r.scaling = Scaling::Delayed; });
     change("rowwise", "row by row", [](Recipe& r) { r.w = Q_E4M3; });

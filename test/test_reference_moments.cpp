@@ -143,7 +143,7 @@ TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granul
         CHECK(shape_of(fp8lm, std::string("layers.0.attention_out") + none) == "none");
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v") == "F32 64");  // norm weights and biases stay in FP32
     CHECK(shape_of(fp8lm, "layers.0.norm1.weight.v.max") == "none");
-    // --optimizer coat --v-format fp16
+    // FP16 in groups of 128, which no row of the table has
     const OptimizerFormat mixed{"coat", Format::E4M3, Format::F16, true, ""};
     CHECK(shape_of(mixed, "layers.0.attention_out.m.k") == "F32 " + groups);
     CHECK(shape_of(mixed, "layers.0.attention_out.v.max") == "F32 " + groups);

@@ -23,7 +23,7 @@ std::vector<Quant> fp8_quants() {
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::F32, Format::BF16})
             for (Granularity g : {PER_TENSOR, PER_GROUP, Granularity{1, 128}, Granularity{128, 128},
-                                  Granularity{1, 0}, Granularity{0, 1}, PER_1x32})
+                                  Granularity{1, 0}, Granularity{0, 1}})
                 table.push_back({f, g, scale});
     return table;
 }
@@ -41,11 +41,7 @@ void for_every_quant(Random& rng, Check check) {
             for (const Distribution& d : distributions()) {
                 INFO(q.text(), ", ", std::string(info(q.scale_format).name), " scales, ", shape.rows, "x",
                      shape.cols, ", ", d.name);
-                std::vector<float> x = sample(d, rng, shape.rows * shape.cols);
-                // A larger value could be rounded up to 2^128, which FP32 does not have.
-                for (float& v : x)
-                    if (q.gemm_in_bf16()) v = std::clamp(v, -0x1p127f, 0x1p127f);
-                check(q, shape.rows, shape.cols, x);
+                check(q, shape.rows, shape.cols, sample(d, rng, shape.rows * shape.cols));
             }
 }
 
@@ -65,17 +61,14 @@ std::vector<float> amax_of_blocks(const Quant& q, int64_t rows, int64_t cols, co
 
 }  // namespace
 
-TEST_CASE("scale_of: is amax / FMAX, rounded to the nearest BF16, or up to a power of two") {
+TEST_CASE("scale_of: is amax / FMAX, rounded to the nearest BF16 where it is stored so") {
     FRESH_RANDOM(rng);
     for (const Quant& q : fp8_quants())
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             const float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f, s = scale_of(q, a);
             const float exact = std::max(a / info(q.format).max, 0x1p-126f);
             INFO(q.text(), " amax ", a);
-            int exponent;
-            const bool mx = q.granularity == PER_1x32 && q.scale_format == Format::F32;
-            if (mx) REQUIRE((std::frexp(s, &exponent) == 0.5f && s >= exact && s < 2 * exact));
-            else REQUIRE(s == round_to(q.scale_format, exact));
+            REQUIRE(s == round_to(q.scale_format, exact));
             REQUIRE(std::isfinite(1 / s));
             // Never saturates: the next code would begin at 1 + 1/28 of FMAX, in E5M2 at 1 + 1/14.
             REQUIRE(double(a) / double(s) <= double(info(q.format).max) * (1 + 0x1p-8));
@@ -90,16 +83,6 @@ TEST_CASE("scale_of: amax 0 gives 1; an amax that is not finite gives 1 for a te
             else CHECK(std::isnan(scale_of(q, a)));
         }
     }
-}
-
-TEST_CASE("scale_of: a power of two stays as it is, and the next larger amax gets the next power") {
-    for (Format f : {Format::E4M3, Format::E5M2})
-        for (int exponent = -126; exponent < 100; exponent++) {
-            const float power = std::ldexp(1.0f, exponent), amax = power * info(f).max;
-            const Quant q{f, PER_1x32};
-            CHECK(scale_of(q, amax) == power);
-            CHECK(scale_of(q, std::nextafter(amax, HUGE_VALF)) == 2 * power);
-        }
 }
 
 TEST_CASE("amax: equals the largest magnitude for any size; NaN and infinity give infinity") {
@@ -235,7 +218,7 @@ TEST_CASE("quantize: quantizing dequantized values changes nothing") {
     // another scale.
     FRESH_RANDOM(rng);
     for_every_quant(rng, [](const Quant& q, int64_t rows, int64_t cols, const std::vector<float>& x) {
-        if (q.scale_format != Format::F32 || q.gemm_in_bf16()) return;
+        if (q.scale_format != Format::F32) return;
         const Quantized once = quantize(x.data(), rows, cols, q);
         const Quantized twice = quantize(dequantize(once).data(), rows, cols, q);
         for (size_t i = 0; i < x.size(); i++) {
@@ -300,9 +283,7 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
                                 : group(i, across) == group(r, across) && group(j, along) == group(c, along);
                     if (same) largest = std::max(largest, std::fabs(x[size_t(i * cols + j)]));
                 }
-            float s = largest == 0 ? 1.0f : std::max(largest / info(q.format).max, 0x1p-126f);
-            int exponent;  // MX: rounded up to a power of two
-            if (q.granularity == PER_1x32 && std::frexp(s, &exponent) != 0.5f) s = std::ldexp(1.0f, exponent);
+            const float s = largest == 0 ? 1.0f : std::max(largest / info(q.format).max, 0x1p-126f);
             y.push_back(
                 float(fp8_value(q.format, nearest.of(x[size_t(r * cols + c)] * (1.0f / s))) * double(s)));
         }
@@ -313,7 +294,7 @@ std::vector<float> operand_by_definition(const std::vector<float>& x, int64_t ro
 
 TEST_CASE("operand: scales are taken along the reduction dimension; a tail has its own scale") {
     FRESH_RANDOM(rng);
-    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16}, PER_1x32,
+    for (Granularity g : {PER_TENSOR, PER_ROW, Granularity{1, 16}, Granularity{16, 16},
                           Granularity{1, 128}, Granularity{128, 128}})
         for (Format f : {Format::E4M3, Format::E5M2})
             for (Shape shape : {Shape{1, 1}, Shape{5, 33}, Shape{20, 17}, Shape{1, 140}, Shape{140, 3}}) {

@@ -3,8 +3,7 @@
 //
 //   build/evidence_memory [MODEL [BATCH [SEQ]]]      default: llama-2-7b, 8 x 2048 tokens; prints JSON
 //
-// The unit U is a BF16 tensor of the hidden size: 2BTC bytes. Each recipe has two rows: one that saves the
-// outputs of norms and activation functions, and one that recomputes them in backward.
+// The unit U is a BF16 tensor of the hidden size: 2BTC bytes.
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -22,10 +21,7 @@ const char* column(Saved which) {
         case Saved::Norm1Input: case Saved::Norm2Input: return "norm";
         case Saved::GateUp: return "activation function";
         case Saved::Qkv: case Saved::LogSumExp: return "attention";
-        case Saved::Attention:
-        case Saved::Norm1Output:
-        case Saved::Norm2Output:
-        case Saved::ActivationOutput: return "linear";
+        case Saved::Attention: return "linear";
     }
     throw std::logic_error("a saved tensor has no column");
 }
@@ -53,14 +49,12 @@ Json report(const std::string& model, int64_t B, int64_t T) {
             variants.push_back(recipe);
             variants.back().attention = Q_GROUP;
         }
-        for (const Recipe& variant : variants)
-            for (const bool recompute : {false, true}) {
-                Setup s{config, variant, find_row(optimizers(), "coat", "OPTIMIZER"), B, T};
-                s.recompute = recompute;
-                validate(s);
-                const std::string groups = variant.attention.fp8() ? ", attention in groups" : "";
-                rows.push_back(row(s, recipe.name + groups + (recompute ? ", recompute" : ""), unit));
-            }
+        for (const Recipe& variant : variants) {
+            const Setup s{config, variant, find_row(optimizers(), "coat", "OPTIMIZER"), B, T};
+            validate(s);
+            const char* const groups = variant.attention.fp8() ? ", attention in groups" : "";
+            rows.push_back(row(s, concat(recipe.name, groups), unit));
+        }
     }
     return {{"model", model}, {"rows", rows}};
 }

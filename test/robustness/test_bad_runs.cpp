@@ -212,8 +212,8 @@ TEST_CASE("train: damaged settings in a checkpoint are reported as the checkpoin
         check_failed(train(folder, "--device cpu --resume out --steps 3"), "trainer.json");
     }
     write_file(path, good);
-    const Ended by_user = train(folder, "--device cpu --resume out --steps 3 --recompute maybe");
-    check_failed(by_user, "--recompute maybe");  // a mistake of the user, not of the file
+    const Ended by_user = train(folder, "--device cpu --resume out --steps 3 --master maybe");
+    check_failed(by_user, "--master maybe");  // a mistake of the user, not of the file
     CHECK(!contains(by_user.error, "trainer.json"));
 }
 

@@ -86,10 +86,9 @@ TEST_CASE("train: a checkpoint that is missing, damaged or of another run is rej
     const std::string resume = "--device cpu --resume out --steps 4 ";
     check_rejected(folder, resume + "--recipe fp32", "--recipe");
     check_rejected(folder, resume + "--optimizer fp8", "--optimizer");
-    check_rejected(folder, resume + "--m-format e5m2", "--m-format");
     check_rejected(folder, resume + "--attention groups", "--attention");
     check_rejected(folder, resume + "--master none", "--master");
-    check_rejected(folder, resume + "--gradients none", "--gradients");
+    check_rejected(folder, resume + "--gradients none --clip 0", "--gradients");
     check_rejected(folder, resume + "--model gpt2-tiny", "--model");
     check_rejected(folder, resume + "--batch 4", "--batch");
     check_rejected(folder, resume + "--seq 32", "--seq");
@@ -120,11 +119,4 @@ TEST_CASE("train: a checkpoint that is missing, damaged or of another run is rej
         write_file(checkpoint / file, whole);
     }
     CHECK(train(folder, resume).code == 0);  // the files are complete again
-
-    require_success(tiny(folder, "--gradients none --steps 2 --out lean"));
-    const fs::path trainer = folder.path / "lean/step-000002/trainer.json";
-    std::string state = read_file(trainer);
-    replace(state, "\"norm_correction\": [", "\"norm_correction\": [1.5, ");  // one value too many
-    write_file(trainer, state);
-    check_rejected(folder, "--device cpu --resume lean --steps 4", "norm_correction");
 }
