@@ -48,11 +48,11 @@ struct Run {
 constexpr Run RUNS[] = {{"llama-2-7b", 8, 2048, 1}, {"tinyllama-1.1b", 16, 2048, 1}, {"gpt2", 64, 1024, 8}};
 
 void copy(void* to, const void* from, int64_t bytes) {
-    check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault), "Copying memory failed");
+    check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDefault), "Copying memory failed");
 }
-bool has_fp8() {
-    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
-               device_attribute(cudaDevAttrComputeCapabilityMinor) >= 89;
+bool has_fp8() {  // Ada, Hopper and later
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    return 10 * major + device_attribute(cudaDevAttrComputeCapabilityMinor) >= 89;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ template <class T>
 __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float std) {
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
          i += int64_t(gridDim.x) * blockDim.x)
-        x[i] = static_cast<T>(init_value(seed, 0, static_cast<uint64_t>(i), std));
+        x[i] = static_cast<T>(init_value(seed, 0, uint64_t(i), std));
 }
 
 class Memory {
@@ -75,9 +75,9 @@ public:
     template <class T = void>
     T* take(int64_t bytes) {
         void* p = nullptr;
-        check(cudaMalloc(&p, static_cast<size_t>(bytes)),
+        check(cudaMalloc(&p, size_t(bytes)),
               "Allocating GPU memory failed; choose a smaller --batch or --model");
-        check(cudaMemset(p, 0, static_cast<size_t>(bytes)), "Clearing memory failed");
+        check(cudaMemset(p, 0, size_t(bytes)), "Clearing memory failed");
         taken_.push_back(p);
         return static_cast<T*>(p);
     }
@@ -85,8 +85,7 @@ public:
         const View v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Quant{stream}};
         if (stream == Format::F32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
-        else
-            fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
+        else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
         check(cudaGetLastError(), "Filling memory failed");
         return v;
     }
@@ -165,21 +164,9 @@ private:
 // -----------------------------------------------------------------------------------------------------------
 // Ceilings of this GPU
 
-enum class Ceiling : uint8_t { Copy, Fp32, Bf16, Fp8Fast, Fp8Exact, Count };
-struct CeilingRow {
-    const char* name;
-    Quant a, b;
-    Gemm kind;
-};
-constexpr CeilingRow CEILINGS[] = {
-    {"copy", Q_F32, Q_F32, Gemm::Fprop},
-    {"fp32 GEMM", Q_F32, Q_F32, Gemm::Fprop},
-    {"bf16 GEMM", Q_BF16, Q_BF16, Gemm::Fprop},
-    {"fp8 GEMM, fast accumulation", Q_E4M3, Q_E4M3, Gemm::Fprop},
-    {"fp8 GEMM, exact accumulation", Q_E5M2, Q_E4M3, Gemm::Dgrad},
-};
-const char* name(Ceiling c) { return CEILINGS[static_cast<int>(c)].name; }
-using Ceilings = std::map<Ceiling, double>;  // bytes or FLOPs per second; only those that were measured
+using Ceilings = std::map<std::string, double>;  // name -> bytes or FLOPs per second
+constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
+                     *EXACT = "fp8 GEMM, exact accumulation";
 
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Quant& q, Format stream) {
     const View x = memory.random(rows, cols, stream);
@@ -197,28 +184,29 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
-double gemm_rate(Clock& clock, const CeilingRow& row) {
+const char* gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
+    if (operand.fp8()) return r.sums.fast[int(kind)] ? FAST : EXACT;
+    return operand.format == Format::F32 ? "fp32 GEMM" : "bf16 GEMM";
+}
+double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
-    Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});
-    const Format stream = row.a.format == Format::F32 ? Format::F32 : Format::BF16;
-    const Operand a = random_operand(memory, SIDE, SIDE, row.a, stream),
-                  b = random_operand(memory, SIDE, SIDE, row.b, stream);
+    Gemms gemms(memory.take(Gemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
+    const Format stream = name == "fp32 GEMM" ? Format::F32 : Format::BF16;
+    const Quant a = name == FAST ? Q_E4M3 : name == EXACT ? Q_E5M2 : Quant{stream};
+    const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
+                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? Q_E4M3 : a, stream);
     const View out = memory.random(SIDE, SIDE, stream);
+    const Gemm kind = name == EXACT ? Gemm::Dgrad : Gemm::Fprop;
     return 2.0 * SIDE * SIDE * SIDE /
-           clock.seconds([&] { gemms.run(row.kind, a, b, out, false, nullptr, nullptr); });
-}
-Ceiling gemm_ceiling(Gemm kind, const Quant& operand, const Recipe& r) {
-    if (operand.fp8())
-        return r.sums.fast[static_cast<int>(kind)] ? Ceiling::Fp8Fast : Ceiling::Fp8Exact;
-    return operand.format == Format::F32 ? Ceiling::Fp32 : Ceiling::Bf16;
+           clock.seconds([&] { gemms.run(kind, x, w, out, false, nullptr, nullptr); });
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
-    Ceilings rates{{Ceiling::Copy, copy_rate(clock)}};
+    Ceilings rates{{COPY, copy_rate(clock)}};
     for (Gemm kind : {Gemm::Fprop, Gemm::Dgrad, Gemm::Wgrad})
         for (const Quant& q : {Quant{r.compute}, r.x}) {
-            const Ceiling c = gemm_ceiling(kind, q, r);
-            if (!rates.count(c)) rates[c] = gemm_rate(clock, CEILINGS[static_cast<int>(c)]);
+            const char* name = gemm_ceiling(kind, q, r);
+            if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
         }
     return rates;
 }
@@ -262,8 +250,8 @@ private:
     const Format stream_ = r_.compute;
     const bool fp8_ = r_.x.fp8(), groups_ = r_.nonlinear.fp8();
     const int64_t N_ = setup_.B * setup_.T;
-    const double batches_ = static_cast<double>(setup_.accumulate);  // micro-batches per step
-    const double layers_ = batches_ * static_cast<double>(c_.L);     // layer passes per step
+    const double batches_ = double(setup_.accumulate);  // micro-batches per step
+    const double layers_ = batches_ * double(c_.L);     // layer passes per step
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
     AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
     Memory scratch_, memory_;
@@ -273,25 +261,21 @@ private:
         return (group + (": " + name)).find(only_) != std::string::npos;
     }
     void add(const char* group, const std::string& name, double count, double bytes, double flops,
-             Ceiling ceiling, const std::function<void()>& run) {
+             const char* ceiling, const std::function<void()>& run) {
         if (!wanted(group, name)) return;
         const double seconds = clock_.seconds(run);
         const bool known = flops == 0 || ceilings_.count(ceiling);
         const double work = flops > 0 && known ? flops / ceilings_.at(ceiling) : 0;
-        const double floor = known ? std::max(work, bytes / ceilings_.at(Ceiling::Copy)) : 0;
+        const double floor = known ? std::max(work, bytes / ceilings_.at(COPY)) : 0;
         rows.push_back({group, name, count, seconds, floor, bytes, flops});
     }
     void pass(const char* group, const std::string& name, double count, double bytes,
               const std::function<void()>& run) {
-        add(group, name, count, bytes, 0, Ceiling::Copy, run);
+        add(group, name, count, bytes, 0, COPY, run);
     }
 
-    static double size(const View& v) {
-        return v.data ? static_cast<double>(v.quant.bytes(v.rows, v.cols)) : 0;
-    }
-    static double reads(const Lazy& x) {
-        return size(x.input) + size(x.dact) + 8.0 * static_cast<double>(x.norm.in.rows);
-    }
+    static double size(const View& v) { return v.data ? double(v.quant.bytes(v.rows, v.cols)) : 0; }
+    static double reads(const Lazy& x) { return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows); }
     View random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
     View random(int64_t rows, int64_t cols, const Quant& q) {
         return random_operand(memory_, rows, cols, q, stream_).view;
@@ -328,7 +312,7 @@ private:
         const bool plain = !transposed || use == Use::Both;
         const Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
         find_scale(x, out);
-        const double bytes = reads(x) + (plain + transposed) * static_cast<double>(q.bytes(x.rows, x.cols));
+        const double bytes = reads(x) + (plain + transposed) * double(q.bytes(x.rows, x.cols));
         const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
         pass(BETWEEN, name + ": to " + q.text() + what, count, bytes,
              [&] { quantize(x, out, nullptr, nullptr); });
@@ -347,8 +331,7 @@ private:
         Setup run = setup_;
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
-        const double N = static_cast<double>(N_), n = static_cast<double>(forward_tokens),
-                     flops = 2.0 * static_cast<double>(out * in);
+        const double N = double(N_), n = double(forward_tokens), flops = 2.0 * double(out * in);
         const Operand w = random_operand(memory_, out, in, q.w, stream_),
                       x = random_operand(memory_, N_, in, q.x, stream_),
                       g = random_operand(memory_, N_, out, q.g, stream_);
@@ -375,18 +358,16 @@ private:
         const View qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
         const View out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
-        void* workspace =
-            memory_.take(std::max<int64_t>(16, static_cast<int64_t>(attention_workspace(shape))));
+        void* workspace = memory_.take(std::max<int64_t>(16, int64_t(attention_workspace(shape))));
         // 4 N T C, half of which is masked
-        const double flops = 2.0 * static_cast<double>(N_ * setup_.T * c_.q_cols());
-        const double logs = 4.0 * static_cast<double>(N_ * c_.NH);
-        const Ceiling ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
+        const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
+        const double logs = 4.0 * double(N_ * c_.NH);
+        const char* ceiling = gemm_ceiling(Gemm::Fprop, Quant{stream_}, r_);
         add(ATTENTION, "attention forward", layers_, size(qkv) + size(out) + logs, flops, ceiling,
             [&] { attention_forward(shape, qkv.data, out.data, lse, nullptr); });
         add(ATTENTION, "attention backward", layers_, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
             ceiling, [&] {
-                attention_backward(shape, qkv.data, out.data, lse, dout.data, dqkv.data, workspace,
-                                   nullptr);
+                attention_backward(shape, qkv.data, out.data, lse, dout.data, dqkv.data, workspace, nullptr);
             });
     }
 
@@ -403,7 +384,7 @@ private:
         const Norm n = random_norm(r_.nonlinear);
         const View x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         const View dweight = random(1, c_.C), dbias = c_.arch.rms ? View{} : random(1, c_.C);
-        float* workspace = memory_.take<float>(static_cast<int64_t>(norm_backward_workspace(c_.C)));
+        float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] { residual_add(x, a, groups_ ? out : View{}, n, true, slot_, nullptr); });
         quantize_pass("norm", 2 * layers_, norm(n), r_.x, Use::Fprop);
@@ -419,8 +400,7 @@ private:
                         c_.q_cols() + c_.kv_cols()};
         if (c_.arch.rope) {
             rope_table(c_, setup_.T, const_cast<float2*>(rope.table), nullptr);
-            const double rotated =
-                size(qkv) * static_cast<double>(rope.rotated_cols) / static_cast<double>(qkv.cols);
+            const double rotated = size(qkv) * double(rope.rotated_cols) / double(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope_forward(rope, qkv, nullptr); });
         }
         const Lazy o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
@@ -442,7 +422,7 @@ private:
             const View u = random(n, c_.gate_up_cols()),
                        saved = memory_.place(n, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
-                 layers_ * static_cast<double>(N_) / static_cast<double>(n), size(u) + size(saved),
+                 layers_ * double(N_) / double(n), size(u) + size(saved),
                  [&] { quantize_gate_up(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
         } else {
             amax_pass(name, layers_, h);
@@ -472,8 +452,8 @@ private:
                 bytes += size(v) + (plain + transposed) * size({v.data, nullptr, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
-            pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what,
-                 static_cast<double>(c_.L) * (keep ? 1 : batches_), bytes, [&] {
+            pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),
+                 bytes, [&] {
                      for (size_t i = 0; i < w.size(); i++) quantize(stored(w[i]), to[i], nullptr, nullptr);
                  });
         }
@@ -481,7 +461,7 @@ private:
 
     template <class T>
     T* upload(const std::vector<T>& host) {
-        const int64_t bytes = static_cast<int64_t>(host.size() * sizeof(T));
+        const int64_t bytes = int64_t(host.size() * sizeof(T));
         T* device = memory_.take<T>(bytes);
         copy(device, host.data(), bytes);
         return device;
@@ -494,18 +474,18 @@ private:
                    positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
         const EmbeddingOrder order = embedding_order(tokens.data(), N_, c_.V);
-        const int64_t chunks = static_cast<int64_t>(order.runs.size());
-        const auto distinct = std::count_if(order.runs.begin(), order.runs.end(),
-                                            [](const TokenRun& c) { return c.runs > 0; });
+        const int64_t chunks = int64_t(order.runs.size());
+        const auto distinct =
+            std::count_if(order.runs.begin(), order.runs.end(), [](const TokenRun& c) { return c.runs > 0; });
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRun* pieces = upload(order.runs);
         float* workspace = floats(chunks * c_.C);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true,
-                              slot_, nullptr);
+            embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true, slot_,
+                              nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
-             size(x) + 2.0 * static_cast<double>(distinct * c_.C * info(stream_).bytes),
+             size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes),
              [&] { gpu::embedding_backward(x, rows, pieces, chunks, table, workspace, nullptr); });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
@@ -513,8 +493,7 @@ private:
     }
     void head() {
         const int64_t n = std::min(HEAD_TOKENS, N_), V = c_.padded_V();
-        const double count = batches_ * static_cast<double>(N_) / static_cast<double>(n),
-                     flops = 2.0 * static_cast<double>(n * c_.C * V);
+        const double count = batches_ * double(N_) / double(n), flops = 2.0 * double(n * c_.C * V);
         const int32_t* targets = upload(made_up_tokens(n, c_.V));
         const double* scale = upload(std::vector<double>{1e-4});
         float* losses = floats(n);
@@ -534,10 +513,10 @@ private:
         const int64_t total = last.offset + last.padded_size();
         size_t free = 0, all = 0;
         check(cudaMemGetInfo(&free, &all), "Asking for the GPU's memory failed");
-        const int64_t fitting = static_cast<int64_t>(free) / 32;
+        const int64_t fitting = int64_t(free) / 32;
         const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP,
                       n = groups * MOMENT_GROUP;
-        const std::vector<float> ones(static_cast<size_t>(groups), 1.0f);
+        const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentView {
             void* codes = memory_.take(n * info(f).bytes);
             return {codes, is_scaled(f) ? floats(std::max<int64_t>(groups, 2)) : nullptr,
@@ -552,7 +531,7 @@ private:
         const int64_t units = ceil_div(n, SHARD_UNIT);
         double* sums = memory_.take<double>((1 + units) * 8);
 
-        const double count = static_cast<double>(total) / static_cast<double>(n);
+        const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
             const double scales = is_scaled(f) && o.group ? (o.expands(f) ? 8.0 : 4.0) / MOMENT_GROUP : 0;
             return info(f).bytes + scales;
@@ -565,21 +544,19 @@ private:
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
-        pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, static_cast<double>(n) * each,
-             [&] {
-                 adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
-             });
+        pass(OPTIMIZER, std::string("AdamW, ") + o.name + " moments", count, double(n) * each, [&] {
+            adamw({10, 1e-4f}, o, segment, 1, {0, n}, w, 0, gradient.data, stream_, state, nullptr);
+        });
     }
 
 public:
     // A few tokens are frequent and many are rare, as in text.
     static std::vector<int32_t> made_up_tokens(int64_t n, int64_t V) {
-        std::vector<int32_t> tokens(static_cast<size_t>(n));
+        std::vector<int32_t> tokens(n);
         for (size_t i = 0; i < tokens.size(); i++) {
             // u < 1: the largest initial value is 2 sqrt(3) times its standard deviation.
             const double u = std::abs(init_value(1, 0, i, 1.0f)) / 3.465;
-            tokens[i] = std::min(static_cast<int32_t>(V - 1),
-                                 static_cast<int32_t>(static_cast<double>(V) * u * u * u));
+            tokens[i] = std::min(int32_t(V - 1), int32_t(double(V) * u * u * u));
         }
         return tokens;
     }
@@ -626,18 +603,19 @@ Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::st
                 micro_batches, B, T);
     const std::vector<Row> rows = Step(s, recipe_on_gpu(s.recipe, has_fp8()), clock, ceilings, only).rows;
     print_rows(rows);
-    Json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"accumulate", s.accumulate},
-                {"batch", s.B}, {"seq", s.T}, {"operators", Json::array()}};
+    Json report{{"model", s.config.name}, {"recipe", s.recipe.name}, {"batch", B}, {"seq", T}};
+    report["accumulate"] = micro_batches;
     double sum = 0, floors = 0;
     for (const Row& r : rows) {
-        report["operators"].push_back({{"group", r.group}, {"name", r.name}, {"count", r.count},
-                                       {"seconds", r.seconds}, {"floor", r.floor}});
+        Json row{{"group", r.group}, {"name", r.name}, {"count", r.count}};
+        row.update({{"seconds", r.seconds}, {"floor", r.floor}});
+        report["operators"].push_back(row);
         sum += r.count * r.seconds;
         floors += r.count * r.floor;
     }
     if (!only.empty()) return report;
     const std::vector<double> times = step_seconds(s);
-    const double step = times[times.size() / 2], speed = static_cast<double>(micro_batches * B * T) / step;
+    const double step = times[times.size() / 2], speed = double(micro_batches * B * T) / step;
     std::printf("\n  sum of the operators %.2f ms, of their floors %.2f ms\n", sum * 1e3, floors * 1e3);
     std::printf("  whole step, median of %zu: %.2f ms (%.2f to %.2f), %.0f tokens/s, %.3f times the floors\n",
                 times.size(), step * 1e3, times.front() * 1e3, times.back() * 1e3, speed, step / floors);
@@ -651,11 +629,12 @@ Json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::st
 using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
-    Flags flags{{"--model", ""}, {"--recipe", "coat"}, {"--batch", ""}, {"--seq", ""}, {"--accumulate", ""},
-                {"--json", ""},  {"--only", ""}};
+    Flags flags{{"--model", ""},      {"--recipe", "coat"}, {"--batch", ""}, {"--seq", ""},
+                {"--accumulate", ""}, {"--json", ""},       {"--only", ""}};
     for (int i = 1; i < argc; i += 2) {
         if (!flags.count(argv[i]) || i + 1 == argc)
-            throw Error(argv[i], " is not a flag with a value after it; the flags are --model, --recipe, "
+            throw Error(argv[i],
+                        " is not a flag with a value after it; the flags are --model, --recipe, "
                         "--batch, --seq, --accumulate, --json and --only.");
         flags[argv[i]] = argv[i + 1];
     }
@@ -703,9 +682,9 @@ int main(int argc, char** argv) try {
     Clock clock;
     const Ceilings ceilings = measure_ceilings(clock, recipe_on_gpu(runs[0].recipe, has_fp8()));
     std::printf("%s; measured ceilings:\n", device.name);
-    for (const auto& [c, rate] : ceilings)
-        std::printf("  %-34s %8.*f %s\n", name(c), c == Ceiling::Copy ? 2 : 0, rate * 1e-12,
-                    c == Ceiling::Copy ? "TB/s" : "TFLOP/s");
+    for (const auto& [name, rate] : ceilings)
+        std::printf("  %-34s %8.*f %s\n", name.c_str(), name == COPY ? 2 : 0, rate * 1e-12,
+                    name == COPY ? "TB/s" : "TFLOP/s");
     Json report{{"device", device.name}, {"runs", Json::array()}};
     for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
     if (flags.at("--json").empty()) return 0;
