@@ -7,7 +7,7 @@
 // of equation 4, and the range R^k after expansion. Table 1: the error of each moment in each format, with
 // and without expansion, and of m / (sqrt(v) + eps), which updates the weight, for every pair of formats. All
 // values go through Moment::store and load, as in training, so a non-zero second moment never
-// becomes zero.
+// becomes zero. Last, what remains of m / sqrt(v) if equation 4 leaves out the smallest codes of E4M3.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -34,6 +34,8 @@ constexpr int WAYS = 4;
 constexpr int GROUPS[] = {8, 16, 32, 64, 128};  // MOMENT_GROUP = 128 is the largest
 constexpr int64_t CHUNK = 1 << 15;              // elements per task of a thread
 constexpr double EPS = 1e-8;                    // AdamW's
+
+double weight_update(double m, double v) { return m / (std::sqrt(v) + EPS); }
 
 // Errors of x: the mean relative error weighs all elements alike; sqrt(noise / signal) weighs large ones
 // more.
@@ -124,11 +126,11 @@ Errors errors_of_chunk(int group, const float* m, const float* v, int64_t n) {
         for (int64_t i = 0; i < n; i++)
             e.m[way].add(m[i], decoded_m[way][i]), e.v[way].add(v[i], decoded_v[way][i]);
     }
-    auto update = [](double first, double second) { return first / (std::sqrt(second) + EPS); };
     for (int64_t i = 0; i < n; i++)
         for (int a = 0; a < WAYS; a++)
             for (int b = 0; b < WAYS; b++)
-                e.update[a][b].add(update(m[i], v[i]), update(decoded_m[a][i], decoded_v[b][i]));
+                e.update[a][b].add(weight_update(m[i], v[i]),
+                                   weight_update(decoded_m[a][i], decoded_v[b][i]));
     return e;
 }
 
@@ -147,6 +149,17 @@ Errors errors(int group, const std::vector<Moments>& all) {
     return total;
 }
 
+// The largest and the smallest magnitude that is not zero, of the group that begins at `first`.
+std::pair<float, float> extremes(const std::vector<float>& x, size_t first) {
+    float largest = 0, smallest = INFINITY;
+    for (size_t i = first; i < std::min(x.size(), first + MOMENT_GROUP); i++) {
+        const float a = std::abs(x[i]);
+        largest = std::max(largest, a);
+        if (a > 0) smallest = std::min(smallest, a);
+    }
+    return {largest, smallest};
+}
+
 // Figure 2: log10 of the range before and after expansion, and k.
 Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment) {
     Histogram before(0, 12, 60), after(0, 12, 60), k(0, 24, 96);
@@ -154,12 +167,7 @@ Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment
     for (const Moments& p : all) {
         const std::vector<float>& x = p.*moment;
         for (size_t first = 0; first < x.size(); first += MOMENT_GROUP) {
-            float largest = 0, smallest = INFINITY;
-            for (size_t i = first; i < std::min(x.size(), first + MOMENT_GROUP); i++) {
-                const float a = std::abs(x[i]);
-                largest = std::max(largest, a);
-                if (a > 0) smallest = std::min(smallest, a);
-            }
+            const auto [largest, smallest] = extremes(x, first);
             if (largest == 0) { zero++; continue; }
             const double range =
                 std::log10(static_cast<double>(largest)) - std::log10(static_cast<double>(smallest));
@@ -172,6 +180,45 @@ Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment
             {"log10_range", before.json()},
             {"log10_range_expanded", after.json()},
             {"k", k.json()}};
+}
+
+// E4M3 with expansion where k stretches a group not to FMAX / FMIN, but to FMAX / (FMIN 2^halvings).
+std::vector<float> through_part_of_range(const std::vector<float>& x, bool second, int halvings) {
+    const Format format = Format::E4M3;
+    const float log_range = std::log2(info(format).max) - std::log2(info(format).min) - float(halvings);
+    std::vector<float> out(x.size());
+    for (size_t first = 0; first < x.size(); first += MOMENT_GROUP) {
+        const auto [largest, smallest] = extremes(x, first);
+        const float log_ratio = std::log2(largest) - std::log2(smallest);
+        const float k = std::clamp(std::floor(16 * log_range / log_ratio) / 16, 1 / 16.0f, 64.0f);
+        for (size_t i = first; i < std::min(x.size(), first + MOMENT_GROUP); i++) {
+            const float expanded = reference::expand(format, x[i], largest, k);
+            float y = reference::decode(format, reference::encode(format, expanded));
+            if (second && x[i] > 0 && y == 0) y = info(format).min;
+            out[i] = reference::contract(format, y, largest, k);
+        }
+    }
+    return out;
+}
+
+Json parts_of_range(const std::vector<Moments>& all) {
+    Json rows;
+    for (int halvings : {0, 1, 2}) {
+        Deviation update;
+        double factor = 1;  // the largest by which a second moment is too large or too small
+        for (const Moments& p : all) {
+            const std::vector<float> m = through_part_of_range(p.m, false, halvings),
+                                     v = through_part_of_range(p.v, true, halvings);
+            for (size_t i = 0; i < m.size(); i++) {
+                update.add(weight_update(p.m[i], p.v[i]), weight_update(m[i], v[i]));
+                if (p.v[i] > 0) factor = std::max({factor, double(v[i]) / p.v[i], double(p.v[i]) / v[i]});
+            }
+        }
+        rows.push_back({{"smallest", std::ldexp(info(Format::E4M3).min, halvings)},
+                        {"update", update.json()},
+                        {"factor_of_v", factor}});
+    }
+    return rows;
 }
 
 Json report(const std::string& checkpoint) {
@@ -194,6 +241,7 @@ Json report(const std::string& checkpoint) {
         }
         out["errors"].push_back(one);
     }
+    out["parts_of_range"] = parts_of_range(all);
     return out;
 }
 
