@@ -25,6 +25,13 @@ __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* rem
 
 }  // namespace
 
+bool kernels_fit() {
+    cudaFuncAttributes attributes;
+    const bool fit = cudaFuncGetAttributes(&attributes, initialize_kernel) == cudaSuccess;
+    cudaGetLastError();  // clears it
+    return fit;
+}
+
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;

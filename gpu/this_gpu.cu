@@ -6,7 +6,7 @@
 
 #include "../plan.h"
 #include "../ranks.h"
-#include "gemm.cuh"
+#include "parameters.cuh"
 
 namespace coat {
 namespace {
@@ -16,16 +16,6 @@ using namespace gpu;
 int capability() {
     return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
            device_attribute(cudaDevAttrComputeCapabilityMinor);
-}
-
-// Whether this program was compiled for the GPU in use: then it has this kernel for it.
-__global__ void any_kernel() {}
-bool kernels_fit() {
-    cudaFuncAttributes attributes;
-    const void* const kernel = reinterpret_cast<const void*>(any_kernel);
-    const bool fit = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
-    cudaGetLastError();  // clears it
-    return fit;
 }
 
 // Device memory that CUDA and cuBLAS take when kernels are first launched.
