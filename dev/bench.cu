@@ -540,7 +540,7 @@ private:
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
         auto norm = [&] {
             gradient_squares(segment, 1, gradient.data, stream_, 0, 0, units, nullptr, sums, nullptr);
-            gradient_norm(sums, units, 1, 1, 1, state, nullptr);
+            gradient_norm(sums, units, 1, 1, state, nullptr);
         };
         norm();  // adamw below reads its result
         pass(OPTIMIZER, "gradient norm", count, size(gradient), norm);
