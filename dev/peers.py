@@ -55,16 +55,14 @@ def measure(model, recipe, batch):
                                     use_fast_accum=True)
 
         @staticmethod
-        def backward(context,
-                     g):  # Hopper's FP8 GEMM reduces over contiguous elements, hence the transposed copies
+        def backward(context, g):  # Hopper's GEMMs reduce over contiguous elements: hence the transposes
             x, w = context.saved_tensors
             (x8, x_scale), (w8, w_scale) = quantize(x, torch.float8_e4m3fn), quantize(w, torch.float8_e4m3fn)
             g8, g_scale = quantize(g, torch.float8_e5m2)
             dx = torch._scaled_mm(g8, w8.t().contiguous().t(), scale_a=g_scale, scale_b=w_scale,
                                   out_dtype=torch.bfloat16)
-            dw = torch._scaled_mm(g8.t().contiguous(),
-                                  x8.t().contiguous().t(), scale_a=g_scale, scale_b=x_scale,
-                                  out_dtype=torch.bfloat16)
+            dw = torch._scaled_mm(g8.t().contiguous(), x8.t().contiguous().t(), scale_a=g_scale,
+                                  scale_b=x_scale, out_dtype=torch.bfloat16)
             return dx, dw
 
     class Linear(nn.Linear):
@@ -120,10 +118,9 @@ def measure(model, recipe, batch):
     with torch.device("meta" if sharded else "cuda"):
         network = Llama()
     if recipe == "fsdp-float8":
-        from torchao.float8 import (Float8LinearConfig, convert_to_float8_training,
-                                    precompute_float8_dynamic_scale_for_fsdp)
-        convert_to_float8_training(network.blocks,
-                                   config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+        from torchao import float8
+        gather_in_fp8 = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        float8.convert_to_float8_training(network.blocks, config=gather_in_fp8)
     for block in network.blocks:  # the layers share one compiled block
         block.compile()
     if sharded:
@@ -150,7 +147,7 @@ def measure(model, recipe, batch):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if recipe == "fsdp-float8":
-                precompute_float8_dynamic_scale_for_fsdp(network)
+                float8.precompute_float8_dynamic_scale_for_fsdp(network)
             torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - begin))
         q = torch.empty(batch, heads, T, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)

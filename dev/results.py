@@ -2,7 +2,7 @@
 """Measures what dev/RESULTS.md says, and renews its tables and figures.
 
     python3 dev/results.py                   all groups, for a machine with a GPU; about two hours
-    python3 dev/results.py cpu speed:7b      one group, and of another the runs whose names contain "7b"
+    python3 dev/results.py bench speed:7b    one group, and of another the runs whose names contain "7b"
     python3 dev/results.py page              measures nothing; only renews the page
 
 Each result goes to dev/results.json when its run ends. A run that this commit has already is skipped, so the
@@ -70,11 +70,6 @@ def ranks(n, *runs):
 
 
 GROUPS = {
-    "cpu": Group(
-        "every recipe and optimizer on a CPU",
-        {**{r: f"--recipe {r}" for r in ("fp32", "bf16", "coat", "te", "colossal", "rowwise", "deepseek")},
-         **{f"bf16, moments {o}": f"--recipe bf16 --optimizer {o}"
-            for o in ("bf16", "fp8", "coat", "fp8lm")}}, "--device cpu --sample-every 0", gpu=False),
     "speed": Group(
         "speed and memory of whole models",
         {**{f"{model} {way}": f"{size} {flags}".strip() for model, size in SIZES.items() for way, flags in
@@ -106,12 +101,10 @@ GROUPS = {
         {"gpt2": f"build/evidence_moments {GPT2}/step-{STEPS:06}",
          "llama-tiny": f"build/evidence_moments {TINY}/step-000250"},
         build="build/evidence_moments", gpu=False),
-    "memory": Group(
-        "saved activations by operator (table 2)", {"memory": "build/evidence_memory"},
-        build="build/evidence_memory", gpu=False),
+    "memory": Group("saved activations by operator (table 2)", {"memory": "build/evidence_memory"},
+                    build="build/evidence_memory", gpu=False),
     "bench": Group(
-        "every operator of a step",
-        {"bench": "build/bench --json build/bench.json > build/bench.txt && cat build/bench.json"},
+        "every operator of a step", {"bench": "build/bench --json build/b.json >&2 && cat build/b.json"},
         build="build/bench"),
 }
 
@@ -178,11 +171,8 @@ def run(group, name):
 
 
 def load():
-    try:
-        with open(os.path.join(DEV, "results.json"), encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        return {}
+    with open(os.path.join(DEV, "results.json"), encoding="utf-8") as file:
+        return json.load(file)
 
 
 def save(results):
@@ -206,8 +196,8 @@ def measure(group, part, commit):
         sys.exit(f"make {GROUPS[group].build} train failed:\n{made.stderr}")
     if group == "convergence":
         corpus.prepare()
-    if group == "moments" and not os.path.exists(os.path.join(ROOT, TINY, "step-000250")):
-        shell(f"rm -rf {TINY}; ./train {GROUPS['cpu'].shared} --recipe bf16 --optimizer fp32 --out {TINY}")
+    if group == "moments" and not os.path.exists(f"{ROOT}/{TINY}/step-000250"):
+        shell(f"rm -rf {TINY}; ./train --device cpu --recipe bf16 --optimizer fp32 --out {TINY}")
     where = f"{len(names)} {names[0]}" if len(names) > 1 else "".join(names)
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
     for name in GROUPS[group].runs:
@@ -257,12 +247,6 @@ def mean_and_error(values):
     """The mean over the seeds, and its standard error."""
     error = f" ({statistics.stdev(values) / len(values) ** 0.5:.4f})" if len(values) > 1 else ""
     return f"{statistics.mean(values):+.4f}{error}"
-
-
-def cpu_table(rows):
-    return ["run", "validation loss, nats per byte", "minus `fp32`", "ms a step"], [
-        [name, f"{loss(row):.4f}", f"{loss(row) - loss(rows['fp32']):+.4f}", f"{row['ms']:.1f}"]
-        for name, row in rows.items()]
 
 
 def speed_table(rows):
@@ -339,9 +323,8 @@ def bench_table(rows):
     return ["ms a step (time / floor)", *plot.KINDS, "whole step"], table
 
 
-TABLES = {"cpu": cpu_table, "speed": speed_table, "peers": peers_table, "ranks": ranks_table,
-          "convergence": convergence_table, "moments": moments_table, "memory": memory_table,
-          "bench": bench_table}
+TABLES = {"speed": speed_table, "peers": peers_table, "ranks": ranks_table, "convergence": convergence_table,
+          "moments": moments_table, "memory": memory_table, "bench": bench_table}
 
 
 def renew_page():

@@ -24,7 +24,6 @@
 // How kernel 4 was found, a billion parameters, microseconds and % of copy bandwidth:
 //   one warp per group, 4 elements per lane                                          5791, 57%
 //   half a warp per group, 8 elements per lane, 16 warps per multiprocessor          4662, 71%
-//   the same, 24 warps of 80 registers; 20 warps of 96                               5830, 57%; 4721, 70%
 //   a warp takes 8 consecutive groups, whose scales fill whole sectors of memory     3879, 86%
 //   the same, and groups of zeros take the fast path through a special case          4295, 78%
 //   the same without the special case: they use the reciprocal of another value      3878, 86%

@@ -25,14 +25,12 @@
 //
 // What was tried on the kernels around it, microseconds (and % of copy bandwidth), Llama-2-7B and GPT-2:
 //   norm backward    one block per row                                            177 (63%)   123 (68%)
-//                    the next row loaded to shared memory meanwhile               180 (62%)   148 (57%)
 //                    one block per row, both sums of RMSNorm in one reduction     134 (84%)   120 (70%)
 //   residual add     one block per row                                            119 (94%)    93 (90%)
 //                    one barrier for each team of warps                           140 (80%)   110 (76%)
 //                    one barrier of the block for each sum                        118 (95%)    92 (91%)
 //   cross-entropy    the row is read twice                                                    150 (64%)
-//                    the row stays in shared memory for the second pass            96 (64%)   144 (67%)
-//                    and no bounds check inside the vocabulary                     77 (79%)   133 (72%)
+//                    it stays in shared memory; no check of bounds inside          77 (79%)   133 (72%)
 //
 // Codes are compared with the CPU reference. A value that differs in the last bits of FP32 may round to a
 // neighbouring code. Minimum traffic per element: 1.125 bytes in, twice, and 1 byte out.
