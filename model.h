@@ -417,6 +417,9 @@ struct AdamW {    // the arguments of one step
     // Largest global norm of the gradients; 0: no clipping. Without keep_gradients it is 0, because a bucket
     // is updated before the norm of all gradients is known.
     float clip = 1.0f;
+    // Steps before this one that were skipped. Without keep_gradients they may have updated buckets, so
+    // stochastic rounding counts them too: else it would use their random bits again.
+    int64_t skipped = 0;
 };
 
 struct StepResult {

@@ -1204,7 +1204,7 @@ private:
         if (progress.skipped) return;
         for (size_t i : parameters_of(bucket)) {
             const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
-            update(states_[i], i, f, rounding_key(setup_.seed, adamw.step));
+            update(states_[i], i, f, rounding_key(setup_.seed, adamw.step + adamw.skipped));
             refresh(i);
         }
     }

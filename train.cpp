@@ -646,10 +646,11 @@ private:
     // Whether this step is one of those after which the flag asks for something.
     bool every(const char* flag) const { return flags_.count(flag) && state_.step % flags_.count(flag) == 0; }
 
-    // Skipped steps do not count for the bias correction, but they do for the schedule.
+    // Skipped steps do not count for the bias correction, but for the schedule and stochastic rounding.
     AdamW optimizer_settings() {
         AdamW adamw{};
         adamw.step = state_.updates + 1;
+        adamw.skipped = state_.step - state_.updates;
         adamw.lr = learning_rate(schedule_, flags_.real("lr"), flags_.count("warmup"), steps_, state_.step);
         adamw.weight_decay = float(flags_.real("weight-decay"));
         adamw.clip = float(flags_.real("clip"));

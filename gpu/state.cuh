@@ -186,7 +186,8 @@ public:
                           (1 + shard_units) * static_cast<int64_t>(sizeof(double)));
         gradient_norm(squares, shard_units, peers_.count, a.clip, state, cuda_);
         gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
-                   rounding_key(setup.seed, a.step), gradients, gradient_quant.format, state, cuda_);
+                   rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state,
+                   cuda_);
     }
 
     // The amaxes of all ranks become one: of the weights, of which each has updated a part, and with delayed

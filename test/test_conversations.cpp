@@ -91,6 +91,28 @@ TEST_CASE("train: windows and steps in which no token counts are reported, and n
     check_one_sentence(train(folder, run + "--steps 1"), "--data");
 }
 
+// All windows have the same tokens, and in one of the runs a single one has targets. So both make the same
+// update of the first weights, one run in its first step, and the other after skipped ones.
+TEST_CASE("train: after skipped steps, stochastic rounding has new random bits") {
+    constexpr int64_t WINDOWS = 8, T = 16;
+    Folder folder;
+    std::vector<uint16_t> tokens;
+    for (int64_t i = 0; i < WINDOWS * T + 1; i++) tokens.push_back(static_cast<uint16_t>(i % T));
+    for (const char* name : {"train.bin", "val.bin"}) folder.write(name, token_file(tokens));
+    const std::string run = "--device cpu --data train.bin,val.bin --batch 1 --seq 16 --recipe bf16 "
+                            "--gradients none --clip 0 --master none --schedule constant "
+                            "--warmup 0 --eval-every 0 --sample-every 0 ";
+    require_success(train(folder, run + "--steps 1 --out early"));
+    std::string mask(tokens.size(), '\0');
+    std::fill(mask.begin() + 1, mask.begin() + 1 + T, '\1');  // targets of the first window
+    folder.write("train.mask", mask);
+    require_success(train(folder, run + "--steps 8 --out late --log log"));
+    CHECK(logged(folder, "step").at(0).at("skipped"));
+    const fs::path early = folder.path / "early/step-000001", late = folder.path / "late/step-000008";
+    CHECK((read_file(early / "optimizer.safetensors") == read_file(late / "optimizer.safetensors")));
+    CHECK((read_file(early / "model.safetensors") != read_file(late / "model.safetensors")));
+}
+
 TEST_CASE("train: --steps 0 prints perplexity, bits per byte, and a sample in the model's own tokens" *
           doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;

@@ -200,6 +200,16 @@ GPU_TEST_CASE("make_gpu: initial weights equal the reference's bit for bit") {
         }
 }
 
+GPU_TEST_CASE("step: skipped steps give stochastic rounding new random bits, and change nothing else") {
+    const Setup setup = with_mode(setup_of("bf16"), "master");
+    Training early = training_on(make_gpu, setup), late = training_on(make_gpu, setup);
+    late.adamw.skipped = 1;
+    early.step(), late.step();
+    const Snapshot a = snapshot(*early.model), b = snapshot(*late.model);
+    CHECK((a.at("layers.0.qkv.m") == b.at("layers.0.qkv.m")));
+    CHECK((a.at("layers.0.qkv") != b.at("layers.0.qkv")));
+}
+
 GPU_TEST_CASE("step: a loss or gradient that is not finite changes nothing, and training continues") {
     for (const char* recipe : {"fp32", "bf16", "coat", "lean", "te", "rowwise", "deepseek"})
         for (const char* name :
