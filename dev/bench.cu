@@ -7,8 +7,8 @@
 //
 // The floor of an operator is the longer of two times: its bytes (every input read once, every output written
 // once) at copy bandwidth, and its FLOPs at the rate of a large GEMM in the same formats. Percentages are
-// floor / time. A kernel that only reads can exceed 100%, since a copy also writes. So can a GEMM of small
-// gradients: the GPU draws less power for them than for the random values of the ceilings.
+// floor / time. They can exceed 100%: a copy also writes, and small gradients draw less power than random
+// values.
 //
 // Times are medians between CUDA events, on random values, after the L2 cache was filled with other data. The
 // operators are those that model.cu launches, with the same shapes and views, and as often. The step differs
@@ -120,11 +120,6 @@ public:
         slot_ = memory_.take<AmaxAndScale>(sizeof(AmaxAndScale));
         for (cudaEvent_t& e : events_) check(cudaEventCreate(&e), "Creating an event failed");
     }
-    ~Clock() {
-        for (cudaEvent_t e : events_) cudaEventDestroy(e);
-    }
-    Clock(const Clock&) = delete;
-    Clock& operator=(const Clock&) = delete;
 
     AmaxAndScale* slot() const { return slot_; }  // zero at the beginning of every timed operation
 
@@ -218,7 +213,7 @@ struct Row {
     const char* group;
     std::string name;
     double count, seconds;  // count: per step
-    double floor;           // seconds; 0: unknown
+    double floor;           // seconds
     double bytes, flops;    // flops: 0 for operators that only move data
 };
 constexpr const char *LINEAR_LAYERS = "linear layers", *ATTENTION = "attention",
@@ -263,11 +258,8 @@ private:
     void add(const char* group, const std::string& name, double count, double bytes, double flops,
              const char* ceiling, const std::function<void()>& run) {
         if (!wanted(group, name)) return;
-        const double seconds = clock_.seconds(run);
-        const bool known = flops == 0 || ceilings_.count(ceiling);
-        const double work = flops > 0 && known ? flops / ceilings_.at(ceiling) : 0;
-        const double floor = known ? std::max(work, bytes / ceilings_.at(COPY)) : 0;
-        rows.push_back({group, name, count, seconds, floor, bytes, flops});
+        const double floor = std::max(flops / ceilings_.at(ceiling), bytes / ceilings_.at(COPY));
+        rows.push_back({group, name, count, clock_.seconds(run), floor, bytes, flops});
     }
     void pass(const char* group, const std::string& name, double count, double bytes,
               const std::function<void()>& run) {
@@ -587,13 +579,11 @@ void print_rows(const std::vector<Row>& rows) {
     const char* group = "";
     for (const Row& r : rows) {
         if (r.group != group) std::printf("  %s\n", group = r.group);
-        char rate[32], percent[16] = "-";
         const bool computes = r.flops > 0;
-        std::snprintf(rate, sizeof rate, "%.*f %s", computes ? 0 : 2,
-                      (computes ? r.flops : r.bytes) / r.seconds * 1e-12, computes ? "TFLOP/s" : "TB/s");
-        if (r.floor > 0) std::snprintf(percent, sizeof percent, "%.0f%%", 100 * r.floor / r.seconds);
-        std::printf("    %-50s %7.5g %10.1f %14s %6s %10.2f %10.2f\n", r.name.c_str(), r.count,
-                    r.seconds * 1e6, rate, percent, r.count * r.seconds * 1e3, r.count * r.floor * 1e3);
+        std::printf("    %-50s %7.5g %10.1f %6.*f %-7s %5.0f%% %10.2f %10.2f\n", r.name.c_str(), r.count,
+                    r.seconds * 1e6, computes ? 0 : 2, (computes ? r.flops : r.bytes) / r.seconds * 1e-12,
+                    computes ? "TFLOP/s" : "TB/s", 100 * r.floor / r.seconds, r.count * r.seconds * 1e3,
+                    r.count * r.floor * 1e3);
     }
 }
 
@@ -633,9 +623,8 @@ Flags parse(int argc, char** argv) {
                 {"--accumulate", ""}, {"--json", ""},       {"--only", ""}};
     for (int i = 1; i < argc; i += 2) {
         if (!flags.count(argv[i]) || i + 1 == argc)
-            throw Error(argv[i],
-                        " is not a flag with a value after it; the flags are --model, --recipe, "
-                        "--batch, --seq, --accumulate, --json and --only.");
+            throw Error(argv[i], " is not a flag with a value; there are --model, --recipe, --batch, --seq, ",
+                        "--accumulate, --json and --only.");
         flags[argv[i]] = argv[i + 1];
     }
     return flags;
@@ -659,7 +648,6 @@ std::vector<Setup> setups(const Flags& flags) {
                 number("--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
         validate(s);
-        if (s.B * s.T % 16) throw Error("--batch x --seq must be a multiple of 16, as FP8 GEMMs require.");
         list.push_back(s);
     };
     for (const Run& r : RUNS)

@@ -21,7 +21,7 @@ def count(names):  # lines of source code in the files; "coat.cu .cuh" is coat.c
 
 
 text = open("README.md", encoding="utf-8").read()
-start = text.index("<!-- tree -->\n```\n") + len("<!-- tree -->\n```\n")
+start = text.index("\n", text.index("```", text.index("<!-- tree -->"))) + 1
 end = text.index("```", start)
 rows = []  # [text, lines]; the text without its number
 for line in text[start:end].splitlines():

@@ -126,10 +126,8 @@ def read_log(argument):
                         run[curve] = {step: loss for step, loss in run[curve].items() if step <= line["step"]}
                 elif line["kind"] in run and line["loss"] is not None:  # null: the loss was not finite
                     run[line["kind"]][int(line["step"])] = float(line["loss"])
-    except OSError as error:
-        sys.exit(f"{path} cannot be read ({error.strerror}); make it with ./train --log {path}.")
-    except (KeyError, TypeError, ValueError):
-        sys.exit(f"{path} is not a log of ./train in JSON lines; make one with ./train --log {path}.")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        sys.exit(f"{path} cannot be read as a log ({error}); make one with ./train --log {path}.")
     if not run["step"]:
         sys.exit(f"{path} has no training steps; give the log of a run that trained.")
     return run
@@ -234,8 +232,8 @@ def moments(result):
     for column, (moment, title) in enumerate((("m", "First moment"), ("v", "Second moment"))):
         r, left = result[moment], 60 + 440 * column
         before, after, k = r["log10_range"], r["log10_range_expanded"], r["k"]
-        top, top_k = (110 * max(max(h["counts"]) / sum(h["counts"]) for h in of)
-                      for of in ((before, after), (k, )))
+        top, top_k = (max(110 * max(h["counts"]) / sum(h["counts"]) for h in of)
+                      for of in ((before, after), (k,)))
         panel = Panel(left, 70, 380, 190, (0, 12), (0, top), f"{title}: dynamic range of groups of 128",
                       f"% of {r['groups']:,} groups; GPT-2 124M, step {result['step']}")
         panel.axes("largest / smallest non-zero magnitude", [(x, f"1e{x}") for x in range(0, 13, 2)],
@@ -243,8 +241,8 @@ def moments(result):
         panel.histogram(before, COLORS[5], 0.55)
         panel.histogram(after, COLORS[0], 0.85)
         panel.line([(limit, 0), (limit, top)], COLORS[1], dash="4 3", dots=False)
-        for row, (words, color) in enumerate(
-            (("range R", COLORS[5]), ("expanded, R^k", COLORS[0]), ("range of E4M3", COLORS[1]))):
+        lines = {"range R": COLORS[5], "expanded, R^k": COLORS[0], "range of E4M3": COLORS[1]}
+        for row, (words, color) in enumerate(lines.items()):
             panel.parts.append(text(panel.left + 12, 84 + 15 * row, words, 11.5, "start", color, "bold"))
         lower = Panel(left, 370, 380, 150, (0, 16), (0, top_k), f"{title}: expansion factor k",
                       f"median {k['median']:g}; 80% lie from {k['p10']:g} to {k['p90']:g}")
@@ -315,18 +313,11 @@ def convergence(rows):
 
 
 def figures(results):
-    """The figures whose results are there: name -> SVG."""
-    made = {}
-    if "bench" in results:
-        report = results["bench"]["bench"]
-        made["bench"] = bench({"device": report["where"], **report})
-    if "convergence" in results:
-        made["convergence"] = convergence(results["convergence"])
-    if "gpt2" in results.get("moments", {}):
-        made["moments"] = moments(results["moments"]["gpt2"])
-    if "memory" in results:
-        made["memory"] = memory(results["memory"]["memory"])
-    return made
+    """name -> SVG"""
+    report = results["bench"]["bench"]
+    return {"bench": bench({"device": report["where"], **report}),
+            "memory": memory(results["memory"]["memory"]), "moments": moments(results["moments"]["gpt2"]),
+            "convergence": convergence(results["convergence"])}
 
 
 def main():

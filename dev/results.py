@@ -45,8 +45,7 @@ QUIET = "--device gpu --sample-every 0 --eval-every 0"
 SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
          "tinyllama": "--model tinyllama-1.1b --batch 16 --seq 2048",
          "gpt2": "--model gpt2 --batch 64 --seq 1024 --accumulate 8",
-         "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048",
-         "qwen2.5-7b": "--model qwen2.5-7b --batch 4 --seq 2048"}
+         "llama-3.1-8b": "--model llama-3.1-8b --batch 4 --seq 2048"}
 STEPS = 3052  # of 64 x 1024 tokens: 0.2 billion
 TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
 GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
@@ -202,7 +201,7 @@ def measure(group, part, commit):
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
     for name in GROUPS[group].runs:
         results = load()
-        rows = results.setdefault(group, {})
+        rows = results[group]
         known = rows.get(name, {}).get("commit") == commit
         if part not in name or known or (group == "ranks" and int(name[0]) > len(names)):
             continue
@@ -339,8 +338,6 @@ def renew_page():
 
     def one(match):
         group = match[1]
-        if group not in results:
-            return match[0]
         rows, shared = results[group].values(), GROUPS[group].shared
         where, commits = (", ".join(sorted({row[key] for row in rows})) for key in ("where", "commit"))
         head, cells = TABLES[group](results[group])

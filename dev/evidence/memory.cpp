@@ -1,9 +1,9 @@
 // memory.cpp - saved activations by operator, as the paper counts them (table 2), from the table of saved
-// tensors that the CPU reference and the GPU implementation use.
+// tensors that the CPU reference and the GPU implementation use. It prints JSON, for dev/results.py.
 //
-//   build/evidence_memory [MODEL [BATCH [SEQ]]]      default: llama-2-7b, 8 x 2048 tokens; prints JSON
+//   build/evidence_memory
 //
-// The unit U is a BF16 tensor of the hidden size: 2BTC bytes.
+// The unit U is a BF16 tensor of the hidden size: 2BTC bytes. The shape is that of Llama-2-7B.
 #include <iostream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -18,55 +18,35 @@ using Json = nlohmann::ordered_json;
 // The paper's columns. It counts the output of attention with the linear layer that reads it.
 const char* column(Saved which) {
     switch (which) {
-        case Saved::Norm1Input: case Saved::Norm2Input: return "norm";
+        case Saved::Norm1Input:
+        case Saved::Norm2Input: return "norm";
         case Saved::GateUp: return "activation function";
-        case Saved::Qkv: case Saved::LogSumExp: return "attention";
+        case Saved::Qkv:
+        case Saved::LogSumExp: return "attention";
         case Saved::Attention: return "linear";
     }
     throw std::logic_error("a saved tensor has no column");
 }
 
-Json row(const Setup& s, const std::string& name, double unit) {
-    const int64_t tokens = s.B * s.T;
+Json row(const char* recipe, const Quant& attention, const std::string& name) {
+    Setup s{find_row(models(), "llama-2-7b", "--model"), find_row(recipes(), recipe, "--recipe"),
+            find_row(optimizers(), "coat", "--optimizer"), 8, 2048};
+    s.recipe.attention = attention;
+    validate(s);
     std::map<std::string, double> columns;
     double total = 0;
     for (const SavedTensor& t : saved_per_layer(s)) {
-        const double share = static_cast<double>(t.bytes(tokens)) / unit;
+        const double share = double(t.bytes(s.B * s.T)) / double(2 * s.B * s.T * s.config.C);
         columns[column(t.which)] += share;
         total += share;
     }
     return {{"name", name}, {"U", columns}, {"total", total}};
 }
 
-Json report(const std::string& model, int64_t B, int64_t T) {
-    const ModelConfig config = find_row(models(), model, "MODEL");
-    const double unit = 2.0 * static_cast<double>(B * T * config.C);
-    Json rows = Json::array();
-    for (const char* name : {"bf16", "te", "coat"}) {
-        const Recipe& recipe = find_row(recipes(), name, "--recipe");
-        std::vector<Recipe> variants = {recipe};
-        if (recipe.nonlinear.fp8()) {  // only such recipes support --attention groups
-            variants.push_back(recipe);
-            variants.back().attention = Q_GROUP;
-        }
-        for (const Recipe& variant : variants) {
-            const Setup s{config, variant, find_row(optimizers(), "coat", "OPTIMIZER"), B, T};
-            validate(s);
-            const char* const groups = variant.attention.fp8() ? ", attention in groups" : "";
-            rows.push_back(row(s, concat(recipe.name, groups), unit));
-        }
-    }
-    return {{"model", model}, {"rows", rows}};
-}
-
 }  // namespace
 
-int main(int argc, char** argv) {
-    try {
-        auto number = [&](int i, int64_t otherwise) { return argc > i ? std::stoll(argv[i]) : otherwise; };
-        std::cout << report(argc > 1 ? argv[1] : "llama-2-7b", number(2, 8), number(3, 2048)).dump(1) << "\n";
-    } catch (const std::exception& e) {
-        std::cerr << e.what() << "\n";
-        return 1;
-    }
+int main() {
+    const Json rows{row("bf16", Q_BF16, "bf16"), row("te", Q_BF16, "te"), row("coat", Q_BF16, "coat"),
+                    row("coat", Q_GROUP, "coat, attention in groups")};
+    std::cout << Json{{"rows", rows}}.dump(1) << "\n";
 }
