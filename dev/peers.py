@@ -6,10 +6,9 @@
     torchrun --nproc_per_node 2 dev/peers.py llama-2-7b fsdp 6      several GPUs, with FSDP2
 
 The model is what a user of PyTorch would write: compiled blocks, scaled_dot_product_attention, fused AdamW on
-BF16 weights with BF16 states. Unlike ./train it has no FP32 master weights and does not clip gradients. `fp8`
-computes the linear layers of the blocks with torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and
-fast accumulation in the forward pass, E5M2 gradients and exact accumulation in the backward pass. Tokens are
-random.
+BF16 weights with BF16 states, no master weights, no clipping. `fp8` computes the linear layers of blocks with
+torch._scaled_mm and just-in-time per-tensor scaling: E4M3 and fast accumulation in the forward pass, E5M2
+gradients and exact accumulation in the backward pass. Tokens are random.
 
 `fsdp` shards the same model with FSDP2: FP32 master weights and moments, BF16 computation, gradients summed
 in FP32. `fsdp-float8` has torchao's float8 linear layers, tensorwise, whose weights are gathered in FP8.

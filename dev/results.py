@@ -51,12 +51,6 @@ TEXT = f"--data {corpus.FOLDER}/train.bin,{corpus.FOLDER}/val.bin"
 GPT2, TINY = f"{BUILD}/convergence-bf16", f"{BUILD}/llama-tiny"  # checkpoints that `moments` reads
 
 
-def peers(model, batch):
-    ours = f"--model {model} --batch {batch} --seq 2048"
-    return {f"{model}: train coat": ours, f"{model}: train bf16": f"{ours} {BF16}",
-            **{f"{model}: PyTorch {r}": f"python3 dev/peers.py {model} {r} {batch}" for r in ("bf16", "fp8")}}
-
-
 def ranks(n, *runs):
     """Runs on n GPUs, each as "model way sequences"; a way of PyTorch is fsdp or fsdp-float8."""
     commands = {}
@@ -79,7 +73,8 @@ GROUPS = {
         f"{QUIET} --lr 1e-4 --steps 22 --warmup 22"),
     "peers": Group(
         "./train and PyTorch in turn on the same GPU",
-        {**peers("llama-2-7b", 8), **peers("tinyllama-1.1b", 16)},
+        {"train coat": SIZES["7b"], "train bf16": f"{SIZES['7b']} {BF16}",
+         **{f"PyTorch {r}": f"python3 dev/peers.py llama-2-7b {r} 8" for r in ("bf16", "fp8")}},
         f"{QUIET} --lr 1e-5 --steps 24 --warmup 5"),
     "ranks": Group(
         "one and several GPUs (table 7); those that the machine has",
@@ -255,9 +250,9 @@ def speed_table(rows):
 
 
 def peers_table(rows):
-    base = {name: rows[name.split(":")[0] + ": PyTorch bf16"]["tokens_per_second"] for name in rows}
-    head = ["model: program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB"]
-    return head, [[name, speed_of(row), f"{row['tokens_per_second'] / base[name]:.3f}",
+    base = rows["PyTorch bf16"]["tokens_per_second"]
+    head = ["program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB"]
+    return head, [[name, speed_of(row), f"{row['tokens_per_second'] / base:.3f}",
                    f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", gb(row)]
                   for name, row in rows.items()]
 
