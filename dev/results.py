@@ -225,16 +225,8 @@ PAPER_RANKS = {  # GPUs, model, recipe: GB a GPU (sequences), tokens/s a GPU at 
 PAPER_GAPS = {"coat": f"{plot.PAPER_GAP:+}", "te": "+0.006"}
 
 
-def speed_of(row):
-    return f"{row['tokens_per_second']:,.0f}"
-
-
 def gb(row):
     return f"{row['mib'] * 2**20 / 1e9:.1f}"
-
-
-def loss(row):
-    return row["validation"][-1][1]
 
 
 def mean_and_error(values):
@@ -245,14 +237,15 @@ def mean_and_error(values):
 
 def speed_table(rows):
     return ["run", "flags", "tokens/s", "ms a step", "GPU memory in use, GB", "commit"], [
-        [name, f"`{row['flags']}`", speed_of(row), f"{row['ms']:.0f}", gb(row), row["commit"]]
+        [name, f"`{row['flags']}`", f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.0f}", gb(row),
+         row["commit"]]
         for name, row in rows.items()]
 
 
 def peers_table(rows):
     base = rows["PyTorch bf16"]["tokens_per_second"]
     head = ["program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB"]
-    return head, [[name, speed_of(row), f"{row['tokens_per_second'] / base:.3f}",
+    return head, [[name, f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / base:.3f}",
                    f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", gb(row)]
                   for name, row in rows.items()]
 
@@ -261,7 +254,7 @@ def ranks_table(rows):
     head = ["GPUs: model, recipe, sequences a GPU", "tokens/s", "a GPU", "GB a GPU", "paper: GB (sequences)",
             "paper: tokens/s a GPU (sequences)"]
     return head, [
-        [name.replace("fsdp", "PyTorch FSDP2"), speed_of(row),
+        [name.replace("fsdp", "PyTorch FSDP2"), f"{row['tokens_per_second']:,.0f}",
          f"{row['tokens_per_second'] / int(name[0]):,.0f}", gb(row),
          *PAPER_RANKS.get(re.sub(r" GPUs?:(.*?),.*", r"\1", name), ("", ""))]
         for name, row in rows.items()]
@@ -274,7 +267,7 @@ def convergence_table(rows):
     table = [cells("bf16", [row for name, row in rows.items() if name.startswith("bf16")], "", "", "")]
     for recipe, pairs in plot.paired(rows).items():
         training = [row["train"][-1] - base["train"][-1] for row, base in pairs]
-        validation = [loss(row) - loss(base) for row, base in pairs]
+        validation = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in pairs]
         table.append(cells(recipe, [row for row, _ in pairs], mean_and_error(training),
                            mean_and_error(validation), ", ".join(f"{gap:+.4f}" for gap in validation)))
     return ["recipe", "training loss minus `bf16`: mean (standard error)", "validation loss minus `bf16`",
