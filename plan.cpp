@@ -13,23 +13,12 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // The learning rate. Cosine and linear end at a tenth of the peak, as in the paper's runs (alpha_f = 0.1).
 
-const std::vector<Schedule>& schedules() {
-    constexpr double FLOOR = 0.1;
-    static const std::vector<Schedule> table = {
-        {"cosine",
-         [](double p) { return FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(p * 3.14159265358979323846)); },
-         "falls along half a cosine to a tenth of the peak"},
-        {"linear", [](double p) { return 1 - (1 - FLOOR) * p; }, "falls linearly to a tenth of the peak"},
-        {"constant", [](double) { return 1.0; }, "stays at the peak"},
-    };
-    return table;
-}
-
 // The first step already has a learning rate above 0, so no step of the warm-up is lost.
-float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step) {
+float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
+    constexpr double FLOOR = 0.1, PI = 3.14159265358979323846;
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    const double progress = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
-    return float(peak * schedule.factor(std::min(1.0, progress)));
+    const double progress = std::min(1.0, double(step - warmup) / std::max<int64_t>(1, steps - warmup));
+    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
 }
 
 // -----------------------------------------------------------------------------------------------------------

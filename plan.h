@@ -8,16 +8,8 @@
 
 namespace coat {
 
-// A schedule: linear warm-up to the peak, then peak * factor(progress), with progress from 0 to 1 over the
-// remaining steps.
-struct Schedule {
-    const char* name;
-    double (*factor)(double progress);
-    const char* about;
-};
-const std::vector<Schedule>& schedules();
-// Of one step, counted from 0.
-float learning_rate(const Schedule& schedule, double peak, int64_t warmup, int64_t steps, int64_t step);
+// Of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of it.
+float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 
 // A flag with two values that trades memory for precision. The first is the default, the more exact one. A
 // checkpoint can only be resumed with the value that it was saved with.

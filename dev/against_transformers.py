@@ -113,6 +113,8 @@ def write_data(folder, vocabulary):
 def train(device, folder, *flags, batch=B):
     """Runs ./train; returns the losses of its validations, and the tokens of its last sample."""
     log = os.path.join(folder, "log.json")
+    if os.path.exists(log):  # ./train appends
+        os.remove(log)
     command = ["./train", "--device", device, "--batch", str(batch), "--seq", str(T), "--log", log,
                "--eval-every", "0", *([] if "--sample-every" in flags else ["--sample-every", "0"]), *flags]
     done = subprocess.run(command, capture_output=True, text=True)

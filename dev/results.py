@@ -40,7 +40,7 @@ class Group(typing.NamedTuple):
 
 
 BF16 = "--recipe bf16 --optimizer bf16"
-LEANEST = "--attention groups --master none --gradients none"
+LEANEST = "--attention groups --master none --gradients none --clip 0"
 QUIET = "--device gpu --sample-every 0 --eval-every 0"
 SIZES = {"7b": "--model llama-2-7b --batch 8 --seq 2048",
          "tinyllama": "--model tinyllama-1.1b --batch 16 --seq 2048",

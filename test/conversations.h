@@ -2,7 +2,7 @@
 // conversations. The Python packages are replaced by small ones, whose tokens are bytes.
 #pragma once
 #include "../model.h"
-#include "program.h"
+#include "help/program.h"
 #include "token_files.h"
 
 namespace coat::test::conversations {

@@ -4,7 +4,7 @@
 #include <sys/stat.h>
 
 #include "hugging_face_folders.h"
-#include "program.h"
+#include "help/program.h"
 
 using namespace coat;
 using namespace coat::test;

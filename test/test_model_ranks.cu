@@ -4,7 +4,7 @@
 
 #include "../plan.h"
 #include "gpu_models.h"
-#include "program.h"
+#include "help/program.h"
 #include "several_ranks.h"
 
 using namespace coat;

@@ -4,7 +4,7 @@
 
 #include "../plan.h"
 #include "../ranks.h"
-#include "program.h"
+#include "help/program.h"
 
 using namespace coat;
 using namespace coat::test;

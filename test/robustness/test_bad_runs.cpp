@@ -11,7 +11,7 @@
 
 #include "../bad_files.h"
 #include "../model_files.h"
-#include "../program.h"
+#include "../help/program.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -119,20 +119,6 @@ TEST_CASE("error messages: plain, short and complete for any file content or pat
     check_error([&] { Safetensors s(file); }, file, "download it again");
 }
 
-TEST_CASE("train: paths in the output have no control characters") {
-    Folder folder;
-    folder.write("te\u202Ext", text_of_lines());
-    std::string run = TINY;
-    replace(run, "text", "te\u202Ext");
-    const Ended first = train(folder, run + "--steps 2 --out 'o\u202Eut'");
-    CHECK(first.code == 0);
-    CHECK(!contains(first.out, "\u202E"));
-    CHECK(contains(first.out, "saved | step 2 | o?ut/step-000002"));
-    const Ended second = train(folder, "--device cpu --resume 'o\u202Eut' --steps 3");
-    CHECK(second.code == 0);
-    CHECK(!contains(second.out, "\u202E"));
-}
-
 TEST_CASE("find_checkpoint, load_corpus: a folder that cannot be read is rejected by name") {
     Folder folder;
     for (int i = 0; i < 6; i++) folder.write(std::to_string(i), "text");
@@ -183,47 +169,6 @@ TEST_CASE("load_corpus: a link to itself in a folder is ignored") {
     fs::create_symlink("loop", folder / "data/loop");
     fs::create_symlink(".loop", folder / "data/.loop");
     CHECK(load_corpus(folder / "data").train.size() > 0);
-}
-
-TEST_CASE("train: settings that a checkpoint cannot store are rejected at the start") {
-    Folder folder;
-    folder.write("caf\xE9", text_of_lines());
-    folder.write("caf\u00E9", text_of_lines());
-    std::string run = TINY + "--steps 2";
-    replace(run, "text", "caf\xE9");
-    check_failed(train(folder, run), "--data", "UTF-8");
-    CHECK(!fs::exists(folder / "out"));
-    replace(run, "caf\xE9", "caf\u00E9");
-    CHECK(train(folder, run).code == 0);
-    CHECK(train(folder, "--device cpu --resume out --steps 3").code == 0);
-}
-
-TEST_CASE("train: damaged settings in a checkpoint are reported as the checkpoint's") {
-    RunFolder folder;
-    REQUIRE(tiny(folder, "--steps 2").code == 0);
-    const std::string path = folder / "out/step-000002/trainer.json", good = read_file(path);
-    for (const auto& [from, to] : {std::pair{"\\\"recipe\\\":\\\"coat\\\"", "\\\"recipe\\\":\\\"goat\\\""},
-                                   {"\\\"lr\\\":\\\"3e-3\\\"", "\\\"lr\\\":\\\"3e9\\\""},
-                                   {"\\\"master\\\":\\\"exact\\\"", "\\\"master\\\":\\\"some\\\""},
-                                   {"\\\"schedule\\\":\\\"cosine\\\"", "\\\"schedule\\\":\\\"\\\""}}) {
-        std::string bad = good;
-        replace(bad, from, to);
-        write_file(path, bad);
-        check_failed(train(folder, "--device cpu --resume out --steps 3"), "trainer.json");
-    }
-    write_file(path, good);
-    const Ended by_user = train(folder, "--device cpu --resume out --steps 3 --master maybe");
-    check_failed(by_user, "--master maybe");  // a mistake of the user, not of the file
-    CHECK(!contains(by_user.error, "trainer.json"));
-}
-
-TEST_CASE("train: with stdout closed nothing but the log is written to the log") {
-    RunFolder folder;
-    CHECK(tiny(folder, "--steps 2 --out '' --log log >&-").code == 0);
-    std::ifstream log(folder / "log");
-    int lines = 0;
-    for (std::string line; std::getline(log, line); lines++) CHECK(nlohmann::json::accept(line));
-    CHECK(lines > 3);
 }
 
 TEST_CASE("train: a new --out folder is synced to disk before its checkpoint") {

@@ -1,0 +1,168 @@
+// program.h - runs ./train in a folder of its own, and checks what it prints, writes and returns.
+#pragma once
+#include <csignal>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <vector>
+#include <sys/wait.h>
+
+#include "../../data/checkpoint.h"
+#include "../files.h"
+#include "../ports.h"
+
+namespace coat::test {
+
+inline std::string text_of_lines() {  // large enough for the tiny runs below
+    std::string text;
+    for (int i = 0; i < 1500; i++)
+        text += "int f" + std::to_string(i) + "(int x) { return x * " + std::to_string(i * i % 97) + "; }\n";
+    return text;
+}
+
+// A folder with the file "text" to train on.
+struct RunFolder : Folder {
+    RunFolder() { write("text", text_of_lines()); }
+};
+
+// A model of 30,000 parameters, with which a run takes a fraction of a second. The head is a matrix of its
+// own: then each gradient is one sum, which is the same for any number of ranks.
+inline ModelConfig small_config() { return {"small", LLAMA, 2, 32, 2, 1, 64, 256, 256, false}; }
+inline const std::string& small_model() {
+    static const Folder folder;
+    static const std::string path = folder / "model";
+    if (!fs::exists(path)) {
+        fs::create_directory(path);
+        const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2, 16};
+        save_model_folder(path, *make_reference(s), {});
+    }
+    return path;
+}
+
+struct Ended {
+    int code;
+    std::string out, error;
+};
+
+inline std::string program() {
+    const char* path = std::getenv("COAT_TRAIN");
+    return fs::absolute(path ? path : "./train").string();
+}
+
+// Runs a shell command in the folder, for at most five minutes. Its output is captured in files outside the
+// folder. One thread: these runs are too small for more.
+inline Ended shell(const Folder& folder, const std::string& command) {
+    const std::string printed = folder.path.string() + "-printed";
+    write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
+                                    small_model() + "'\n" + command + "\n");
+    const std::string whole = "timeout -k 5 300 sh '" + printed + ".sh' >'" + printed + ".out' 2>'" + printed + ".err'";
+    // The child has the default signal handlers, also if the tests run under nohup.
+    using Handler = void (*)(int);
+    const Handler hangup = std::signal(SIGHUP, SIG_DFL), pipe = std::signal(SIGPIPE, SIG_DFL);
+    const int status = std::system(whole.c_str());
+    std::signal(SIGHUP, hangup);
+    std::signal(SIGPIPE, pipe);
+    Ended ended{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(printed + ".out"),
+                read_file(printed + ".err")};
+    for (const char* end : {".sh", ".out", ".err"}) fs::remove(printed + end);
+    return ended;
+}
+
+// Flags of a run that takes a fraction of a second. Of a flag that is given twice the last value counts.
+inline const std::string TINY =
+    " --device cpu --model \"$SMALL\" --data text --batch 2 --seq 16 --sample-every 0 ";
+inline Ended train(const Folder& folder, const std::string& flags) {
+    return shell(folder, "'" + program() + "' " + flags);
+}
+inline Ended tiny(const Folder& folder, const std::string& flags) { return train(folder, TINY + flags); }
+
+inline void require_success(const Ended& ended) {
+    INFO(ended.error);
+    REQUIRE(ended.code == 0);
+}
+
+// A program that failed with exit code 1 and one line on stderr.
+inline void check_failed(const Ended& ended, const std::string& who, const std::string& what = "") {
+    CAPTURE(ended.error);
+    CHECK(ended.code == 1);
+    REQUIRE(ended.error.size() > 2);
+    CHECK(ended.error.back() == '\n');
+    check_error(ended.error.substr(0, ended.error.size() - 1), who, what);
+}
+
+// As above, of ./train, in one sentence.
+inline void check_one_sentence(const Ended& ended, const std::string& who) {
+    check_failed(ended, who);
+    CHECK(ended.error.compare(0, 7, "train: ") == 0);
+    CHECK(!contains(ended.error, ". "));
+}
+
+// The flags are rejected in one sentence, and no file is lost, changed or left half-written.
+inline void check_rejected(const Folder& folder, const std::string& flags, const std::string& who) {
+    CAPTURE(flags);
+    const auto before = folder.files();
+    check_one_sentence(train(folder, flags), who);
+    CHECK(folder.files() == before);
+}
+
+// The lines of one kind in the file "log" of the folder.
+inline std::vector<nlohmann::json> logged(const Folder& folder, const std::string& kind) {
+    std::vector<nlohmann::json> lines;
+    std::istringstream log(read_file(folder.path / "log"));
+    for (std::string line; std::getline(log, line);)
+        if (auto parsed = nlohmann::json::parse(line); parsed.at("kind") == kind) lines.push_back(parsed);
+    return lines;
+}
+
+inline double number_after(const std::string& text, const std::string& words) {
+    const size_t at = text.find(words);
+    REQUIRE_MESSAGE(at != std::string::npos, "\"" << words << "\" is not in the output");
+    return std::strtod(text.c_str() + at + words.size(), nullptr);
+}
+
+// The tensors of a checkpoint: two equal runs have the same.
+inline std::string tensors_of(const fs::path& checkpoint) {
+    for (const char* file : {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"})
+        REQUIRE(fs::exists(checkpoint / file));
+    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors");
+}
+inline int64_t last_step(const Folder& folder, const char* out = "out") {
+    return read_loop_state(find_checkpoint(folder / out)).step;
+}
+
+// Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs
+// `action`, in which $pid is rank 0 and $others are the processes that it has started; the file "others" has
+// them, too. Waits at most two seconds for these after rank 0 has ended.
+inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
+                             const std::string& action) {
+    fs::remove(folder.path / "others");
+    return shell(folder, "mkfifo pipe; '" + program() + "' " + flags + " > pipe & pid=$!; done=\n"
+                         "while read -r line; do echo \"$line\"; [ -n \"$done\" ] ||\n"
+                         "case $line in *'" + part + "'*) done=yes\n"
+                         "others=$(echo $(cat /proc/$pid/task/$pid/children))\n"
+                         "echo $others > others; " + action + ";; esac; done < pipe\n"
+                         "rm pipe; wait $pid; code=$?; n=0\n"
+                         "for p in $others; do while kill -0 $p 2> gone && [ $n -lt 100 ]; do\n"
+                         "sleep 0.02; n=$((n + 1)); done; done; exit $code");
+}
+
+// Whether no process that the run has started is left.
+inline bool others_ended(const Folder& folder) {
+    std::istringstream others(read_file(folder.path / "others"));
+    int found = 0, left = 0;
+    for (pid_t pid; others >> pid; found++) left += ::kill(pid, 0) == 0;
+    return found > 0 && left == 0;
+}
+
+// Starts one rank by hand, in the background; its error goes to a file of its name.
+inline std::string rank_by_hand(int rank, int ranks, int port, const std::string& flags) {
+    const std::string n = std::to_string(rank);
+    return "COAT_PORT=" + std::to_string(port) + " RANK=" + n + " LOCAL_RANK=" + n + " WORLD_SIZE=" +
+           std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 '" + program() + "' " + flags + " > out" + n +
+           " 2> err" + n + " & pid" + n + "=$!\n";
+}
+// Waits for these two ranks, prints what they said, and returns the exit code of rank 0.
+inline const std::string WAIT_FOR_TWO = "wait $pid1; other=$?; wait $pid0; code=$?; cat err0 err1 >&2\n"
+                                        "[ $code = $other ] || exit 77; exit $code";
+
+}  // namespace coat::test

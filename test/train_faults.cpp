@@ -1,0 +1,186 @@
+// train_faults.cpp - faults during a run of ./train, on one rank and on several: signals, readers that end,
+// full disks, data that change, weights that are not finite, processes that are killed. No run loses its last
+// good checkpoint, and all ranks end within seconds, with one sentence.
+#include <chrono>
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include "help/program.h"
+#include "token_files.h"
+
+using namespace coat;
+using namespace coat::test;
+using coat::test::token_files::token_file;
+
+namespace {
+
+// The run in "out" goes on from its last checkpoint.
+void check_resumes(const Folder& folder, const std::string& flags = "") {
+    const std::string steps = std::to_string(last_step(folder) + 1);
+    require_success(train(folder, "--device cpu --resume out --save-every 0 --steps " + steps + flags));
+}
+double seconds_of(const std::function<void()>& action) {
+    const auto begin = std::chrono::steady_clock::now();
+    action();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+// A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB, stands
+// for a full disk.
+std::string on_full_disk(const std::string& flags) {
+    return "ulimit -S -f 30; COAT_MINUTE=0.1 '" + program() + "' " + flags;
+}
+// Diverges after a few steps.
+const std::string WILD = TINY + "--lr 1000 --weight-decay 1000 --warmup 0 --steps 200 --eval-every 0 --out out ";
+
+}  // namespace
+
+TEST_CASE("train: a run goes on when the reader of its output ends, under nohup, and without a log's disk") {
+    RunFolder folder;
+    require_success(shell(folder, "'" + program() + "'" + TINY +
+                                      "--steps 24 --out out | head -n 1 > first; until [ -e out/step-000024 ]; do "
+                                      "sleep 0.1; n=$((n + 1)); [ $n -lt 200 ] || exit 9; done"));
+    CHECK(last_step(folder) == 24);
+    const Ended logged = shell(folder, "ulimit -f 1; '" + program() + "'" + TINY + "--steps 24 --out '' --log log > "
+                                       "/dev/null");
+    CHECK(logged.code == 0);
+    CHECK(contains(logged.error, "train: --log log cannot be written any more"));
+    CHECK(std::count(logged.error.begin(), logged.error.end(), '\n') == 1);
+    const Ended hangup = shell(folder, "trap '' HUP; '" + program() + "'" + TINY +
+                                           "--steps 60 --out '' > printed & pid=$!\nuntil grep -q 'step  2/' "
+                                           "printed; do sleep 0.02; done; kill -HUP $pid; wait $pid");
+    CHECK(hangup.code == 0);
+    CHECK(contains(read_file(folder.path / "printed"), "Done: 60 steps"));
+}
+
+TEST_CASE("train: a signal ends an evaluation at once") {
+    RunFolder folder;
+    const Ended ended = shell(folder, "'" + program() + "' --device cpu --data text --steps 0 --batch 16 --seq 256 > "
+                                      "printed & pid=$!\nuntil grep -q 'checkpoints:' printed; do kill -0 $pid || "
+                                      "exit 78; sleep 0.02; done\nsleep 0.3; kill -TERM $pid; wait $pid");
+    CHECK(ended.code == 143);
+    CHECK(!contains(read_file(folder.path / "printed"), "validation | step 0 | loss"));
+}
+
+TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays, or there is one") {
+    for (const bool interrupted : {false, true})
+        for (const bool saves : {true, false}) {
+            INFO(interrupted, saves);
+            RunFolder folder;
+            const std::string flags = WILD + (saves ? "--save-every 2" : "");
+            const Ended ended = interrupted ? run_with_action(folder, flags, "skipped: not finite", "kill -INT $pid")
+                                            : train(folder, flags);
+            if (!interrupted) check_one_sentence(ended, "20 steps in a row");
+            else CHECK(ended.code == 130);
+            const size_t skipped = ended.out.find("skipped: not finite"), last = ended.out.rfind("saved | step ");
+            REQUIRE(skipped != std::string::npos);
+            if (saves) {
+                CHECK(last < skipped);
+                CHECK(last_step(folder) == std::strtoll(ended.out.c_str() + last + 13, nullptr, 10));
+            } else {
+                CHECK(contains(ended.out, "saved | step ") == interrupted);
+            }
+        }
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 1 --out good"));
+    fs::copy(folder.path / "good/step-000001", folder.path / "bad");
+    std::string weights = read_file(folder.path / "bad/model.safetensors");
+    for (const auto& [byte, says] : {std::pair{'\xFF', "bad/model.safetensors has NaN"},  // BF16's NaN
+                                     {'\x7F', "these overflow"}}) {                       // BF16's maximum
+        std::fill(weights.end() - 2000, weights.end(), byte);
+        write_file(folder.path / "bad/model.safetensors", weights);
+        check_rejected(folder, TINY + "--steps 2 --out '' --model bad", says);
+    }
+}
+
+TEST_CASE("train: a full disk in between is reported, and training goes on; the last save is tried again") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 2 --out out"));
+    const auto before = folder.files();
+    // The run ends its steps, and tries until a signal comes.
+    const Ended ended =
+        shell(folder, on_full_disk("--device cpu --resume out --save-every 2 --steps 6 > printed & pid=$!\n") +
+                          "sleep 3; kill -INT $pid; wait $pid");
+    CHECK(ended.code == 130);
+    CHECK(contains(ended.error, "train: Step 4 was not saved: Cannot write "));
+    CHECK(contains(ended.error, "train: The run tries again every minute; Ctrl-C ends it."));
+    const size_t once = ended.error.find("Step 6 was not saved");
+    REQUIRE(once != std::string::npos);
+    CHECK(ended.error.find("Step 6 was not saved", once + 1) != std::string::npos);
+    const std::string printed = read_file(folder.path / "printed");
+    CHECK((contains(printed, "step 6/6") && !contains(printed, "saved |")));
+    fs::remove(folder.path / "printed");
+    CHECK(folder.files() == before);
+    // Once there is room, the last save succeeds.
+    const Ended saved = shell(folder, on_full_disk("--device cpu --resume out --steps 6 2> errors & pid=$!\n") +
+                                          "until grep -q 'tries again' errors; do sleep 0.02; done\n"
+                                          "prlimit --fsize=unlimited: --pid $pid; wait $pid");
+    require_success(saved);
+    CHECK(contains(saved.out, "saved | step 6 | "));
+    // So it is after Ctrl-C; a second one ends the program.
+    const Ended twice =
+        run_with_action(folder, "--device cpu --resume out --steps 100000", "step      8/",
+                        "prlimit --fsize=100: --pid $pid; kill -INT $pid; sleep 1; kill -INT $pid");
+    CHECK(twice.code == 130);
+    CHECK(last_step(folder) == 6);
+    check_resumes(folder);
+}
+
+TEST_CASE("train: two runs do not share a folder; it is locked before data are read") {
+    RunFolder folder;
+    fs::create_directory(folder.path / "taken");
+    const int taken = ::open((folder.path / "taken").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    REQUIRE(::flock(taken, LOCK_EX | LOCK_NB) == 0);
+    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken", "--out taken is the folder of another run");
+    require_success(tiny(folder, "--steps 0 --out taken"));  // saves nothing
+    ::close(taken);
+    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken", "--data nowhere");
+    const Ended second =
+        run_with_action(folder, TINY + "--steps 100000 --out taken", "step      2/",
+                        "'" + program() + "'" + TINY + "--steps 1 --out taken > other 2>&1; kill -INT $pid");
+    CHECK(second.code == 130);
+    CHECK(contains(read_file(folder.path / "other"), "train: --out taken is the folder of another run"));
+}
+
+TEST_CASE("train: when its data are cut or overwritten, a run saves and ends, and goes on once they are restored") {
+    for (const auto& [action, says] :
+         {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
+          {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd", ""}}) {
+        CAPTURE(action);
+        RunFolder folder;
+        const std::string text = read_file(folder.path / "text");  // bytes as tokens of 16 bits
+        folder.write("text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
+        const std::string whole = read_file(folder.path / "text.bin"),
+                          flags = TINY + "--data text.bin --eval-every 0 --lr 3 --warmup 1000000 --steps ";
+        check_one_sentence(run_with_action(folder, flags + "100000 --out out", "step      3/", action), says);
+        const int64_t step = last_step(folder);
+        CHECK(step >= 3);
+        write_file(folder.path / "text.bin", whole);
+        // The saved step is whole: it has the tensors of a run that ends there.
+        char name[32];
+        std::snprintf(name, sizeof name, "step-%06ld", long(step));
+        require_success(train(folder, flags + std::to_string(step) + " --out other"));
+        CHECK((tensors_of(folder.path / "out" / name) == tensors_of(folder.path / "other" / name)));
+    }
+}
+
+TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all after the same step, and saves") {
+    for (const auto& [to, code] : {std::pair{"-KILL ${others%% *}", 1},
+                                   {"-KILL $pid", 137},
+                                   {"-INT $pid", 130},
+                                   {"-INT ${others##* }", 130},
+                                   {"-INT $pid $others", 130}}) {
+        CAPTURE(to);
+        RunFolder folder;
+        Ended ended;
+        const std::string flags = TINY + "--eval-every 0 --save-every 2 --out out --ranks 3 --steps 3000";
+        CHECK(seconds_of([&] {
+                  ended = run_with_action(folder, flags, "saved | step 4 ", std::string("kill ") + to);
+              }) < 20);
+        CHECK((ended.code == code && others_ended(folder)));
+        if (code == 1) check_one_sentence(ended, "Rank 1 has ended unexpectedly");
+        if (code == 137) CHECK(contains(ended.error, "Rank 0 has ended"));
+        if (code == 130) CHECK((ended.error.empty() && contains(ended.out, "--resume out")));
+        CHECK(last_step(folder) >= 4);
+        check_resumes(folder, " --accumulate 3");
+    }
+}

@@ -1,0 +1,223 @@
+// train_rejects.cpp - everything that ./train refuses: flags, sizes, data, checkpoints, files. Each gives one
+// sentence that names what is at fault, exit code 1, and no file is lost, changed or left half-written.
+#include "../plan.h"
+#include "help/program.h"
+#include "token_files.h"
+
+using namespace coat;
+using namespace coat::test;
+using coat::test::token_files::token_file;
+using coat::test::token_files::with_word;
+
+namespace {
+
+struct Row {
+    std::string flags, says;
+};
+void check_rows(const Folder& folder, const std::string& before, const std::vector<Row>& rows) {
+    for (const Row& row : rows) check_rejected(folder, before + row.flags, row.says);
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+}
+
+}  // namespace
+
+TEST_CASE("train: --help has at most 26 flags and 100 columns, and every row of the tables") {
+    RunFolder folder;
+    const Ended help = train(folder, "--help");
+    require_success(help);
+    int flags = 0;
+    for (const std::string& line : lines_of(help.out)) {
+        CHECK(line.size() <= 100);
+        flags += line.compare(0, 4, "  --") == 0;
+    }
+    CHECK((flags > 20 && flags <= 26));
+    for (const ModelConfig& c : models()) CHECK(contains(help.out, "\n  " + c.name));
+    for (const Recipe& r : recipes()) CHECK(contains(help.out, "\n  " + std::string(r.name)));
+    for (const OptimizerFormat& o : optimizers()) CHECK(contains(help.out, "\n  " + std::string(o.name)));
+    CHECK(folder.files().size() == 1);  // only "text"
+}
+
+TEST_CASE("train: an unknown flag or value is rejected in one sentence") {
+    RunFolder folder;
+    check_rows(folder, "--device cpu --data text ",
+               {{"--bacth 4", "--bacth"},
+                {"text", "\"text\" is not a flag"},
+                {"-x", "-x"},
+                {"--", "--"},
+                {"--batch=4", "--batch=4"},
+                {"--batch", "--batch needs a value after it."},
+                {"--out", "--out needs a value after it."},
+                {"--batch 0", "--batch 0 is not a whole number from 1 to "},
+                {"--batch -1", "--batch"},
+                {"--batch 2.5", "--batch"},
+                {"--batch 1e3", "--batch"},
+                {"--batch two", "--batch"},
+                {"--batch ''", "--batch"},
+                {"--batch 0x10", "--batch"},
+                {"--batch 99999999999999999999999", "--batch"},
+                {"--batch 4294967297", "--batch"},
+                {"--seq 0", "--seq"},
+                {"--accumulate 0", "--accumulate"},
+                {"--ranks 0", "--ranks"},
+                {"--steps -5", "--steps"},
+                {"--lr nan", "--lr nan is not a number from 0 to "},
+                {"--lr inf", "--lr"},
+                {"--lr -1", "--lr"},
+                {"--lr 1e400", "--lr"},
+                {"--lr 0.1x", "--lr"},
+                {"--weight-decay -0.1", "--weight-decay"},
+                {"--clip nan", "--clip"},
+                {"--seed -1", "--seed"},
+                {"--device tpu", "--device tpu is not known; choose one of auto, cpu, gpu."},
+                {"--recipe fp9", "--recipe"},
+                {"--optimizer sgd", "--optimizer"},
+                {"--attention fp8", "--attention"},
+                {"--master bf16", "--master"},
+                {"--gradients some", "--gradients"},
+                {"--model llama-tinny", "--model llama-tinny is neither a folder nor a named model"},
+                {"--model nowhere/model", "--model"},
+                {"--recipe \"$(printf 'a\\033[31mc')\"", "a?[31mc"},
+                {"--resume ''", "--resume is empty"}});
+}
+
+TEST_CASE("train: sizes and combinations that cannot work are rejected before anything is allocated") {
+    RunFolder folder;
+    fs::create_directory(folder.path / "empty");
+    fs::create_directory(folder.path / "llama-tiny");
+    check_rows(folder, "--device cpu --data text ",
+               {{"--model empty", "config.json"},
+                {"--model \"$SMALL\" --seq 512", "--seq"},  // the model has 256 positions
+                {"--model llama-tiny", "write ./llama-tiny for the folder"},
+                {"--model ./llama-tiny", "./llama-tiny"},
+                {"--model gpt2-tiny --gradients none", "--gradients none"},
+                {"--model gpt2-tiny --gradients none --clip 0.5", "give --clip 0."},
+                {"--model gpt2-tiny --gradients none --clip 0 --accumulate 2", "--accumulate 1"}});
+    check_rows(folder, "--plan --model gpt2-tiny ",
+               {{"--batch 65536 --seq 16", "--batch"},
+                {"--batch 2147483647 --seq 256", "--batch"},
+                {"--recipe fp32 --attention groups", "--attention groups"},
+                {"--recipe fp32 --master none", "--master none"},
+                {"--ranks 2 --optimizer fp8lm", "--optimizer fp8lm"}});
+    check_rows(folder, TINY + "--steps 2 --ranks 2 ",
+               {{"--data nowhere", "--data nowhere"},
+                {"--bacth 2", "--bacth"},
+                {"--seq 4096", "--seq 4096"},
+                {"--resume nowhere", "nowhere"}});
+}
+
+TEST_CASE("train: --data that cannot be trained on is rejected, and so are files that cannot be written") {
+    RunFolder folder;
+    const std::string good = token_file(std::vector<uint16_t>{1, 2, 3});
+    for (const auto& [name, bytes] : {std::pair<const char*, std::string>{"nothing", ""},
+                                      {"short", "too few bytes for a batch"},
+                                      {"cut.bin", with_word(good, 2, 1000)},
+                                      {"magic.bin", with_word(good, 0, 12345678)},
+                                      {"header.bin", "abc"},
+                                      {"large.bin", token_file(std::vector<uint16_t>(60000, 50300))}})
+        folder.write(name, bytes);
+    fs::create_directory(folder.path / "hollow");
+    check_rows(folder, TINY + "--steps 2 --out '' --data ",
+               {{"missing", "missing"},
+                {"nothing", "nothing"},
+                {"short", "--"},
+                {"cut.bin", "cut.bin"},
+                {"magic.bin", "magic.bin"},
+                {"header.bin", "header.bin"},
+                {"hollow", "hollow"},
+                {"large.bin", "50300"}});
+    check_rows(folder, TINY + "--steps 2 --out '' ", {{"--log nowhere/log", "--log"}, {"--log /", "--log"}});
+    check_rejected(folder, TINY + "--steps 2 --out text/out", "--out text/out");
+}
+
+TEST_CASE("train: a checkpoint that is missing, finished, of another run or damaged is not continued") {
+    RunFolder folder;
+    fs::create_directory(folder.path / "hollow");
+    require_success(tiny(folder, "--steps 2"));
+    require_success(tiny(folder, "--steps 2 --accumulate 4 --out parts"));
+    const std::string text = read_file(folder.path / "text"), one = "out/step-000002/";
+    const size_t n = text.size();
+    auto changed = [&](const char* name, size_t at) {  // one byte, the length stays
+        std::string bytes = text;
+        bytes[at] ^= 1;
+        folder.write(name, bytes);
+    };
+    changed("first", 0), changed("middle", n / 3), changed("held-out", n - 1), changed("held-out-first", n - n / 10);
+    folder.write("longer", text + "x");
+    check_rows(folder, "--device cpu --resume ",
+               {{"nowhere", "nowhere"},
+                {"hollow", "hollow"},
+                {"out --steps 1", "--steps 1 is already done"},
+                {"out", "--steps 2 is already done"},
+                {"parts --ranks 3 --steps 9", "4 micro-batches a step, which 3 ranks cannot share"},
+                {"parts --ranks 2 --accumulate 4 --steps 9", "--accumulate 4 on 2 ranks"},
+                {"parts --accumulate 2 --steps 9", "--accumulate 2"},
+                {"parts --out out --steps 9", "--out out already holds the checkpoint"}});
+    check_rows(folder, "--device cpu --resume out --steps 4 ",
+               {{"--model gpt2-tiny", "--model \"gpt2-tiny\" differs from the checkpoint's"},
+                {"--recipe fp32", "--recipe"},
+                {"--optimizer fp8", "--optimizer"},
+                {"--attention groups", "--attention"},
+                {"--master none", "--master"},
+                {"--gradients none", "--gradients"},
+                {"--batch 4", "--batch 4 differs from the checkpoint's 2"},
+                {"--seq 32", "--seq"},
+                {"--lr 1e-4", "--lr"},
+                {"--warmup 3", "--warmup"},
+                {"--weight-decay 0", "--weight-decay"},
+                {"--clip 2", "--clip"},
+                {"--seed 2", "--seed"},
+                {"--data first", "(train: "},
+                {"--data middle", "(train: "},
+                {"--data held-out", "(held out: "},
+                {"--data held-out-first", "(held out: "},
+                {"--data longer", "--data"}});
+    check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
+    require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
+    for (const char* file : {"model.safetensors", "optimizer.safetensors", "trainer.json", "config.json"}) {
+        const std::string whole = read_file(folder.path / one / file);
+        for (const std::string& bad : {whole.substr(0, whole.size() / 2), std::string(), std::string("[]")}) {
+            write_file(folder.path / one / file, bad);
+            check_rejected(folder, "--device cpu --resume " + one + " --out '' --steps 4", "step-000002");
+        }
+        fs::remove(folder.path / one / file);
+        check_rejected(folder, "--device cpu --resume " + one + " --out '' --steps 4", "step-000002");
+        write_file(folder.path / one / file, whole);
+    }
+    // A wrong --log is found before the damage in a file, which loading finds: that can take minutes.
+    std::string flipped = read_file(folder.path / one / "optimizer.safetensors");
+    flipped.back() ^= 1;
+    write_file(folder.path / one / "optimizer.safetensors", flipped);
+    check_rejected(folder, "--device cpu --resume out --steps 4 --log nowhere/log", "--log");
+    check_rejected(folder, "--device cpu --resume out --steps 4", "optimizer.safetensors");
+    // A value that is given again and is equal, also if it is written otherwise, is no other run.
+    flipped.back() ^= 1;
+    write_file(folder.path / one / "optimizer.safetensors", flipped);
+    require_success(train(folder, "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat --data ./text"));
+}
+
+TEST_CASE("train: ranks that are started by hand with other flags, other data or a wrong flag end all") {
+    RunFolder folder;
+    folder.write("a/data", text_of_lines()), folder.write("b/data", text_of_lines() + "x");
+    const std::string base = TINY + "--steps 2 --out '' --data data ";
+    auto started = [&](const std::string& flags, const char* where) {
+        const int port = free_port();
+        return shell(folder, "cd a\n" + rank_by_hand(0, 2, port, base) + "cd ../" + where + "\n" +
+                                 rank_by_hand(1, 2, port, base + flags) + "mv err1 ../a 2> /dev/null; cd ../a\n" +
+                                 WAIT_FOR_TWO);
+    };
+    for (const Row& row : std::vector<Row>{{"--lr 1", "Rank 1 was started with --lr 1.0, but rank 0 with 0.003"},
+                                           {"--bacth 4", "\"--bacth\" is not a flag"},
+                                           {"--clip 2", "--clip 2.0"},
+                                           {"--save-every 3", "--save-every 3"},
+                                           {"--steps 3", "--steps 3"}}) {
+        CAPTURE(row.flags);
+        check_one_sentence(started(row.flags, "a"), row.says);
+    }
+    check_one_sentence(started("", "b"), "Rank 1 reads other --data than rank 0");
+}

@@ -1,0 +1,366 @@
+// train_runs.cpp - runs of ./train: what they print, log and save, and that a run which was stopped goes on
+// with the bits of one that was not.
+#include <cmath>
+#include <set>
+
+#include "../plan.h"
+#include "../reference.h"
+#include "help/program.h"
+#include "token_files.h"
+
+using namespace coat;
+using namespace coat::test;
+using coat::test::token_files::token_file;
+
+namespace {
+
+using Names = std::set<std::string>;
+Names names_in(const fs::path& folder) {
+    Names names;
+    for (const auto& entry : fs::directory_iterator(folder)) names.insert(entry.path().filename().string());
+    return names;
+}
+
+// Two checkpoints have the same tensors, and the same state but for the names of the runs.
+void check_same(const Folder& folder, const std::string& a, const std::string& b) {
+    INFO(a, " and ", b);
+    CHECK((tensors_of(folder.path / a) == tensors_of(folder.path / b)));
+    auto state = [&](const std::string& checkpoint) {
+        auto json = nlohmann::json::parse(read_file(folder.path / checkpoint / "trainer.json"));
+        json.erase("run"), json.erase("settings");
+        return json;
+    };
+    CHECK(state(a) == state(b));
+}
+
+// The model that the small folder has, on the CPU in FP32, to compute what ./train should print.
+std::unique_ptr<Model> small_reference(int64_t B, int64_t T) {
+    Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), B, T};
+    std::unique_ptr<Model> model = make_reference(s);
+    load_weights(small_model(), *model);
+    return model;
+}
+
+// Lines of steps and validations, up to the learning rate.
+std::string numbers_in(const std::string& output) {
+    std::string found;
+    std::istringstream lines(output);
+    for (std::string line; std::getline(lines, line);)
+        if (line.rfind("step ", 0) == 0 || line.rfind("validation | ", 0) == 0)
+            found += line.substr(0, line.find(" | lr")) + "\n";
+    return found;
+}
+
+}  // namespace
+
+TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lines that can be parsed") {
+    RunFolder folder;
+    const Ended ended = tiny(folder, "--batch 4 --seq 32 --steps 12 --warmup 2 --lr 1e-2 --eval-every 5 "
+                                     "--sample-every 6 --log log");
+    require_success(ended);
+    CHECK(ended.error.empty());
+    const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
+    CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
+    for (const char* part : {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
+        CHECK(contains(before, part));
+    int steps = 0;
+    std::istringstream lines(ended.out);
+    for (std::string line; std::getline(lines, line);) {
+        int step, of;
+        double loss, norm, lr, ms, rate;
+        steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s", &step,
+                             &of, &loss, &norm, &lr, &ms, &rate) == 7;
+    }
+    CHECK(steps == 12);
+    for (const char* part : {"sample | step 6\n", "expansion factor k of second moments", "Validation loss 5.",
+                             "saved | step 12 | out/step-000012"})
+        CHECK(contains(ended.out, part));
+    for (const auto& [kind, n] :
+         {std::pair{"settings", 1}, {"step", 12}, {"validation", 4}, {"sample", 2}, {"end", 1}})
+        CHECK(logged(folder, kind).size() == size_t(n));
+    const auto log = logged(folder, "step"), end = logged(folder, "end");
+    double seconds = 0;
+    for (size_t i = 0; i < log.size(); i++) {
+        CHECK(log[i].at("step") == i + 1);
+        CHECK(log[i].at("lr") == double(learning_rate(1e-2, 2, 12, int64_t(i))));
+        for (const char* field : {"loss", "grad_norm"}) CHECK(log[i].at(field).is_number());
+        const double took = log[i].at("ms").get<double>() / 1e3;
+        CHECK(log[i].at("tokens_per_second").get<double>() * took == doctest::Approx(4 * 32));
+        if (i > 0) seconds += took;
+    }
+    // The first step warms caches, and does not count.
+    CHECK(end[0].at("tokens_per_second").get<double>() == doctest::Approx(11 * 4 * 32 / seconds));
+    CHECK(end[0].at("validation").get<double>() < end[0].at("first_validation").get<double>() - 0.5);
+    CHECK(end[0].at("validation") == logged(folder, "validation").back().at("loss"));
+    require_success(tiny(folder, "--steps 0 --out '' --log log"));  // appends
+    CHECK((logged(folder, "step").size() == 12 && logged(folder, "settings").size() == 2));
+}
+
+TEST_CASE("train: --plan and --steps 0 write nothing; a plan allocates nothing") {
+    RunFolder folder;
+    // The weights of 7B alone are 13 GB: with an address space of 1 GB none of them can be allocated.
+    // Sanitizers need a larger address space.
+    const std::string limit = std::getenv("UBSAN_OPTIONS") ? "" : "ulimit -v 1000000; ";
+    const Ended plan =
+        shell(folder, limit + "'" + program() + "' --plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");
+    require_success(plan);
+    CHECK(std::fabs(number_after(plan.out, "saved activations: ") - 16.33) < 0.01);
+    CHECK(contains(plan.out, "on 8 ranks"));
+    CHECK(contains(plan.out, "random weights"));
+    const Ended evaluation = tiny(folder, "--steps 0");
+    require_success(evaluation);
+    CHECK(number_after(evaluation.out, "validation | step 0 | loss ") ==
+          doctest::Approx(std::log(256.0)).epsilon(0.05));
+    CHECK(folder.files().size() == 1);  // only "text"
+}
+
+TEST_CASE("train: every flag that changes numbers changes the weights; threads and the rest do not") {
+    RunFolder folder;
+    auto weights = [&](const std::string& flags, const std::string& environment = "") {
+        fs::remove_all(folder.path / "out");
+        require_success(
+            shell(folder, environment + "'" + program() + "'" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
+        return read_file(folder.path / "out/step-000003/model.safetensors");
+    };
+    const std::string standard = weights("");
+    for (const char* flags :
+         {"--seed 1", "--eval-every 1", "--save-every 1", "--sample-every 1 --seq 16", "--log log"}) {
+        CAPTURE(flags);
+        CHECK((weights(flags) == standard));
+    }
+    CHECK((weights("", "OMP_NUM_THREADS=3 ") == standard));
+    for (const char* flags :
+         {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups", "--master none",
+          "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2", "--warmup 3", "--weight-decay 10", "--clip 0.1",
+          "--seed 2"}) {
+        CAPTURE(flags);
+        CHECK((weights(flags) != standard));
+    }
+    // Without clipping, whether gradients are kept changes no bits.
+    CHECK((weights("--clip 0") == weights("--clip 0 --gradients none")));
+}
+
+// Each run is made whole and in parts: the first part ends by a signal after a step, by a kill, or by --steps;
+// then it goes on, on as many ranks as the row says.
+TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with the same bits") {
+    struct Row {
+        const char *flags, *first, *stop, *then;
+        int code;
+    };
+    for (const Row& row :
+         {Row{"--recipe coat", "", "INT", "", 130},
+          {"--recipe bf16 --optimizer fp8", "", "TERM", "", 143},
+          {"--recipe fp32", "", "HUP", "", 129},
+          {"--recipe te --accumulate 2", "", "KILL", "", 137},
+          {"--attention groups --master none --gradients none --clip 0", "", "INT", "", 130},
+          {"--recipe fp32 --accumulate 4", "--ranks 4 --accumulate 1", "INT", "--ranks 2", 130},
+          {"--recipe coat --accumulate 12", "--ranks 2 --accumulate 6", "KILL", "", 137}}) {
+        INFO(std::string(row.flags), ", ", std::string(row.stop));
+        RunFolder folder;
+        const std::string flags = std::string("--warmup 4 --eval-every 9 --save-every 5 --steps 24 ") + row.flags;
+        require_success(tiny(folder, flags + " --out whole"));
+        const Ended stopped =
+            run_with_action(folder, TINY + flags + " " + row.first + " --out parts --log log", "step 11/",
+                            std::string("kill -") + row.stop + " $pid");
+        CHECK(stopped.code == row.code);
+        REQUIRE(!fs::exists(folder.path / "parts/step-000024"));
+        CHECK(contains(stopped.out, "continue with --resume parts") == (row.code != 137));
+        const Ended resumed = train(folder, std::string("--device cpu --resume parts --log log ") + row.then);
+        require_success(resumed);
+        CHECK(contains(resumed.out, "continuing step "));
+        check_same(folder, "whole/step-000024", "parts/step-000024");
+        if (row.code != 137) CHECK(logged(folder, "step").size() == 24);  // every step once
+    }
+}
+
+TEST_CASE("train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
+    RunFolder folder;
+    const std::string flags = TINY + "--recipe fp32 --steps 3 --eval-every 0 --out '' ";
+    const Ended one = train(folder, flags + "--accumulate 6");
+    require_success(one);
+    const std::string expected = numbers_in(one.out);
+    CHECK(std::count(expected.begin(), expected.end(), '\n') == 5);
+    for (const char* ranks : {"2", "3"}) {
+        fs::remove(folder.path / "log");
+        const Ended ended = train(
+            folder, flags + "--log log --ranks " + ranks + " --accumulate " + std::to_string(6 / std::atoi(ranks)));
+        require_success(ended);
+        CHECK((ended.error.empty() && numbers_in(ended.out) == expected));
+        CHECK(logged(folder, "settings").at(0).at("ranks") == std::atoi(ranks));
+        for (const auto& line : logged(folder, "step"))
+            CHECK(line.at("tokens_per_second").get<double>() * line.at("ms").get<double>() / 1e3 ==
+                  doctest::Approx(6 * 2 * 16));  // of all ranks
+    }
+    const int port = free_port();
+    const std::string each = flags + "--accumulate 3";
+    require_success(shell(folder, rank_by_hand(0, 2, port, each) + rank_by_hand(1, 2, port, each) + WAIT_FOR_TWO));
+    CHECK(numbers_in(read_file(folder.path / "out0")) == expected);
+    CHECK(read_file(folder.path / "out1").empty());  // rank 0 alone prints
+    // The report counts the moments of all ranks.
+    auto report = [&](const std::string& ranks) {
+        const std::string out = train(folder, TINY + "--recipe fp32 --optimizer coat --steps 1 --out '' " + ranks).out;
+        return std::pair{number_after(out, "first moments     |"), out.substr(out.find("first moments     |"))};
+    };
+    const std::string of_one = report("--accumulate 6").second, of_two = report("--ranks 2 --accumulate 3").second;
+    CHECK(of_one.substr(0, of_one.find("\n\nDone")) == of_two.substr(0, of_two.find("\n\nDone")));
+}
+
+TEST_CASE("train: the validation loss is the mean over all targets that count, of 20 batches at most") {
+    Folder folder;
+    std::vector<uint16_t> tokens;
+    for (int i = 0; i < 2000; i++) tokens.push_back(uint16_t(i * i % 251));
+    std::string mask(tokens.size(), '\1');
+    for (size_t i = 0; i < 900; i++) mask[i] = i % 7 == 0;  // batches in which fewer tokens count
+    folder.write("train.bin", token_file(tokens)), folder.write("val.bin", token_file(tokens));
+    folder.write("val.mask", mask);
+    const std::string flags = "--device cpu --model \"$SMALL\" --recipe fp32 --data train.bin,val.bin --batch 2 --seq "
+                              "16 --steps 0 --log log";
+    const std::unique_ptr<Model> model = small_reference(2, 16);
+    Loader loader(load_corpus(folder / "val.bin").train, 2, 16, 0);
+    const Corpus corpus = load_corpus((folder / "train.bin") + "," + (folder / "val.bin"));
+    Loader held_out(corpus.validation, 2, 16, 0);
+    REQUIRE(held_out.windows() / 2 > 20);
+    double loss = 0, targets = 0;
+    for (int i = 0; i < 20; i++) {
+        std::vector<int32_t> x(32), y(32);
+        held_out.next(x.data(), y.data());
+        const double counted = double(counted_targets(y.data(), 32));
+        loss += model->evaluate(x.data(), y.data()) * counted, targets += counted;
+    }
+    for (const char* ranks : {"1", "3"}) {  // 3: in the last round two of the ranks repeat a batch
+        fs::remove(folder.path / "log");
+        require_success(train(folder, flags + " --ranks " + ranks));
+        CHECK(logged(folder, "validation").at(0).at("loss").get<double>() ==
+              doctest::Approx(loss / targets).epsilon(1e-9));
+    }
+}
+
+TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
+    RunFolder folder;
+    const std::string text = read_file(folder.path / "text");
+    const std::string flags = TINY + "--seq 256 --batch 1 --lr 0 --eval-every 0 --sample-every 1 --out '' --log log ";
+    // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the logit
+    // of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for others.
+    const std::unique_ptr<Model> model = small_reference(1, 16);
+    const ModelConfig c = small_config();
+    for (const Param& p : parameters(c)) {
+        std::vector<uint16_t> w(size_t(p.size()));
+        for (int64_t row = 0; row < p.rows; row++)
+            for (int64_t col = 0; col < p.cols; col++) {
+                const double logit = row == 'a' ? 0 : row == 'b' ? -1.6 : -32;
+                w[size_t(row * p.cols + col)] = reference::to_bf16(
+                    p.rows == 1 || p.name == "embedding" ? 1.0f : p.name == "head" ? float(logit / double(c.C)) : 0.0f);
+            }
+        model->write(p.name, w.data());
+    }
+    fs::create_directory(folder.path / "model");
+    save_model_folder(folder / "model", *model, {});
+    const Ended known = train(folder, flags + "--recipe fp32 --model model --steps 6");
+    require_success(known);
+    std::set<std::vector<int32_t>> different;
+    double b = 0, drawn = 0;
+    for (const auto& line : logged(folder, "sample")) {
+        const std::vector<int32_t> tokens = line.at("tokens");
+        REQUIRE(tokens.size() == 256);
+        different.insert(tokens);
+        const std::string begin(tokens.begin(), tokens.begin() + 16);
+        CHECK(begin == text.substr(text.size() * 9 / 10, 16));  // the last tenth is held out
+        for (size_t i = 16; i < tokens.size(); i++) {
+            CHECK((tokens[i] == 'a' || tokens[i] == 'b'));
+            b += tokens[i] == 'b', drawn++;
+        }
+    }
+    CHECK(different.size() == 6);
+    const double expected = 1 / (1 + std::exp(1.6 / 0.8)), deviation = std::sqrt(expected * (1 - expected) / drawn);
+    CHECK(std::fabs(b / drawn - expected) < 4 * deviation);
+    CHECK(contains(known.out, "\n" + text.substr(text.size() * 9 / 10, 16)));
+    // Another seed draws another sample. A resumed run draws that of one that was not stopped.
+    fs::remove(folder.path / "log");
+    require_success(train(folder, flags + "--recipe fp32 --model model --steps 1 --seed 2"));
+    const std::vector<int32_t> other = logged(folder, "sample").at(0).at("tokens");
+    CHECK(different.count(other) == 0);
+    // A sequence that has no room for more than the prompt gives no sample.
+    CHECK(!contains(tiny(folder, "--steps 1 --sample-every 1 --out ''").out, "sample |"));
+}
+
+TEST_CASE("train: saves after --save-every steps, else about every half hour; not after a skipped step") {
+    RunFolder folder;
+    const Ended often = tiny(folder, "--steps 5 --save-every 2 --out often");
+    require_success(often);
+    for (const char* step : {"2", "4", "5"}) CHECK(contains(often.out, "saved | step " + std::string(step) + " | "));
+    CHECK(!contains(often.out, "saved | step 3 "));
+    CHECK(names_in(folder.path / "often").count("step-000005"));
+    auto saves = [&](const std::string& minute, const std::string& flags) {
+        const std::string run = "COAT_MINUTE=" + minute + " '" + program() + "'" + TINY + "--steps 8 " + flags;
+        const Ended ended = shell(folder, run);
+        require_success(ended);
+        int found = 0;
+        for (size_t at = 0; (at = ended.out.find("saved | ", at)) != std::string::npos; at++) found++;
+        return found;
+    };
+    CHECK(saves("1e-9", "--out a") == 8);                 // half an hour is over after each step
+    CHECK(saves("1e-9", "--out b --ranks 2") == 8);       // all ranks agree
+    CHECK(saves("1e-9", "--out c --save-every 3") == 3);  // the clock does not count
+    CHECK(saves("60", "--out d") == 1);
+    CHECK(saves("1e-9", "--out ''") == 0);
+}
+
+TEST_CASE("train: starts from a model folder with its weights") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 8 --lr 1e-2 --warmup 1"));
+    const double trained =
+        number_after(tiny(folder, "--steps 0 --model out/step-000008").out, "validation | step 0 | loss ");
+    const double resumed =
+        number_after(train(folder, "--device cpu --resume out --steps 0").out, "validation | step 8 | loss ");
+    CHECK(trained < std::log(256.0) - 0.5);
+    // The folder has BF16 weights, the run FP32 masters. In recipe coat GEMMs read BF16 weights, so the losses
+    // are equal.
+    CHECK(trained == resumed);
+}
+
+TEST_CASE("train: steps in which no token counts are skipped; bias correction counts updates; nothing is NaN") {
+    Folder folder;
+    std::vector<uint16_t> tokens;
+    for (int i = 0; i < 1601; i++) tokens.push_back(uint16_t(i * i % 251));
+    std::string mask(tokens.size(), '\0');
+    for (size_t i = 0; i < 400; i++) mask[i] = '\1';
+    for (const char* name : {"train", "val"}) {
+        folder.write(std::string(name) + ".bin", token_file(tokens));
+        folder.write(std::string(name) + ".mask", mask);
+    }
+    const std::string run = "--device cpu --model \"$SMALL\" --data train.bin,val.bin --batch 1 --seq 16 --warmup 0 "
+                            "--eval-every 0 --sample-every 0 ";
+    const Ended ended = train(folder, run + "--steps 40 --out '' --log log");
+    require_success(ended);
+    CHECK(contains(ended.out, "skipped: no token counts"));
+    int64_t skipped = 0, first = 0;
+    for (const auto& line : logged(folder, "step")) {
+        CHECK((line.at("loss").is_number() && (line.at("loss") == 0) == line.at("skipped")));
+        skipped += line.at("skipped").get<bool>();
+        if (!first && !line.at("skipped").get<bool>()) first = line.at("step");
+    }
+    CHECK((skipped > 20 && skipped < 40));  // more than MOST_SKIPPED: the run has not diverged
+    REQUIRE(first > 1);
+    // The first update is the learning rate, because m / sqrt(v) is 1.
+    require_success(train(folder, run + "--recipe fp32 --lr 1e-5 --weight-decay 0 --out after --steps " +
+                                      std::to_string(first)));
+    const std::unique_ptr<Model> before = small_reference(1, 16), after = small_reference(1, 16);
+    char name[32];
+    std::snprintf(name, sizeof name, "after/step-%06ld", long(first));
+    load_checkpoint(folder / name, *after);
+    CHECK(read_loop_state(folder / name).updates == 1);
+    const double lr = double(learning_rate(1e-5, 0, first, first - 1));
+    const int64_t n = small_config().C * small_config().F;
+    std::vector<uint16_t> w[2] = {std::vector<uint16_t>(n), std::vector<uint16_t>(n)};
+    std::vector<int16_t> r[2] = {std::vector<int16_t>(n), std::vector<int16_t>(n)};
+    for (const auto& [model, i] : {std::pair{before.get(), 0}, {after.get(), 1}}) {
+        model->read("layers.1.down", w[i].data());
+        model->read("layers.1.down.remainder", r[i].data());
+    }
+    std::vector<double> moved;
+    for (size_t i = 0; i < size_t(n); i++)
+        moved.push_back(std::fabs(double(reference::join_master(w[1][i], r[1][i])) -
+                                  double(reference::join_master(w[0][i], r[0][i]))));
+    std::nth_element(moved.begin(), moved.begin() + n / 2, moved.end());
+    CHECK(moved[size_t(n / 2)] / lr == doctest::Approx(1).epsilon(0.01));
+}
