@@ -145,7 +145,7 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                                           states[size_t(r)]->gradient->get(), Format::BF16, 0, 0, units, nullptr,
                                           sums.get() + r * (1 + units), 0);
                 }
-                gpu::gradient_norm(sums.get(), units, ranks, 1.0f, 1, state.get(), 0);
+                gpu::gradient_norm(sums.get(), units, ranks, 1.0f, state.get(), 0);
                 for (const auto& s : states) s->update(step, state.get(), master);
             }
             Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),
