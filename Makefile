@@ -49,7 +49,9 @@ SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first:
 TESTS      += $(sort $(wildcard test/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES  := -lcublasLt -ldl
-WITH_GPU   := -DCOAT_CUDA
+WITH_GPU   := yes
+else
+SOURCES    += gpu/none.cpp
 endif
 
 object  = $(patsubst %,$(O)/%.o,$(1))
@@ -93,7 +95,6 @@ $(O)/reference.cpp.o: private OPT = -O3
 $(call object,train.cpp data/json.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
 $(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu): private NVCCFLAGS += -x c++
-$(O)/train.cpp.o: DEFINES = $(WITH_GPU)
 $(O)/data/tokens.cpp.o: DEFINES = -DCOAT_HEADERS='"$(subst $(space),:,$(strip $(COAT_HEADERS)))"'
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json

@@ -508,8 +508,7 @@ __global__ void next_maxima_kernel(const AdamArguments a, bool after) {
         if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
 }
 void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
-    next_maxima_kernel<<<blocks(a.number_of_segments, 128), 128, 0, s>>>(a, after);
-    CHECK_LAUNCH("adamw, maxima");
+    gpu::launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a, after);
 }
 
 // ===========================================================================================================
@@ -677,19 +676,15 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
                       rounds = std::max<int64_t>(1, a.groups / (at_once * FP8_GROUPS_PER_BLOCK));
         const unsigned grid =
             static_cast<unsigned>(std::min(ceil_div(a.groups, FP8_GROUPS), at_once * rounds));
-        adamw_fp8_kernel<W><<<grid, 32 * FP8_WARPS, 0, s>>>(a);
-        CHECK_LAUNCH("adamw, FP8");
+        gpu::launch("adamw, FP8", adamw_fp8_kernel<W>, grid, 32 * FP8_WARPS, 0, s, a);
     }
     const int64_t wanted = ceil_div(a.groups, ADAM_THREADS / TEAM),
                   each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
     const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
-    if (per_tensor) {
-        adamw_kernel<W, Pass::Maxima><<<grid, ADAM_THREADS, 0, s>>>(a);
-        CHECK_LAUNCH("adamw, first pass");
-    }
-    if (measures) adamw_kernel<W, Pass::Measure><<<grid, ADAM_THREADS, 0, s>>>(a);
-    else adamw_kernel<W, Pass::Update><<<grid, ADAM_THREADS, 0, s>>>(a);
-    CHECK_LAUNCH("adamw");
+    if (per_tensor)
+        gpu::launch("adamw, first pass", adamw_kernel<W, Pass::Maxima>, grid, ADAM_THREADS, 0, s, a);
+    const auto kernel = measures ? adamw_kernel<W, Pass::Measure> : adamw_kernel<W, Pass::Update>;
+    gpu::launch("adamw", kernel, grid, ADAM_THREADS, 0, s, a);
     if (per_tensor && !measures) next_maxima(a, true, s);
 }
 void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments arguments, cudaStream_t s) {

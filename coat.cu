@@ -68,9 +68,8 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
     if (x.rows == 0) return;
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
-    quantize_groups_kernel<<<blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s>>>(
-        dense<bf16>(x.data), chunks, groups_of(groups), write_back);
-    CHECK_LAUNCH("quantize in groups");
+    launch("quantize_groups", quantize_groups_kernel, blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s,
+           dense<bf16>(x.data), chunks, groups_of(groups), write_back);
 }
 
 // ===========================================================================================================
@@ -104,8 +103,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
     if (x.rows == 0) return;
     with_bf16_producer(x, [&](auto producer) {
-        amax_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(producer, x.rows, out);
-        CHECK_LAUNCH("amax");
+        launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
+               producer, x.rows, out);
     });
 }
 
@@ -154,10 +153,9 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
     require(out.view.scales, "a per-tensor FP8 output needs its AmaxAndScale");
     const Quant& q = out.view.quant;
     const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
-    kernel<<<tile_grid(rows, x.width), TILE_THREADS, 0, s>>>(
-        x, rows, amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
-        static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
-    CHECK_LAUNCH("quantize");
+    launch("quantize", kernel, tile_grid(rows, x.width), TILE_THREADS, 0, s, x, rows,
+           amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
+           static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
 }
 
 // Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
@@ -179,9 +177,9 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 
 void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
     require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
-    transpose_codes_kernel<<<tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s>>>(
-        static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols, static_cast<uint8_t*>(transposed));
-    CHECK_LAUNCH("transpose_codes");
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
+           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+           static_cast<uint8_t*>(transposed));
 }
 
 // ===========================================================================================================
@@ -212,9 +210,8 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     const Quant& q = out.view.quant;
     if (!q.fp8())
         return with_producer(x, [&](auto producer) {
-            const dim3 grid = tile_grid(x.rows, producer.width);
-            round_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, either_dense(out.view));
-            CHECK_LAUNCH("round");
+            launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS,
+                   0, s, producer, x.rows, either_dense(out.view));
         });
     if (in_groups(q)) {
         require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
@@ -302,13 +299,13 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
     if (x.rows == 0) return;
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
-    auto launch = [&](auto producer) {
-        quantize_gate_up_kernel<<<tile_grid(x.rows, producer.width), TILE_THREADS, 0, s>>>(
-            producer, x.rows, groups_of(groups), reads_saved, act_amax);
-        CHECK_LAUNCH("quantize_gate_up");
+    auto run = [&](auto producer) {
+        launch("quantize_gate_up", quantize_gate_up_kernel<decltype(producer)>,
+               tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows, groups_of(groups),
+               reads_saved, act_amax);
     };
-    if (gated) launch(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});
-    else launch(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
+    if (gated) run(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});
+    else run(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
 }
 
 void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, AmaxAndScale* out,
@@ -317,9 +314,8 @@ void column_sums(const Lazy& x, Format rounding, const View& gradient, float* wo
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
         const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
-        column_sums_kernel<<<grid, TILE_THREADS, 0, s>>>(producer, x.rows, rounding == Format::BF16,
-                                                         workspace, out);
-        CHECK_LAUNCH("column_sums");
+        launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
+               x.rows, rounding == Format::BF16, workspace, out);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }

@@ -1,8 +1,8 @@
 // plan.h - what is known of a run before it starts: the learning rate of every step, the format of every
-// tensor, the bytes of every category (the paper's table of memory, for any model), and where each buffer
-// lies in a GPU's memory.
+// tensor, the bytes of every category (the paper's table of memory, for any model), and the sizes that the
+// parts of a GPU's memory have.
 //
-// Nothing here allocates or trains. ./train --plan prints these tables; model.cu allocates by gpu_layout().
+// Nothing here allocates or trains. ./train --plan prints these tables.
 #pragma once
 #include "model.h"
 
@@ -40,8 +40,8 @@ struct PrecisionRow {
 std::vector<PrecisionRow> precision_plan(const Setup& s);
 
 // The memory of a run. Everything but the workspace lives from one operator to the next. The workspace is
-// what operators need only while they run (one layer's FP8 operands, logits, partial sums). It depends on the
-// device: gpu_memory_plan() adds its rows.
+// what operators need only while they run (one layer's FP8 operands, logits, partial sums): on a GPU,
+// gpu_memory_plan() adds its rows.
 enum class Category : uint8_t { Weights, Gradients, Optimizer, Activations, Workspace, All };
 
 struct MemoryRow {
@@ -61,26 +61,8 @@ double saved_bytes_per_token_and_layer(const Setup& s);  // without the final no
 Setup bf16_baseline(Setup s);
 
 // -----------------------------------------------------------------------------------------------------------
-// One GPU. All tensors lie in one allocation. It is laid out here, so that this can be printed without a GPU.
+// One GPU. All tensors lie in one allocation (gpu/arena.cuh).
 
-// Buffers of the workspace, in the order of a step. work_rows() in plan.cpp has their sizes, and what each
-// contains when; ./train --plan full prints that table. A buffer that a recipe does not need has 0 bytes.
-enum class Work : uint8_t {
-    // for the whole step
-    GemmScratch, NormPartials, Tokens, Targets, EmbeddingOrder, TokenRuns, Losses, NormStatistics,
-    RopeTable, Scales, Segments, Results, CachedWeights,
-    GatheredWeights, ReceivedGradients, RankScales,  // of several ranks
-    // in some of its phases
-    Residual, InputOperand, ActivationOperand, WeightOperand, Qkv, AttentionOutput, GateUp, Branch,
-    FinalNorm, Logits, HeadGradient,
-    GradientOperand, GradientOperandTransposed, ActivationGradient, QkvGradient, AttentionScratch,
-    ColumnPartials, EmbeddingPartials, GradientSquares,
-    Count
-};
-
-struct Place {
-    int64_t offset = 0, bytes = 0;  // in the allocation; offsets are multiples of GPU_ALIGNMENT
-};
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 // What CUDA, cuBLASLt and the loaded kernels use in addition: measured on an H200 with CUDA 13.0. It depends
 // on driver and GPU.
@@ -90,10 +72,6 @@ inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 inline int64_t page_tables(int64_t ranks, int64_t allocated) {
     return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
 }
-
-struct MomentPlace {
-    int64_t data, max, k;  // offsets
-};
 
 // Where a rank has its part of a parameter, in elements. A rank keeps two arrays, its weights and its state
 // (masters, moments and sums of gradients), each with its parts of all parameters one after the other. With
@@ -115,32 +93,27 @@ std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
 // (Delayed scaling has none in the first step.)
 bool gathers_codes(const Setup& s);
 
-struct GpuFacts {
-    int64_t multiprocessors = 132;   // of an H100 or H200
-    bool cache_fp8_weights = false;  // make all FP8 weights once per step; else when needed
-};
+// The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
+// once per step; else when needed. make_gpu() of model.h first asks what the GPU supports (gpu/this_gpu.cu).
+std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights);
+// The bytes that it needs, by a dry run of its step; 0 if this program was built without CUDA. It needs no
+// GPU.
+int64_t arena_bytes(const Setup& s, bool cache_weights);
 
-// The model on a GPU, in memory that gpu_layout() lays out (model.cu). make_gpu() of model.h first asks what
-// the GPU supports (gpu/this_gpu.cu).
-std::unique_ptr<Model> gpu_model(const Setup& s, const GpuFacts& facts);
-
-struct GpuLayout {
-    int64_t tokens;                  // rows of buffers: those of a micro-batch, rounded up to 16s
-    Place weights, remainder, moments, scales, saved, final_norm_input;
-    Place delayed;                   // histories of delayed scaling, by operand and linear layer
-    Place work[int(Work::Count)];
-    // By parameter: where gradients are written. With several ranks, or if they are not kept, several buckets
-    // use one place in turn.
-    std::vector<int64_t> gradients;
-    // Where the updates read them, by bucket: with several ranks, the sums of what this rank keeps.
-    std::vector<int64_t> sums;
-    std::vector<MomentPlace> m, v;   // by parameter
-    std::vector<ShardPlace> shards;  // by parameter
-    std::vector<Place> saved_tensors;  // as in saved_per_layer(), from the layer's first byte; scales follow
-    int64_t layer_bytes;             // of saved, for one layer
-    int64_t gradients_over_saved;    // bytes of gradients that lie where saved activations were
-    int64_t total;
+std::vector<ShardPlace> shard_places(const Setup& s);  // by parameter
+// Elements of the largest bucket; and of a tied embedding, which has its own place, because the head adds to
+// its gradient first and the embedding last.
+struct BucketElements {
+    int64_t largest = 0, embedding = 0;
 };
+BucketElements bucket_elements(const Setup& s);
+// Rows of saved tensors: those of a micro-batch, rounded up, because FP8 GEMMs need a multiple of 16.
+inline int64_t gpu_tokens(const Setup& s) { return round_up(s.B * s.T, 16); }
+int64_t saved_layer_bytes(const Setup& s);  // of what a layer saves for backward
+// With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
+// those are no longer needed when the gradients are written. With more micro-batches they may not, because
+// the sums must outlive a forward pass. This is the offset of the first gradient from the first activation.
+int64_t gradients_offset(const Setup& s);
 
 // The parameters [first, last) of a bucket (Param::bucket), and their elements in the flat order.
 struct BucketRange {
@@ -152,29 +125,18 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by
 // Whether it pays off to make all FP8 weights once per step: if several micro-batches use them.
 // gpu/this_gpu.cu does not do it if memory is short.
 bool caches_weights(const Setup& s);
-// With one micro-batch per step, a layer's gradients may lie where later layers' activations were saved:
-// those are no longer needed when the gradients are written. With more micro-batches they may not, because
-// the sums must outlive a forward pass.
-GpuLayout gpu_layout(const Setup& s, const GpuFacts& facts);
-// memory_plan() with the rows that a GPU adds. Its total, less GPU_CONTEXT and page_tables(), is the size of
-// the allocation.
-std::vector<MemoryRow> gpu_memory_plan(const Setup& s, const GpuFacts& facts);
-
-// Every buffer of the allocation, and what it contains in which phases of a step; a buffer with several uses
-// has several rows.
-struct BufferRow {
-    std::string name, contents;
-    Place place;
-    uint32_t phases;  // bit i: PHASE_NAMES[i]
-};
-extern const char* const PHASE_NAMES[19];
-std::vector<BufferRow> buffer_plan(const Setup& s, const GpuFacts& facts);
+// memory_plan() with the rows that a GPU adds, if it can run this: then the total, less GPU_CONTEXT and
+// page_tables(), is the size of the allocation.
+std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
 // The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
 // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
 // over FP8 groups, or both in the compute dtype) and scaling is per tensor.
 bool gate_up_gradient_in_place(const Setup& s);
+// The gradient of q, k, v is written over the layer's saved gate and up if it is no larger: by then nothing
+// reads those any more.
+bool qkv_gradient_in_place(const Setup& s);
 // Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
 // input before it is quantized in groups, unless the forward pass reads it (coat-saved).
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
@@ -205,6 +167,5 @@ std::string why_unsupported(const GpuFound& found);
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);
-void print_buffers(const Setup& s);
 
 }  // namespace coat

@@ -25,15 +25,6 @@
 #include "plan.h"
 #include "ranks.h"
 
-#ifndef COAT_CUDA  // built without nvcc: there is no model.cu
-namespace coat {
-std::string why_no_gpu(int) {
-    return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
-}
-std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
-}  // namespace coat
-#endif
-
 namespace {
 
 using namespace coat;

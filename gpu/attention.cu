@@ -93,7 +93,8 @@ BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const vo
     const BackwardArgs<Real> args{static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
                                   static_cast<Real*>(dqkv)};
     const dim3 grid(blocks(s.T * s.NH * lanes, 256), unsigned(s.B));
-    launch(delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes, static_cast<const Real*>(out),
+    launch("attention", delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes,
+           static_cast<const Real*>(out),
            args.dout, delta);
     return args;
 }
@@ -251,7 +252,8 @@ int shared_bytes(const AttentionShape& s, int own, int other) {  // other: tiles
 template <class Real>
 void forward(const AttentionShape& s, const Real* qkv, Real* out, float* lse, cudaStream_t stream) {
     const dim3 grid(blocks(s.T, BLOCK_ROWS), unsigned(s.NH), unsigned(s.B));
-    launch(forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv, out, lse);
+    launch("attention", forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv, out,
+           lse);
 }
 
 template <class Real>
@@ -259,8 +261,8 @@ void backward(const AttentionShape& s, const BackwardArgs<Real>& a, cudaStream_t
     const dim3 keys(blocks(s.T, BLOCK_ROWS), unsigned(s.NKV), unsigned(s.B));
     const dim3 queries(keys.x, unsigned(s.NH), keys.z);
     const int shared = shared_bytes(s, 2, 2);
-    launch(backward_kernel<Real, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
-    launch(backward_kernel<Real, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
+    launch("attention", backward_kernel<Real, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
+    launch("attention", backward_kernel<Real, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
 }
 
 }  // namespace simple
@@ -551,7 +553,7 @@ template <int HS>
 void forward(const AttentionShape& s, const bf16* qkv, bf16* out, float* lse, cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, FORWARD_ROWS));
     const int shared = (2 + FORWARD_TILES) * Tile<HS>::BYTES;
-    launch(forward_kernel<HS>, grid, THREADS, shared, stream, heads(s), qkv, out, lse);
+    launch("attention", forward_kernel<HS>, grid, THREADS, shared, stream, heads(s), qkv, out, lse);
 }
 
 template <int HS>
@@ -559,8 +561,8 @@ void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t
     const dim3 keys(unsigned(s.NKV), unsigned(s.B), blocks(s.T, TILE));
     const dim3 queries(unsigned(s.NH), keys.y, keys.z);
     const int shared = 2 * Tile<HS>::BYTES + 2 * Stage<HS>::BYTES;
-    launch(backward_kernel<HS, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
-    launch(backward_kernel<HS, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
+    launch("attention", backward_kernel<HS, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
+    launch("attention", backward_kernel<HS, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
 }
 
 }  // namespace mma
@@ -577,7 +579,7 @@ AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !format_fits)
         throw Error("Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
                     "and query heads that are a multiple of the key/value heads; change config.json.");
-    auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; };
+    auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9; };
     if (wanted == AttentionKernel::Best) {
         if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
         return hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
@@ -594,6 +596,7 @@ AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
 
 void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream,
                        AttentionKernel wanted) {
+    if (stream == DRY_RUN) return;
     const AttentionKernel kernel = choose(s, wanted);
     if (s.format == Format::F32)
         return simple::forward(s, static_cast<const float*>(qkv), static_cast<float*>(out), lse, stream);
@@ -607,6 +610,7 @@ void attention_forward(const AttentionShape& s, const void* qkv, void* out, floa
 void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
                         const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
                         AttentionKernel wanted) {
+    if (stream == DRY_RUN) return;
     const AttentionKernel kernel = choose(s, wanted);
     if (s.format == Format::F32) {
         const auto args = with_delta<float>(s, qkv, out, lse, dout, dqkv, workspace, stream);

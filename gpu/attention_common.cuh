@@ -20,14 +20,6 @@ inline Dims dims(const AttentionShape& s) {
     return {int(s.T), int(s.NH), int(s.NKV), int(s.HS), 1.0f / std::sqrt(float(s.HS))};
 }
 
-template <class Kernel, class... Args>
-void launch(Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream, Args... args) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-          "Reserving shared memory for attention failed");
-    kernel<<<grid, threads, shared_bytes, stream>>>(args...);
-    CHECK_LAUNCH("attention");
-}
-
 inline __device__ float2 load_shared2(uint32_t address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));

@@ -483,7 +483,8 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
     const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads),
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
-    launch(forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED, stream,
+    launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
+           stream,
            tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), work,
            int(launches++ % COUNTERS), lse);
 }
@@ -830,12 +831,13 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
               void* dqkv, void* workspace, cudaStream_t stream) {
     const Scratch scratch(s, F::QUERIES, workspace);
     const dim3 tiles(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
-    launch(prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
+    launch("attention", prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
            static_cast<const uint4*>(out), static_cast<const uint4*>(dout), lse);
-    launch(backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS, F::SHARED, stream,
-           tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
+    launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
+           F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
            tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);
-    launch(finish_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch, static_cast<bf16*>(dqkv));
+    launch("attention", finish_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
+           static_cast<bf16*>(dqkv));
 }
 
 }  // namespace

@@ -44,7 +44,8 @@ public:
     // memory: the allocation in which everything is that travels. compute: the stream of the computation.
     Peers(const Setup& s, void* memory, cudaStream_t compute)
         : rank(s.rank), count(s.ranks), compute_(compute),
-          comm_(count > 1 ? connect_gpus(*s.processes, memory) : nullptr) {}
+          stream_(compute == DRY_RUN),
+          comm_(count > 1 && compute != DRY_RUN ? connect_gpus(*s.processes, memory) : nullptr) {}
 
     const int64_t rank, count;
 
@@ -64,7 +65,7 @@ public:
     // addresses every time.
     enum class Topic : int64_t { Gradients, Vectors, Gather, Amaxes, Squares };
     void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
-        comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
+        if (comm_) comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
     }
 
     // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation

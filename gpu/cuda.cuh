@@ -1,6 +1,8 @@
 // gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, pinned memory, recorded
 // graphs; and functions of the driver.
 #pragma once
+#include <vector>
+
 #include "tensor.cuh"
 
 namespace coat::gpu {
@@ -20,23 +22,31 @@ struct Owned {
 
 class Stream : Owned<cudaStream_t, cudaStreamDestroy> {
 public:
-    Stream() {
-        check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "Creating a CUDA stream failed");
+    explicit Stream(bool dry_run) : dry_run_(dry_run) {
+        if (!dry_run)
+            check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "Creating a CUDA stream failed");
     }
-    operator cudaStream_t() const { return handle; }
-    void wait() const { check(cudaStreamSynchronize(handle), "The GPU failed"); }
+    operator cudaStream_t() const { return dry_run_ ? DRY_RUN : handle; }
+    void wait(const char* what = "The GPU failed") const {
+        if (!dry_run_) check(cudaStreamSynchronize(handle), what);
+    }
+
+private:
+    const bool dry_run_;
 };
 
 // A point in a stream that another stream can wait for.
 class Event : Owned<cudaEvent_t, cudaEventDestroy> {
 public:
-    Event() {
-        check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "Creating a CUDA event failed");
+    void record(cudaStream_t s) {
+        if (s == DRY_RUN) return;
+        if (!handle)
+            check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "Creating a CUDA event failed");
+        check(cudaEventRecord(handle, s), "Recording a CUDA event failed");
     }
-    void record(cudaStream_t s) { check(cudaEventRecord(handle, s), "Recording a CUDA event failed"); }
     // What is launched on s from now on waits for the point; not at all if none has been recorded.
     void make_wait(cudaStream_t s) const {
-        check(cudaStreamWaitEvent(s, handle, 0), "Waiting for a CUDA event failed");
+        if (handle) check(cudaStreamWaitEvent(s, handle, 0), "Waiting for a CUDA event failed");
     }
 };
 
@@ -46,6 +56,7 @@ class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work>
     void run(cudaStream_t s, Work work) {
+        if (s == DRY_RUN) return work();
         if (!handle) {
             Owned<cudaGraph_t, cudaGraphDestroy> graph;
             constexpr char RECORDING[] = "Recording a CUDA graph failed";
@@ -62,10 +73,13 @@ public:
 template <class T>
 class Pinned : Owned<void*, cudaFreeHost> {
 public:
-    explicit Pinned(int64_t n) {
-        check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
+    Pinned(int64_t n, bool dry_run) : usual_(dry_run ? n : 0) {
+        if (!dry_run) check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
     }
-    T* get() const { return static_cast<T*>(handle); }
+    T* get() { return handle ? static_cast<T*>(handle) : usual_.data(); }
+
+private:
+    std::vector<T> usual_;  // for a dry run, which may have no GPU
 };
 
 // A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.
@@ -79,9 +93,10 @@ F driver_function(const char* name) {
 }
 
 inline void clear(void* p, int64_t bytes, cudaStream_t s) {
-    check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed");
+    if (s != DRY_RUN) check(cudaMemsetAsync(p, 0, bytes, s), "Clearing memory failed");
 }
 inline void copy(void* to, const void* from, int64_t bytes, cudaStream_t s) {
+    if (s == DRY_RUN) return;
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s), "Copying memory failed");
 }
 

@@ -15,9 +15,23 @@ namespace coat::gpu {
 
 class Exchange {
 public:
-    Exchange(const Device& device, State& state, Peers& peers)
+    Exchange(Device& device, State& state, Peers& peers)
         : device_(device), setup_(device.setup), state_(state), peers_(peers),
-          stages_(weight_stages(setup_.config)) {}
+          stages_(weight_stages(setup_.config)) {
+        if (!peers_.several()) return;
+        std::vector<int64_t> owned_of(state_.buckets.size());
+        for (const Param& p : state_.params) owned_of[p.bucket] += peers_.padded(p, peers_.rank);
+        const int64_t largest = *std::max_element(owned_of.begin(), owned_of.end());
+        received_ = device_.arena.take((peers_.count - 1) * largest * state_.gradient_bytes);
+        // Codes are smaller. With delayed scaling the first step has none.
+        const bool codes = gathers_codes(setup_) && setup_.recipe.scaling == Scaling::JustInTime;
+        for (const std::vector<size_t>& stage : stages_) {
+            int64_t bytes = 0;
+            for (size_t i : stage) bytes += gathered_bytes(i, codes);
+            buffer_bytes_ = std::max(buffer_bytes_, bytes);
+        }
+        for (uint8_t*& buffer : buffers_) buffer = device_.arena.take(buffer_bytes_);
+    }
 
     // --- Gradients
     // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
@@ -33,9 +47,8 @@ public:
         const BucketRange& b = state_.buckets[bucket];
         const int64_t each = state_.gradient_bytes;
         // By parameter, then by rank.
-        uint8_t* const received = device_.work<uint8_t>(Work::ReceivedGradients);
         std::vector<Transfer> parts;
-        uint8_t* to = received;
+        uint8_t* to = received_;
         for (size_t i = b.first; i < b.last; i++)
             for (int64_t r = 0; r < peers_.count; r++) {
                 const Param& p = state_.params[i];
@@ -46,7 +59,7 @@ public:
             }
         peers_.wait_for_compute();
         peers_.exchange(Peers::Topic::Gradients, bucket, parts);
-        const uint8_t* from = received;
+        const uint8_t* from = received_;
         for (size_t i = b.first; i < b.last; i++) {
             const Param& p = state_.params[i];
             const int64_t mine = peers_.padded(p, peers_.rank);
@@ -94,7 +107,7 @@ public:
     void forget_gathered() { in_buffer_[0] = in_buffer_[1] = NONE; }
 
 private:
-    const Device& device_;
+    Device& device_;
     const Setup& setup_;
     State& state_;
     Peers& peers_;
@@ -103,20 +116,26 @@ private:
     Event gathered_[2];            // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
     bool current_ = false;         // the buffer that was used last
+    uint8_t *received_ = nullptr, *buffers_[2] = {};
+    int64_t buffer_bytes_ = 0;
 
+    int64_t gathered_bytes(size_t i, bool as_codes) const {
+        const Param& p = state_.params[i];
+        const int64_t each = as_codes && p.role.linear ? 1 : state_.weight_bytes;
+        return round_up(p.padded_size() * each, GPU_ALIGNMENT);
+    }
     // Gradients of one micro-batch, what `rank` owns.
     const uint8_t* owned_gradient(size_t i, int64_t rank) const {
         return state_.gradient_from(i, peers_.own(state_.params[i], rank).first);
     }
-    int place_of(int64_t bucket) const {  // as gpu_layout() in plan.cpp
+    int place_of(int64_t bucket) const {  // as State takes them
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
     // Gathers the matrices of a stage into a buffer: as FP8 codes, which each rank makes of its part with the
     // scale of the whole, or as they are.
     void gather(int64_t stage, bool buffer, QuantStats* stats) {
-        const int64_t size = device_.place(Work::GatheredWeights).bytes / 2;
-        uint8_t* to = device_.work<uint8_t>(Work::GatheredWeights) + buffer * size;
+        uint8_t* to = buffers_[buffer];
         const bool as_codes = sends_codes();
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
@@ -134,7 +153,7 @@ private:
             else quantize(stored(slice), {part}, stats, peers_.stream());
             peers_.add_gather(p, each, mine, to, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};
-            to += round_up(p.padded_size() * each, GPU_ALIGNMENT);
+            to += gathered_bytes(i, codes);
         }
         peers_.exchange(Peers::Topic::Gather, 4 * stage + 2 * as_codes + buffer, transfers);
         gathered_[buffer].record(peers_.stream());

@@ -145,9 +145,10 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
 
 Gemms::Gemms(void* scratch, const bool (&fast_accumulation)[3]) : scratch_(scratch) {
     std::copy(fast_accumulation, fast_accumulation + 3, fast_accumulation_);
-    succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
 }
-Gemms::~Gemms() { cublasLtDestroy(handle_); }
+Gemms::~Gemms() {
+    if (handle_) cublasLtDestroy(handle_);
+}
 
 // out = a b + beta out. The status is for the caller to judge: a candidate may fail, a chosen one may not.
 cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
@@ -165,7 +166,8 @@ void Gemms::run(Gemm kind, const Operand& a, const Operand& b, const View& out, 
     require(!out.quant.fp8(), "a GEMM's output is F32 or BF16");
     require(qa.fp8() == qb.fp8(), "both operands of a GEMM are FP8 or none is");
     require(!(qa.format == Format::E5M2 && qb.format == Format::E5M2), "no GPU multiplies E5M2 by E5M2");
-    if (out.rows == 0) return;
+    if (out.rows == 0 || s == DRY_RUN) return;
+    if (!handle_) succeed(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
     const Side ca = side(b, kind != Gemm::Fprop, true), cb = side(a, kind == Gemm::Wgrad, false);
     const Call call{ca, cb, out, accumulate, bias, s};
     const int64_t depth = ca.transpose ? ca.rows : ca.cols, width = ca.transpose ? ca.cols : ca.rows;

@@ -29,6 +29,7 @@ public:
     // for each Gemm, as in Recipe.
     Gemms(void* scratch, const bool (&fast_accumulation)[3]);
     ~Gemms();
+    void* scratch() const { return scratch_; }
 
     // a, b: (x, w) for Fprop, (dy, w) for Dgrad, (dy, x) for Wgrad. out: F32 or BF16; `accumulate`
     // adds to it. bias (out), in out's format, or null: for Fprop. Shapes, formats or scales that no

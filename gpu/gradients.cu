@@ -2,6 +2,8 @@
 // skipped, and sums over ranks (interface: gradients.cuh).
 #include "gradients.cuh"
 
+#include "cuda.cuh"
+
 namespace coat::gpu {
 namespace {
 
@@ -123,44 +125,40 @@ __global__ void __launch_bounds__(CHECK_THREADS)
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
                   cudaStream_t s) {
-    checked_loss_kernel<<<1, CHECK_THREADS, 0, s>>>(scales, n, loss, checked);
-    CHECK_LAUNCH("checked_loss");
+    launch("checked_loss", checked_loss_kernel, 1, CHECK_THREADS, 0, s, scales, n, loss, checked);
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
                       int64_t first, int64_t first_shard_unit, int64_t shard_units,
                       const double* loss, double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
-    check(cudaMemsetAsync(sums, 0, (1 + shard_units) * sizeof(double), s), "Clearing memory failed");
+    clear(sums, (1 + shard_units) * int64_t(sizeof(double)), s);
     const int64_t wanted = ceil_div(32 * shard_units + 32, NORM_THREADS);
     const unsigned grid =
         static_cast<unsigned>(std::min<int64_t>(wanted, NORM_BLOCKS_PER_SM * multiprocessors()));
-    squares_kernel<<<grid, NORM_THREADS, 0, s>>>(segments, number_of_segments,
-                                                 either_dense(gradients, format), first, first_shard_unit,
-                                                 loss, sums);
-    CHECK_LAUNCH("gradient_squares");
+    launch("gradient_squares", squares_kernel, grid, NORM_THREADS, 0, s, segments, number_of_segments,
+           either_dense(gradients, format), first, first_shard_unit, loss, sums);
 }
 
 void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,
                    cudaStream_t s) {
-    gradient_state_kernel<<<1, STATE_THREADS, 0, s>>>(sums, shard_units, ranks, clip, state);
-    CHECK_LAUNCH("gradient_norm");
+    launch("gradient_norm", gradient_state_kernel, 1, STATE_THREADS, 0, s, sums, shard_units, ranks, clip,
+           state);
 }
 
 void add_gradients(void* sum, bool assign, const void* own, const void* received, Format format, int64_t n,
                    int64_t rank, int64_t ranks, cudaStream_t s) {
     require(n % CHUNK == 0, "gradients are padded to groups");
     if (n == 0) return;
-    add_gradients_kernel<<<blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s>>>(
-        either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
-        rank, ranks);
-    CHECK_LAUNCH("add_gradients");
+    launch("add_gradients", add_gradients_kernel, blocks(n / CHUNK, ADD_THREADS), ADD_THREADS, 0, s,
+           either_dense(sum, format), assign, either_dense(own, format), either_dense(received, format), n,
+           rank, ranks);
 }
 
 void combine_amaxes(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t s) {
-    combine_amaxes_kernel<<<blocks(n, 128), 128, 0, s>>>(scales, theirs, n, ranks, info(fp8).max);
-    CHECK_LAUNCH("combine_amaxes");
+    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, s, scales, theirs, n, ranks,
+           info(fp8).max);
 }
 
 }  // namespace coat::gpu

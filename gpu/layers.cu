@@ -142,9 +142,8 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
         auto kernel = residual_kernel<decltype(in), true>;
         if constexpr (std::is_same_v<decltype(in), Groups>)
             if (!reads_saved) kernel = residual_kernel<Groups, false>;
-        kernel<<<blocks(rows, block.y), block, 0, s>>>(sum, dense<F>(x_out.data), in, parameters, n.stats,
-                                                       n.rms, n.eps, y_amax);
-        CHECK_LAUNCH("residual");
+        launch("residual", kernel, blocks(rows, block.y), block, 0, s, sum, dense<F>(x_out.data), in,
+               parameters, n.stats, n.rms, n.eps, y_amax);
     });
 }
 
@@ -389,9 +388,8 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 
 void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
     const int64_t n = gradient.rows * gradient.cols;
-    reduce_partials_kernel<<<blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s>>>(partials, rows, n,
-                                                                           either_dense(gradient));
-    CHECK_LAUNCH("reduce_partials");
+    launch("reduce_partials", reduce_partials_kernel, blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s, partials,
+           rows, n, either_dense(gradient));
 }
 
 size_t norm_backward_workspace(int64_t C) {
@@ -411,11 +409,7 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
         const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
                                       dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
         const auto kernel = n.rms ? rmsnorm_backward_kernel<Storage> : layernorm_backward_kernel<Storage>;
-        if (shared > 40 << 10)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-                  "This GPU has too little shared memory for norms of such a hidden size");
-        kernel<<<grid, block, shared, s>>>(a);
-        CHECK_LAUNCH("norm_backward");
+        launch("norm_backward", kernel, grid, block, shared, s, a);
     });
     reduce_partials(workspace, grid, dweight, s);
     if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
@@ -527,9 +521,9 @@ void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax,
     if (quads == 0 || heads == 0) return;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
-        rope_kernel<<<grid, ROPE_THREADS, 0, s>>>(x.data, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
-                                                  static_cast<uint32_t>(heads), sign, amax);
-        CHECK_LAUNCH("rope");
+        using T = std::remove_pointer_t<decltype(x.data)>;
+        launch("rope", rope_kernel<T>, grid, ROPE_THREADS, 0, s, x.data, r, static_cast<uint32_t>(qkv.rows),
+               qkv.cols, static_cast<uint32_t>(heads), sign, amax);
     });
 }
 
@@ -537,9 +531,8 @@ void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax,
 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
-    rope_table_kernel<<<blocks(positions * half, 256), 256, 0, s>>>(positions * half, static_cast<int>(half),
-                                                                    c.rope_theta, c.rope_scaling, table);
-    CHECK_LAUNCH("rope_table");
+    launch("rope_table", rope_table_kernel, blocks(positions * half, 256), 256, 0, s, positions * half,
+           static_cast<int>(half), c.rope_theta, c.rope_scaling, table);
 }
 void rope_forward(const Rope& r, const View& qkv, cudaStream_t s) { launch_rope(r, qkv, 1, nullptr, s); }
 void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStream_t s) {
@@ -669,18 +662,13 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
         const int row = static_cast<int>(logits.cols * sizeof(T));
         const bool cached = row <= shared_memory_limit() - 2048;  // beside the block's sums
         const auto kernel = cached ? cross_entropy_kernel<T, true> : cross_entropy_kernel<T, false>;
-        if (cached)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, row),
-                  "Shared memory for cross_entropy");
-        kernel<<<static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s>>>(
-            x, logits.cols, V, targets, scale, losses);
-        CHECK_LAUNCH("cross_entropy");
+        launch("cross_entropy", kernel, static_cast<unsigned>(logits.rows), LOSS_THREADS, cached ? row : 0, s,
+               x, logits.cols, V, targets, scale, losses);
     });
 }
 
 void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s) {
-    loss_sum_kernel<<<1, SUM_THREADS, 0, s>>>(losses, n, scale, total);
-    CHECK_LAUNCH("loss_sum");
+    launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, scale, total);
 }
 
 // ===========================================================================================================
@@ -770,18 +758,16 @@ void embedding_backward(const View& g, const int32_t* order, const TokenRun* run
     if (number_of_runs == 0) return;
     const dim3 grid = embedding_grid(number_of_runs, g.cols);
     const EitherDense partials{workspace, true}, to = either_dense(gradient);
-    embedding_runs_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(either_dense(g), g.cols, order, runs, to,
-                                                             partials);
-    CHECK_LAUNCH("embedding_backward");
-    embedding_tokens_kernel<<<grid, EMBEDDING_THREADS, 0, s>>>(g.cols, runs, to, partials);
-    CHECK_LAUNCH("embedding_backward, tokens with several runs");
+    launch("embedding_runs", embedding_runs_kernel, grid, EMBEDDING_THREADS, 0, s, either_dense(g), g.cols,
+           order, runs, to, partials);
+    launch("embedding_tokens", embedding_tokens_kernel, grid, EMBEDDING_THREADS, 0, s, g.cols, runs, to,
+           partials);
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
     if (g.rows == 0) return;
-    positions_kernel<<<embedding_grid(std::min(T, g.rows), g.cols), EMBEDDING_THREADS, 0, s>>>(
-        either_dense(g), g.rows, g.cols, T, either_dense(gradient));
-    CHECK_LAUNCH("positions_backward");
+    launch("positions_backward", positions_kernel, embedding_grid(std::min(T, g.rows), g.cols),
+           EMBEDDING_THREADS, 0, s, either_dense(g), g.rows, g.cols, T, either_dense(gradient));
 }
 
 }  // namespace coat::gpu

@@ -2,6 +2,7 @@
 // gpu/other_scaling.cuh). How the kernels go through a tensor: gpu/tiles.cuh.
 #include "other_scaling.cuh"
 
+#include "cuda.cuh"
 #include "tiles.cuh"
 
 namespace coat::gpu {
@@ -128,22 +129,20 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
         const ScaleGrid& g = grids[t];
         require(!codes[t] == !g.scales, "codes and their scales come together");
         if (g.scales)
-            check(cudaMemsetAsync(g.scales, 0, g.count * sizeof(float), s), "Clearing scales failed");
+            clear(g.scales, g.count * int64_t(sizeof(float)), s);
     }
     with_bf16_producer(x, [&](auto producer) {
         const dim3 tiles = tile_grid(x.rows, producer.width);
         const bool e5m2 = q.format == Format::E5M2;
-        block_amaxes_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, grids[0], grids[1]);
-        CHECK_LAUNCH("block_amaxes");
-        for (const ScaleGrid& g : grids) {
-            if (!g.scales) continue;
-            block_scales_kernel<<<blocks(g.count, 256), 256, 0, s>>>(g.scales, g.count, info(q.format).max,
-                                                                     out.amax);
-            CHECK_LAUNCH("block_scales");
-        }
-        quantize_blocks_kernel<<<tiles, TILE_THREADS, 0, s>>>(producer, x.rows, e5m2, grids[0], grids[1],
-                                                              codes[0], codes[1]);
-        CHECK_LAUNCH("quantize_blocks");
+        using Producer = decltype(producer);
+        launch("block_amaxes", block_amaxes_kernel<Producer>, tiles, TILE_THREADS, 0, s, producer, x.rows,
+               grids[0], grids[1]);
+        for (const ScaleGrid& g : grids)
+            if (g.scales)
+                launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, s, g.scales,
+                       g.count, info(q.format).max, out.amax);
+        launch("quantize_blocks", quantize_blocks_kernel<Producer>, tiles, TILE_THREADS, 0, s, producer,
+               x.rows, e5m2, grids[0], grids[1], codes[0], codes[1]);
     });
 }
 
@@ -187,9 +186,8 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
     if (n == 0) return;
-    end_delayed_step_kernel<<<static_cast<unsigned>(n), HISTORY_THREADS, 0, s>>>(
-        scales, histories, length, margin, info(fp8).max, skipped, empty);
-    CHECK_LAUNCH("end_delayed_step");
+    launch("end_delayed_step", end_delayed_step_kernel, static_cast<unsigned>(n), HISTORY_THREADS, 0, s,
+           scales, histories, length, margin, info(fp8).max, skipped, empty);
 }
 
 }  // namespace coat::gpu

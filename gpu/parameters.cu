@@ -35,17 +35,16 @@ bool kernels_fit() {
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;
-    auto launch = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
+    auto run = [&](const Slice& slice, float* values, uint16_t* weights, int16_t* remainders) {
         const int64_t n = padded(slice);
-        if (n == 0) return;
-        initialize_kernel<<<blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s>>>(
-            values, weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, used,
-            seed, index);
-        CHECK_LAUNCH("initialize");
+        if (n > 0)
+            launch("initialize", initialize_kernel, blocks(n, SIMPLE_THREADS), SIMPLE_THREADS, 0, s, values,
+                   weights, remainders, slice.first, slice.count, n, p.init_std, p.role.weight, used, seed,
+                   index);
     };
-    launch(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
-           f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
-    if (w.remainder) launch(at.state, nullptr, nullptr, w.remainder + at.state_at);
+    run(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
+        f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
+    if (w.remainder) run(at.state, nullptr, nullptr, w.remainder + at.state_at);
 }
 
 }  // namespace coat::gpu

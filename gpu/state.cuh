@@ -2,10 +2,12 @@
 // weights, gradients, scales and moments, with their update (State). For model.cu and exchange.cuh.
 #pragma once
 #include <cstring>
+#include <map>
 
 #include "../adamw.cuh"
 #include "../coat.cuh"
 #include "../plan.h"
+#include "arena.cuh"
 #include "comm.cuh"
 #include "gradients.cuh"
 #include "other_scaling.cuh"
@@ -25,30 +27,30 @@ struct Results {
     QuantStats stats[static_cast<int>(Kind::Count)];
 };
 
-// One allocation for everything, laid out by plan.cpp, and the stream of the computation. (What travels
-// between GPUs has a stream of its own: Peers.)
+// One allocation for everything, and the stream of the computation. (What travels between GPUs has a stream
+// of its own: Peers.)
 class Device {
 public:
     const Setup setup;
-    const GpuLayout layout;
     const Stream stream;
+    uint8_t* const memory;
+    Arena arena;
+    Results* const results;
 
-    Device(const Setup& s, const GpuFacts& facts) : setup(s), layout(gpu_layout(s, facts)) {
-        check(cudaMalloc(&base_, layout.total), "Allocating the GPU's memory failed");
+    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
+    Device(const Setup& s, int64_t bytes)
+        : setup(s), stream(bytes == 0), memory(bytes ? allocate(bytes) : reinterpret_cast<uint8_t*>(1 << 30)),
+          arena(memory, bytes ? bytes : INT64_MAX), results(arena.take<Results>(1)) {}
+    ~Device() {
+        if (stream != DRY_RUN) cudaFree(memory);
     }
-    ~Device() { cudaFree(base_); }
-
-    uint8_t* at(int64_t offset) const { return base_ + offset; }
-    const Place& place(Work w) const { return layout.work[static_cast<int>(w)]; }
-    template <class T = void>
-    T* work(Work w) const {
-        return reinterpret_cast<T*>(at(place(w).offset));
-    }
-    Results* results() const { return work<Results>(Work::Results); }
-    void wait(const char* what) const { check(cudaStreamSynchronize(stream), what); }
 
 private:
-    uint8_t* base_ = nullptr;
+    static uint8_t* allocate(int64_t bytes) {
+        void* memory = nullptr;
+        check(cudaMalloc(&memory, bytes), "Allocating the GPU's memory failed");
+        return static_cast<uint8_t*>(memory);
+    }
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ public:
     const Setup& setup;
     const std::vector<Param> params;
     const std::vector<BucketRange> buckets;
-    const std::vector<ShardPlace>& shards;
+    const std::vector<ShardPlace> shards;
     const Quant compute, gradient_quant;
     const int64_t weight_bytes, gradient_bytes;  // of one element
     // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
@@ -70,18 +72,28 @@ public:
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
 
-    State(const Device& device, Peers& peers)
+    State(Device& device, Peers& peers)
         : setup(device.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
-          shards(device.layout.shards), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
+          shards(shard_places(setup)), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
           weight_bytes(info(compute.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
           gathered(params.size()), device_(device), peers_(peers), cuda_(device.stream),
-          weights_{device.at(device.layout.weights.offset), remainders(), compute.format} {
+          weights_(take_weights()) {
+        Arena& arena = device_.arena;
+        take_moments();
+        take_activations_and_gradients();
+        scales_ = arena.take<AmaxAndScale>(number_of_scales());
+        if (peers_.several()) scales_of_ranks_ = arena.take<AmaxAndScale>(peers_.count * number_of_scales());
+        segments_ = arena.take<Segment>(static_cast<int64_t>(params.size()));
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
-        copy(segments(), table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
-        device_.wait("Copying the table of parameters failed");
-        static_assert(sizeof(Segment) <= 128, "plan.cpp counts 128 bytes a parameter");
+        copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
+        device_.stream.wait("Copying the table of parameters failed");
+        for (size_t i = 0; i < params.size(); i++) numbers_[params[i].name] = i;
     }
+
+    size_t number(const std::string& param) const { return numbers_.at(param); }
+    // What layer l saves for backward, saved_layer_bytes().
+    uint8_t* saved(int64_t l) const { return saved_ + l * saved_layer_bytes(setup); }
 
     View weight(size_t i) const {
         if (peers_.several() && params[i].rows > 1) return gathered[i];
@@ -99,17 +111,17 @@ public:
         return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
     }
     uint8_t* gradient_from(size_t i, int64_t element) const {
-        return device_.at(device_.layout.gradients[i]) + element * gradient_bytes;
+        return gradients_[i] + element * gradient_bytes;
     }
     // The gradients that this rank's update reads (model.h, owned()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
         const int64_t bucket = params[i].bucket;
         const int64_t in_bucket = shards[i].state_at - shards[buckets[bucket].first].state_at;
-        return device_.at(device_.layout.sums[bucket]) + in_bucket * gradient_bytes;
+        return sums_[bucket] + in_bucket * gradient_bytes;
     }
     // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
     // linear layers in each block. (Those of weights among the operands are for delayed scaling.)
-    AmaxAndScale* scale(size_t i) const { return device_.work<AmaxAndScale>(Work::Scales) + i; }
+    AmaxAndScale* scale(size_t i) const { return scales_ + i; }
     AmaxAndScale* operand_scales(int64_t layer, LinearOperand o) const {
         return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
     }
@@ -125,9 +137,7 @@ public:
 
     // Weights as model.h's initial() gives them. Moments are zero: max = 0 and k = 1 in every group.
     void initialize() {
-        const GpuLayout& at = device_.layout;
-        clear(device_.at(at.moments.offset), at.moments.bytes + at.scales.bytes, cuda_);
-        clear(device_.at(at.delayed.offset), at.delayed.bytes, cuda_);
+        clear(moments_, moments_bytes_, cuda_);
         clear(scale(0), number_of_scales() * static_cast<int64_t>(sizeof(AmaxAndScale)), cuda_);
         expect_missing_histories();
         int64_t most_groups = 0;
@@ -140,13 +150,14 @@ public:
             for (const MomentView& m : {moment(i, false), moment(i, true)})
                 if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
         }
-        device_.wait("Initializing the weights failed");
+        device_.stream.wait("Initializing the weights failed");
     }
 
     // Clears the amaxes of inputs and gradients, and with delayed scaling those of weights: before each
     // micro-batch if scaling is just in time, and before each step if it is delayed. (Just in time, the amax
     // of a weight is in scale(i) and stays.)
     void clear_amaxes() {
+        if (cuda_ == DRY_RUN) return;
         check(cudaMemset2DAsync(&scale(params.size())->amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 number_of_operand_scales(), cuda_),
               "Clearing amaxes failed");
@@ -156,7 +167,7 @@ public:
     }
     void end_delayed_step() {
         if (!delayed_scaling()) return;
-        Outcome& outcome = device_.results()->outcome;
+        Outcome& outcome = device_.results->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
             gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
                                   setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
@@ -175,17 +186,18 @@ public:
         const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
         const int64_t shard_units =
             last.shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) - first.shard_unit;
-        Results* const results = device_.results();
+        Results* const results = device_.results;
+        const Arena::Scope scope(device_.arena);
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
-        double* const squares = device_.work<double>(Work::GradientSquares);
-        gradient_squares(segments() + begin, n, gradients, gradient_quant.format, range.first,
+        double* const squares = device_.arena.take<double>(peers_.count * (1 + shard_units));
+        gradient_squares(segments_ + begin, n, gradients, gradient_quant.format, range.first,
                          first.shard_unit, shard_units, &results->checked_loss,
                          squares + peers_.rank * (1 + shard_units), cuda_);
         peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
                           (1 + shard_units) * static_cast<int64_t>(sizeof(double)));
         gradient_norm(squares, shard_units, peers_.count, a.clip, state, cuda_);
-        gpu::adamw(a, setup.optimizer, segments() + begin, n, range, weights_,
+        gpu::adamw(a, setup.optimizer, segments_ + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state,
                    cuda_);
     }
@@ -196,7 +208,7 @@ public:
         if (!peers_.several()) return;
         const int64_t n = delayed_scaling() ? number_of_scales() : static_cast<int64_t>(params.size());
         const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
-        AmaxAndScale* const all = device_.work<AmaxAndScale>(Work::RankScales);
+        AmaxAndScale* const all = scales_of_ranks_;
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
         peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
         gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w.format, cuda_);
@@ -204,10 +216,10 @@ public:
 
     // For the quantization report: the error of storing the moments of a bucket.
     void measure(int64_t bucket) const {
-        QuantStats* const stats = device_.results()->stats;
+        QuantStats* const stats = device_.results->stats;
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
             const Slice& slice = shards[i].state;
-            measure_moments(setup.optimizer, segments() + i, slice.count, weights_,
+            measure_moments(setup.optimizer, segments_ + i, slice.count, weights_,
                             gradient_from(i, slice.first), gradient_quant.format, shards[i].state_at,
                             stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
                             cuda_);
@@ -222,7 +234,7 @@ public:
             const size_t before = all.size();
             all.resize(before + groups(i));
             copy(all.data() + before, k, groups(i) * 4, cuda_);
-            device_.wait("Reading the moments failed");
+            device_.stream.wait("Reading the moments failed");
         }
         std::sort(all.begin(), all.end());
         return all;
@@ -236,7 +248,7 @@ public:
             return copy_half(i, suffix == ".remainder", static_cast<uint16_t*>(out), nullptr);
         const auto [data, bytes] = find(name, i, suffix);
         copy(out, data, bytes, cuda_);
-        device_.wait("Reading a tensor failed");
+        device_.stream.wait("Reading a tensor failed");
     }
     void write(const std::string& name, const void* in) {
         const auto [i, suffix] = parse(name);
@@ -248,30 +260,90 @@ public:
         }
         expect_missing_histories();
         refresh_scale(i);
-        device_.wait("Writing a tensor failed");
+        device_.stream.wait("Writing a tensor failed");
     }
 
 private:
-    const Device& device_;
+    Device& device_;
     Peers& peers_;
     const cudaStream_t cuda_;
     const Weights weights_;
+    std::map<std::string, size_t> numbers_;  // of parameters
+    // Moments, the first ones of all parameters and then the second ones; their scales; and the histories of
+    // delayed scaling.
+    uint8_t* moments_ = nullptr;
+    int64_t moments_bytes_ = 0;
+    std::vector<MomentView> first_, second_;  // by parameter
+    float* histories_ = nullptr;
+    uint8_t* saved_ = nullptr;
+    std::vector<uint8_t*> gradients_, sums_;  // by parameter; by bucket
+    AmaxAndScale *scales_ = nullptr, *scales_of_ranks_ = nullptr;
+    Segment* segments_ = nullptr;  // AdamW's table of parameters
+
+    int64_t kept_state() const { return shards.back().state_at + padded(shards.back().state); }  // elements
+    Weights take_weights() {
+        const int64_t kept = shards.back().weight_at + padded(shards.back().weight);
+        void* const values = device_.arena.take(kept * weight_bytes);
+        const bool beside = setup.master && compute.format != Format::F32;
+        return {values, beside ? device_.arena.take<int16_t>(kept_state()) : nullptr, compute.format};
+    }
+    void take_moments() {
+        const OptimizerFormat& o = setup.optimizer;
+        Arena& arena = device_.arena;
+        moments_ = arena.take(0);
+        for (const auto& [moments, wanted] : {std::pair{&first_, o.m}, {&second_, o.v}})
+            for (size_t i = 0; i < params.size(); i++) {
+                const Format f = params[i].moment(wanted);
+                void* const codes = arena.take(padded(shards[i].state) * info(f).bytes);
+                moments->push_back({codes, nullptr, nullptr, f});
+            }
+        // One scale per tensor has two places: the old one decodes until everything is encoded with the new
+        // one.
+        const int64_t copies = o.group == 0 ? 2 : 1;
+        for (std::vector<MomentView>* moments : {&first_, &second_})
+            for (size_t i = 0; i < params.size(); i++) {
+                MomentView& m = (*moments)[i];
+                const int64_t scales = o.scales(m.format, shards[i].state.count);
+                if (is_scaled(m.format)) m.max = arena.take<float>(scales * copies);
+                if (o.expands(m.format)) m.k = arena.take<float>(scales);
+            }
+        const int64_t operands = delayed_scaling() ? number_of_operand_scales() : 0;
+        histories_ = arena.take<float>(operands * setup.recipe.history);
+        moments_bytes_ = arena.take(0) - moments_;
+    }
+    // Gradients that are kept may lie over saved activations (plan.h, gradients_offset). Those that are not
+    // kept share one place, by bucket; with several ranks they alternate between two, so that one travels
+    // while the next is computed. Those of a tied embedding have their own.
+    void take_activations_and_gradients() {
+        Arena& arena = device_.arena;
+        const int64_t each = gradient_bytes, saved = setup.config.L * saved_layer_bytes(setup);
+        const bool several = peers_.several(), kept = setup.keep_gradients, tied = setup.config.tied;
+        if (kept) {
+            const int64_t first = gradients_offset(setup);
+            saved_ = arena.take(std::max(saved, first + kept_state() * each));
+            for (const BucketRange& b : buckets)
+                sums_.push_back(saved_ + first + shards[b.first].state_at * each);
+            for (const Param& p : params)
+                if (!several) gradients_.push_back(saved_ + first + p.offset * each);
+        } else {
+            saved_ = arena.take(saved);
+        }
+        if (kept && !several) return;
+        const BucketElements e = bucket_elements(setup);
+        uint8_t* const even = arena.take(e.largest * each);
+        uint8_t* const odd = several ? arena.take(e.largest * each) : even;
+        uint8_t* const embedding = tied ? arena.take(e.embedding * each) : even;
+        for (const Param& p : params) {
+            uint8_t* const place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
+            gradients_.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
+        }
+        if (kept) return;
+        uint8_t* const sum = several ? arena.take(std::max(e.largest, e.embedding) * each) : nullptr;
+        for (const BucketRange& b : buckets) sums_.push_back(several ? sum : gradients_[b.first]);
+    }
 
     int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
-    int16_t* remainders() const {
-        const bool beside = setup.master && compute.format != Format::F32;
-        return beside ? reinterpret_cast<int16_t*>(device_.at(device_.layout.remainder.offset)) : nullptr;
-    }
-    MomentView moment(size_t i, bool second) const {
-        const MomentPlace& at = second ? device_.layout.v[i] : device_.layout.m[i];
-        const Format format = params[i].moment(second ? setup.optimizer.v : setup.optimizer.m);
-        auto floats = [&](bool any, int64_t offset) {
-            return any ? reinterpret_cast<float*>(device_.at(offset)) : nullptr;
-        };
-        return {device_.at(at.data), floats(is_scaled(format), at.max),
-                floats(setup.optimizer.expands(format), at.k), format};
-    }
-    Segment* segments() const { return device_.work<Segment>(Work::Segments); }
+    const MomentView& moment(size_t i, bool second) const { return (second ? second_ : first_)[i]; }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
@@ -283,8 +355,7 @@ private:
         return s;
     }
     float* history(int64_t linear, LinearOperand o) const {
-        float* all = reinterpret_cast<float*>(device_.at(device_.layout.delayed.offset));
-        return all + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
+        return histories_ + (static_cast<int>(o) * setup.config.L * LINEARS + linear) * setup.recipe.history;
     }
 
     // For weights that were written: the amax that the optimizer leaves for those that it updates.
@@ -336,14 +407,14 @@ private:
         uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i)) + skipped;
         std::vector<uint32_t> bits(static_cast<size_t>(count));
         copy(bits.data(), masters, count * 4, cuda_);
-        device_.wait("Reading a tensor failed");
+        device_.stream.wait("Reading a tensor failed");
         for (size_t e = 0; e < bits.size(); e++) {
             const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
             if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
             else bits[e] = join(remainder ? weight : in[e], remainder ? in[e] : rest);
         }
         if (!out) copy(masters, bits.data(), count * 4, cuda_);
-        device_.wait("Writing a tensor failed");
+        device_.stream.wait("Writing a tensor failed");
     }
     static uint32_t join(uint32_t weight, uint32_t remainder) {
         return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
@@ -353,7 +424,7 @@ private:
         const bool f32 = gradient_quant.format == Format::F32;
         std::vector<uint16_t> halves(f32 ? 0 : n);
         copy(f32 ? static_cast<void*>(out) : halves.data(), gradient_sums(i), n * gradient_bytes, cuda_);
-        device_.wait("Reading a gradient failed");
+        device_.stream.wait("Reading a gradient failed");
         for (size_t e = 0; e < halves.size(); e++) {
             const uint32_t bits = uint32_t(halves[e]) << 16;
             std::memcpy(&out[e], &bits, 4);

@@ -82,27 +82,42 @@ inline void check(cudaError_t error, const char* what) {
     cudaGetLastError();
     throw Error(std::string(what) + ": " + cudaGetErrorString(error) + ".");
 }
-#define CHECK_LAUNCH(kernel) check(cudaGetLastError(), "Launching " kernel " failed")
+// In place of a stream: nothing is launched, and the memory that a step needs is counted (gpu/arena.cuh).
+inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 inline void require(bool ok, const char* what) {
     if (!ok) throw Error(std::string("A GPU kernel was called wrongly: ") + what + ".");
 }
 inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
-inline int device_attribute(cudaDeviceAttr which) {
+// Of the GPU in use. Without a GPU, for a dry run, it is what an H100 and an H200 have.
+inline int device_attribute(cudaDeviceAttr which, int hopper = 0) {
     int device = 0, value = 0;
-    check(cudaGetDevice(&device), "Asking for the GPU failed");
+    if (cudaGetDevice(&device) != cudaSuccess) return cudaGetLastError(), hopper;
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
 inline int multiprocessors() {
-    static const int count = device_attribute(cudaDevAttrMultiProcessorCount);
+    static const int count = device_attribute(cudaDevAttrMultiProcessorCount, 132);
     return count;
 }
 inline int shared_memory_limit() {  // bytes of one block
-    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10);
     return bytes;
 }
 
 #ifdef __CUDACC__
+
+// Every kernel is launched here. what: its name in an error.
+template <class... P>
+void launch(const char* what, void (*kernel)(P...), dim3 grid, dim3 block, int shared, cudaStream_t s,
+            std::common_type_t<P>... arguments) {
+    if (s == DRY_RUN) return;
+    if (shared > 40 << 10)  // 48 KiB, with static ones, need no permission
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+              "This GPU has too little shared memory");
+    kernel<<<grid, block, shared, s>>>(arguments...);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
+}
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;

@@ -14,27 +14,27 @@ namespace {
 using namespace gpu;
 
 int capability() {
-    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
-           device_attribute(cudaDevAttrComputeCapabilityMinor);
+    return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, 9) +
+           device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
 }
 
 // Device memory that CUDA and cuBLAS take when kernels are first launched.
 constexpr int64_t LOADED_LATER = 256 << 20;
 
-int64_t needed_memory(const Setup& s, const GpuFacts& facts) {
-    const int64_t allocated = gpu_layout(s, facts).total;
+int64_t needed_memory(const Setup& s, int64_t allocated) {
     return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
 }
 
-void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
-    if (needed_memory(s, facts) <= free) return;
+// Without cached weights, which are made only if they fit.
+[[noreturn]] void reject(const Setup& s, int64_t free) {
+    auto needed = [](const Setup& s) { return needed_memory(s, arena_bytes(s, false)); };
     Setup smaller = s;
     int64_t fitting = 0, too_large = s.B;  // --batch
     while (too_large - fitting > 1) {
         smaller.B = (fitting + too_large) / 2;
-        (needed_memory(smaller, facts) <= free ? fitting : too_large) = smaller.B;
+        (needed(smaller) <= free ? fitting : too_large) = smaller.B;
     }
-    throw Error("This run needs " + std::to_string(needed_memory(s, facts) >> 20) +
+    throw Error("This run needs " + std::to_string(needed(s) >> 20) +
                 " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
                 (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
                          : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
@@ -42,16 +42,16 @@ void require_memory(const Setup& s, const GpuFacts& facts, int64_t free) {
                 ".");
 }
 
-GpuFacts facts_for(const Setup& s) {
-    GpuFacts facts;
-    facts.multiprocessors = multiprocessors();
+std::unique_ptr<Model> model_that_fits(const Setup& s) {
     size_t free_bytes = 0, total = 0;
     check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
     const int64_t free = static_cast<int64_t>(free_bytes);
-    require_memory(s, facts, free);
-    facts.cache_fp8_weights = caches_weights(s);
-    if (needed_memory(s, facts) > free) facts.cache_fp8_weights = false;
-    return facts;
+    for (const bool cached : {true, false}) {
+        if (cached && !caches_weights(s)) continue;
+        const int64_t bytes = arena_bytes(s, cached);
+        if (needed_memory(s, bytes) <= free) return gpu_model(s, bytes, cached);
+    }
+    reject(s, free);
 }
 
 // The setup as this GPU runs it. Error if a kernel for it is missing.
@@ -101,6 +101,5 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
         if (theirs != capability())
             throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
-    const Setup here = on_this_gpu(setup);
-    return gpu_model(here, facts_for(here));
+    return model_that_fits(on_this_gpu(setup));
 }

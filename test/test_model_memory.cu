@@ -1,11 +1,10 @@
-// test_model_memory.cu - the memory plan of the GPU: its layout and its total, and the errors when memory or
-// a GPU is missing.
+// test_model_memory.cu - the memory of a run on the GPU: the dry run that finds it, its total, and the errors
+// when memory or a GPU is missing.
+#include <chrono>
 #include <cmath>
 #include <string>
 
-#include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
-#include "../gpu/layers.cuh"
 #include "../plan.h"
 #include "gpu.h"
 #include "gpu_models.h"
@@ -34,8 +33,7 @@ GPU_TEST_CASE("memory plan: equals what the driver reports, within 2%") {
         Training gpu = training_on(make_gpu, setup);
         losses(gpu, 1);
         succeeded(cudaMemGetInfo(&after, &total));
-        const GpuFacts facts{gpu::multiprocessors()};
-        const double planned = double(total_bytes(gpu_memory_plan(setup, facts)) - GPU_CONTEXT);
+        const double planned = double(total_bytes(gpu_memory_plan(setup)) - GPU_CONTEXT);
         const double used = double(before - after);
         MESSAGE(std::string(recipe), ": planned ", planned / 1e6, " MB, used ", used / 1e6, " MB");
         CHECK(std::fabs(used - planned) <= 0.02 * planned);
@@ -62,9 +60,9 @@ GPU_TEST_CASE("make_gpu: too little memory is an error before any step, with the
     size_t free = 0, total = 0;
     succeeded(cudaMemGetInfo(&free, &total));
     setup.B = std::stoll(message.substr(at + 8));
-    CHECK(gpu_layout(setup, GpuFacts{}).total <= int64_t(free));
+    CHECK(arena_bytes(setup, false) <= int64_t(free));
     setup.B++;
-    CHECK(gpu_layout(setup, GpuFacts{}).total + (int64_t(512) << 20) > int64_t(free));
+    CHECK(arena_bytes(setup, false) + (int64_t(512) << 20) > int64_t(free));
 }
 
 TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest::skip(gpu_available())) {
@@ -79,57 +77,62 @@ TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest:
     CHECK(message == "--device gpu cannot be used: " + why + ".");
 }
 
-TEST_CASE(
-    "gpu_layout: live buffers do not overlap, gradients spare saved activations, and the plan adds up") {
+// Every recipe and mode, with one and with two micro-batches, and with several ranks.
+template <class Check>
+void for_every_setup(Check check) {
     for (const char* recipe : RECIPES)
-        for (const ModelConfig& model : models())
-            for (const auto& choice :
-                 {std::pair{1, ""}, std::pair{2, ""}, std::pair{1, "lean"}}) {
-                const int accumulate = choice.first;
-                ModelConfig config = model;
-                if (config.V == 0) config.V = 256;
-                Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 2,
-                                         std::min<int64_t>(config.max_T, 1000));
-                setup.accumulate = accumulate;
-                if (setup.recipe.compute == Format::BF16) setup = with_mode(setup, choice.second);
-                GpuFacts facts;
-                facts.cache_fp8_weights = accumulate > 1;
-                if (gpu_available()) facts.multiprocessors = gpu::multiprocessors();
-                const GpuLayout layout = gpu_layout(setup, facts);
-                INFO(config.name, " ", std::string(recipe), " ", accumulate);
-                CHECK(total_bytes(gpu_memory_plan(setup, facts)) == layout.total + GPU_CONTEXT);
-                const AttentionShape shape = attention_shape(config, setup.B, setup.T, setup.recipe.compute);
-                const int64_t attention = static_cast<int64_t>(attention_workspace(shape));
-                CHECK(layout.work[static_cast<int>(Work::AttentionScratch)].bytes ==
-                      round_up(attention, GPU_ALIGNMENT));
-                if (gpu_available())  // the workspace of norms depends on the number of multiprocessors
-                    CHECK(layout.work[static_cast<int>(Work::NormPartials)].bytes >=
-                          static_cast<int64_t>(gpu::norm_backward_workspace(config.C)));
-                for (int i = 0; i < static_cast<int>(Work::Count); i++) {
-                    const Place& a = layout.work[i];
-                    CHECK(a.offset % GPU_ALIGNMENT == 0);
-                    CHECK(a.offset >= layout.final_norm_input.offset + layout.final_norm_input.bytes);
-                    CHECK(a.offset + a.bytes <= layout.total);
-                    for (int j = 0; j < i; j++) {
-                        const Place& b = layout.work[j];
-                        // Buffers up to CachedWeights are live during the whole step. Later ones may share
-                        // memory.
-                        if (j > static_cast<int>(Work::CachedWeights)) continue;
-                        if (a.bytes == 0 || b.bytes == 0) continue;
-                        CHECK((a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset));
-                    }
-                }
-                if (!setup.keep_gradients) continue;
-                const std::vector<Param> params = parameters(config);
-                for (size_t i = 0; i < params.size(); i++) {
-                    const Param& p = params[i];
-                    const int64_t first = layout.gradients[i];  // byte
-                    const bool layer = p.name.compare(0, 7, "layers.") == 0;
-                    const bool last = p.name == "positions" || (p.name == "embedding" && !config.tied);
-                    // When p's gradient is written, the activations of this many layers are still needed.
-                    const int64_t needed = layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : config.L;
-                    const int64_t layers = accumulate > 1 ? config.L : needed;
-                    CHECK(first >= layout.saved.offset + layers * layout.layer_bytes);
-                }
+        for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
+            for (const char* mode : {"", "attention", "master", "gradients", "lean"}) {
+                Setup setup = setup_of(recipe, arch, arch.bias, 3, 20);
+                const bool any_recipe = !*mode || mode == std::string("gradients");
+                if (setup.recipe.compute == Format::F32 && !any_recipe) continue;
+                setup = with_mode(setup, mode);
+                INFO(std::string(recipe), " ", std::string(arch.name), " ", std::string(mode));
+                check(setup);
+                setup.T = 48;  // the tokens of a micro-batch are a multiple of 16
+                check(setup);
+                setup.accumulate = 2;
+                if (setup.keep_gradients) check(setup);
             }
+}
+
+TEST_CASE("arena_bytes: a dry run needs no GPU, and the plan shows what operators need only while they run") {
+    for_every_setup([](Setup setup) {
+        for (const int64_t ranks : {1, 2, 5}) {
+            if (ranks > 1 && setup.optimizer.group == 0) continue;
+            setup.ranks = ranks, setup.rank = ranks - 1;
+            const std::vector<MemoryRow> plan = gpu_memory_plan(setup);
+            const int64_t bytes = arena_bytes(setup, caches_weights(setup));
+            CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_tables(ranks, bytes));
+            // At least cuBLASLt's scratch, and the logits.
+            const int64_t logits = setup.B * setup.T * setup.config.padded_V() * 2;
+            CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::Gemms::SCRATCH) + logits);
+        }
+    });
+}
+
+TEST_CASE("arena_bytes: a model of 4096 layers takes seconds, not minutes") {
+    Setup s = setup_of("coat", LLAMA, true, 1, 16);
+    s.config.L = 4096;
+    s.config.C = s.config.F = 64, s.config.NH = s.config.NKV = 4;
+    validate(s);
+    const auto before = std::chrono::steady_clock::now();
+    CHECK(arena_bytes(s, false) > total_bytes(memory_plan(s)));
+    CHECK(std::chrono::steady_clock::now() - before < std::chrono::seconds(20));
+}
+
+GPU_TEST_CASE("arena_bytes: is exactly what a model needs, in every recipe and mode") {
+    for_every_setup([](const Setup& setup) {
+        const bool cached = caches_weights(setup);
+        const int64_t bytes = arena_bytes(setup, cached);
+        CHECK_THROWS_AS(gpu_model(setup, bytes - GPU_ALIGNMENT, cached), Error);
+        Training training(setup);
+        training.model = gpu_model(setup, bytes, cached);
+        CHECK(std::isfinite(training.step().loss));
+        const int32_t *tokens = training.tokens.data(), *targets = training.targets.data();
+        CHECK(std::isfinite(training.model->evaluate(tokens, targets)));
+        Floats logits(static_cast<size_t>(setup.config.V));
+        for (const int64_t n : {int64_t(1), setup.T}) training.model->next_logits(tokens, n, logits.data());
+        CHECK(training.model->quantization(tokens, targets).kinds[0].elements >= 0);
+    });
 }

@@ -1,0 +1,46 @@
+// gpu/arena.cuh - the memory of a run on a GPU: one allocation, taken in the order of the code that uses it.
+//
+// What lasts for the run is taken first, by its owners' constructors. Then the memory is a stack: a scope
+// gives back at its end what was taken in it. A step takes the same in the same order every time, so its
+// addresses stay, also those that CUDA graphs hold.
+//
+// How much a run needs is found out by a dry run: the same code on a stream that launches nothing (DRY_RUN).
+#pragma once
+#include "../plan.h"
+
+namespace coat::gpu {
+
+class Arena {
+public:
+    // limit: the bytes at `memory`.
+    Arena(uint8_t* memory, int64_t limit) : memory_(memory), limit_(limit) {}
+
+    template <class T = uint8_t>
+    T* take(int64_t count) {
+        uint8_t* const here = memory_ + used_;
+        used_ += round_up(count * int64_t(sizeof(T)), GPU_ALIGNMENT);
+        most_ = std::max(most_, used_);
+        if (used_ > limit_) throw Error("A step on the GPU needs more memory than its dry run found.");
+        return reinterpret_cast<T*>(here);
+    }
+    int64_t most() const { return most_; }  // bytes in use at one time, so far
+
+    class Scope {
+    public:
+        explicit Scope(Arena& arena) : arena_(arena), used_(arena.used_) {}
+        ~Scope() { arena_.used_ = used_; }
+        Scope(const Scope&) = delete;
+        Scope& operator=(const Scope&) = delete;
+
+    private:
+        Arena& arena_;
+        const int64_t used_;
+    };
+
+private:
+    uint8_t* const memory_;
+    const int64_t limit_;
+    int64_t used_ = 0, most_ = 0;
+};
+
+}  // namespace coat::gpu

@@ -1,0 +1,12 @@
+// gpu/none.cpp - stands for the GPU in a program that is built without nvcc.
+#include "../plan.h"
+
+namespace coat {
+
+std::string why_no_gpu(int) {
+    return "this program was built without CUDA: install the CUDA toolkit (nvcc) and run make again";
+}
+std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
+int64_t arena_bytes(const Setup&, bool) { return 0; }
+
+}  // namespace coat
