@@ -24,17 +24,11 @@ endif
 CXXFLAGS  = -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
 SOURCES := plan.cpp reference.cpp flags.cpp ranks.cpp $(sort $(wildcard data/*.cpp))
-TESTS   := $(sort $(wildcard test/*.cpp test/robustness/*.cpp))
+TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 LINK    := $(CXX) -fopenmp $(OPT)
-
-# The corpus that needs no network: headers of the C++ library and of the compiler (and of CUDA), in this order.
-SEARCHED     := $(shell $(CXX) -E -v -x c++ /dev/null 2>&1 | sed -n '/search starts here/,/^End of search/s/^ //p')
-COAT_HEADERS := $(firstword $(filter %/c++ /usr/include/c++/%,$(SEARCHED))) \
-                $(firstword $(filter %/include,$(foreach dir,$(SEARCHED),$(if $(findstring /gcc/,$(dir))$(findstring /clang/,$(dir)),$(dir)))))
 
 ifneq ($(NVCC),)
 CUDA         := $(abspath $(dir $(realpath $(NVCC)))/..)
-COAT_HEADERS += $(firstword $(wildcard $(CUDA)/include) $(wildcard /usr/include/cuda))
 endif
 
 ifneq ($(and $(NVCC),$(wildcard model.cu)),)
@@ -46,7 +40,7 @@ GPU_ARCH   ?= $(if $(filter 9% 10% 11% 12%,$(FOUND_ARCH)),$(FOUND_ARCH)a,$(if $(
 NVCCFLAGS  := -std=c++17 -O1 $(if $(filter -g,$(OPT)),-g -lineinfo) --split-compile=0 \
               -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) -Xcompiler -fopenmp,-Wall,-Wextra,-Werror
 SOURCES    := $(sort $(wildcard *.cu gpu/*.cu)) $(SOURCES)  # the slowest first: all cores work to the end
-TESTS      += $(sort $(wildcard test/*.cu))
+TESTS      += $(sort $(wildcard test/*.cu test/*/*.cu))
 LINK       := $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA)/lib64
 LIBRARIES  := -lcublasLt -ldl
 WITH_GPU   := yes
@@ -84,26 +78,24 @@ need-nvcc:
 
 $(O)/%.cpp.o: %.cpp $(O)/flags | need-json
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) $(DEFINES) -MMD -MP -c $< -o $@
+	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 $(O)/%.cu.o: %.cu $(O)/flags
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
-space := $() $()
 $(O)/reference.cpp.o: private OPT = -O3
 # These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
-$(call object,train.cpp data/json.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+$(call object,train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
 $(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu): private NVCCFLAGS += -x c++
-$(O)/data/tokens.cpp.o: DEFINES = -DCOAT_HEADERS='"$(subst $(space),:,$(strip $(COAT_HEADERS)))"'
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
 
 $(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
 	@mkdir -p $(@D)
-	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(COAT_HEADERS)' | cmp -s - $@ || \
-	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU) $(COAT_HEADERS)' > $@
+	@echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' | cmp -s - $@ || \
+	 echo '$(CXX) $(CXXFLAGS) $(NVCC) $(NVCCFLAGS) $(WITH_GPU)' > $@
 
 # $(call need,header,package): one sentence instead of a page of errors
 need = @echo '\#include <$(1)>' | $(CXX) -E -x c++ - > /dev/null 2>&1 || \

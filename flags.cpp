@@ -46,12 +46,12 @@ const Flag TABLE[] = {
     {"seed", &Flags::seed, SAME, "of first weights, the order of the data, the samples"},
     {"out", &Flags::out, HERE, "folder for checkpoints; \"\": save none"},
     {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: only at the end, or Ctrl-C"},
+    {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", 1},
     {"resume", &Flags::resume, HERE, "continue this checkpoint, or the newest in a folder"},
     {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", 0, "150"},
     {"sample-every", &Flags::sample_every, FREE, "steps between samples of text; 0: none", 0, "300"},
     {"log", &Flags::log, HERE, "file for a log in JSON lines"},
     {"plan", &Flags::plan, HERE, "print formats and memory of the run, and stop"},
-    {"help", &Flags::help, HERE, "print this, and stop"},
 };
 
 bool is_switch(const Flag& flag) { return std::holds_alternative<bool Flags::*>(flag.member); }
@@ -86,6 +86,7 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
 void Flags::parse(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string argument = argv[i];
+        if (argument == "--help") return void(help = true);
         const auto is_named = [&](const Flag& f) { return argument == std::string("--") + f.name; };
         const Flag* const flag = std::find_if(std::begin(TABLE), std::end(TABLE), is_named);
         if (flag == std::end(TABLE))

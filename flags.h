@@ -10,9 +10,9 @@ namespace coat {
 // Values are those of the command line, else of the checkpoint that a run continues, else these.
 struct Flags {
     std::string device = "auto", model = "llama-tiny", recipe = "coat", optimizer, attention = "compute",
-                master = "exact", gradients = "kept", data, out = "out", resume, log;
+                master = "exact", gradients = "kept", data = "/usr/include/c++", out = "out", resume, log;
     int64_t ranks = 1, batch = 16, seq = 128, accumulate = 1, steps = 250, warmup = 100, seed = 1,
-            save_every = 0, eval_every = 50, sample_every = 125;
+            save_every = 0, keep = 2, eval_every = 50, sample_every = 125;
     double lr = 3e-3, weight_decay = 0.1, clip = 1;
     bool plan = false, help = false;
 

@@ -18,8 +18,6 @@
 #include <thread>
 
 #include "data/checkpoint.h"
-#include "data/file.h"
-#include "data/json.h"
 #include "data/tokens.h"
 #include "model.h"
 #include "plan.h"
@@ -43,6 +41,7 @@ struct Run {
     LoopState state;
     Companions companions;  // of `weights`, for the checkpoints
     Corpus corpus;
+    Json data;  // how many tokens it has, and their hashes
     std::unique_ptr<Model> model;
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // of a step: (accumulate, B, T)
@@ -61,11 +60,10 @@ struct Run {
     }
 
     // Puts micro-batch `number` of a loader at a place of the batch.
-    void fill(Loader& loader, int64_t place, int64_t number) {
+    void fill(const Loader& loader, int64_t place, int64_t number) {
         const int64_t n = batch_tokens();
         tokens.resize((place + 1) * n), targets.resize(tokens.size());
-        loader.seek({}), loader.skip(number);
-        loader.next(&tokens[place * n], &targets[place * n]);
+        loader.read(number, &tokens[place * n], &targets[place * n]);
         require_tokens(setup.config, &tokens[place * n], &targets[place * n], n);
     }
 };
@@ -93,7 +91,7 @@ double validate(Run& run) {
     constexpr int64_t MOST_BATCHES = 20;
     constexpr uint64_t SEED = 0;
     const Setup& s = run.setup;
-    Loader held_out(run.corpus.validation, s.B, s.T, SEED);
+    const Loader held_out(run.corpus.validation, s.B, s.T, SEED);
     const int64_t batches = std::clamp<int64_t>(held_out.windows() / s.B, 1, MOST_BATCHES);
     struct Part {  // of one batch
         double loss, targets;
@@ -126,8 +124,8 @@ double validate(Run& run) {
 void sample(Run& run) {
     constexpr int64_t PROMPT = 16, LENGTH = 256;
     constexpr float TEMPERATURE = 0.8f;
-    std::vector<int32_t> tokens(PROMPT);
-    run.corpus.validation.read(0, PROMPT, tokens.data());
+    std::vector<int32_t> tokens(PROMPT), unused(PROMPT);
+    run.corpus.validation.read(0, PROMPT, tokens.data(), unused.data());
     std::vector<float> logits(run.setup.config.V);
     std::mt19937_64 random(run.setup.seed * 1'000'003 + run.state.step);
     while (int64_t(tokens.size()) < std::min(run.setup.T, LENGTH)) {
@@ -138,19 +136,18 @@ void sample(Run& run) {
     }
     if (tokens.size() == PROMPT) return;
     std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,
-                printable(run.corpus.vocabulary.decode(tokens), Lines::Many).c_str());
+                printable(run.corpus.decode(tokens), Lines::Many).c_str());
     run.print_log({{"kind", "sample"}, {"step", run.state.step}, {"tokens", tokens}});
 }
 
 // Returns whether it was saved. Where it was not, say on a full disk, the run goes on, and the last
-// checkpoint stays. (Several ranks send what they keep to rank 0: if that ends in the middle, all end.)
+// checkpoint stays. All ranks get the same answer.
 bool save(Run& run) {
     if (run.flags.out.empty()) return true;
     try {
-        run.checkpoint = save_checkpoint(run.flags.out, *run.model, run.state, run.companions);
+        run.checkpoint = save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
     } catch (const Error& error) {
-        if (run.setup.processes) throw;
-        print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
+        if (run.setup.rank == 0) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
     run.unsaved = false;
@@ -177,7 +174,7 @@ void merge_moments(QuantReport& report, const Run& run) {
 // How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
 // the moments that its gradients would lead to; and the expansion factors k in use.
 void print_quantization(Run& run) {
-    Loader held_out(run.corpus.validation, run.setup.B, run.setup.T, 0);
+    const Loader held_out(run.corpus.validation, run.setup.B, run.setup.T, 0);
     run.fill(held_out, 0, 0);  // the same batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
     merge_moments(report, run);
@@ -239,7 +236,7 @@ int stop_early(Run& run, int signal, bool skipped) {
 
 // One optimizer step on all micro-batches. Of `ranks` consecutive micro-batches every rank has one. So all
 // ranks together train on the micro-batches of one rank with a larger --accumulate.
-StepResult train_step(Run& run, Loader& loader, float lr) {
+StepResult train_step(Run& run, const Loader& loader, float lr) {
     const Setup& s = run.setup;
     for (int64_t i = 0; i < s.accumulate; i++)
         run.fill(loader, i, run.state.step * run.micro_batches() + i * s.ranks + s.rank);
@@ -268,7 +265,7 @@ int loop(Run& run) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const Flags& flags = run.flags;
     LoopState& state = run.state;
-    Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
+    const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     const int64_t resumed_at = state.step;
     auto every = [&](int64_t steps) { return steps && state.step % steps == 0; };
     if (state.step == 0) state.first_validation = validate(run);
@@ -282,7 +279,6 @@ int loop(Run& run) {
         // A skipped step counts for the schedule and the data, or the same batch would be skipped again. It
         // does not for the bias correction.
         state.step++, state.updates += !result.skipped;
-        state.tokens += run.micro_batches() * run.batch_tokens();
         if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
         run.unsaved = skipped_in_a_row < MOST_SKIPPED;
         const double took = now() - before, steps = state.step - resumed_at;
@@ -303,26 +299,18 @@ int loop(Run& run) {
         if (!last && !skipped_in_a_row && (flags.save_every ? every(flags.save_every) : due))
             save(run), saved_at = now();
     }
-    state.validation = validate(run);
+    const double validation = validate(run);
     const int code = save_last(run);
     print_quantization(run);
     const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
     const double step_tokens = run.micro_batches() * run.batch_tokens(), seconds = now() - started;
     const double rate = steps > 1 ? step_tokens * (steps - 1) / timed : step_tokens / seconds;
     std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
-                steps, duration(seconds).c_str(), rate, skipped, state.first_validation, state.validation);
+                steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
     run.print_log({{"kind", "end"}, {"step", state.step}, {"first_validation", state.first_validation},
-                   {"validation", state.validation}, {"skipped", skipped}, {"seconds", seconds},
+                   {"validation", validation}, {"skipped", skipped}, {"seconds", seconds},
                    {"tokens_per_second", rate}});
     return code;
-}
-
-// Of a run, in its checkpoints: two runs in one folder are told apart by it.
-std::string random_name() {
-    std::random_device random;
-    char text[17];
-    std::snprintf(text, sizeof text, "%08x%08x", random(), random());
-    return text;
 }
 
 // After an error the last complete step is saved.
@@ -341,8 +329,7 @@ int loop_and_save(Run& run) {
 // Two runs would remove each other's checkpoints. The folder stays open, and so locked, until the program
 // ends. (Some file systems have no locks; then nothing is locked.)
 void lock_folder(const std::string& out) {
-    std::error_code failed;
-    create_folders(out, failed);
+    create_folders(out);
     const int folder = ::open(out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0 || ::access(out.c_str(), R_OK | W_OK | X_OK) != 0)
         throw Error("--out ", out, " cannot be written (", std::strerror(errno),
@@ -356,15 +343,6 @@ std::string folder_above(const std::string& path) {
     return (whole.has_filename() ? whole : whole.parent_path()).parent_path().string();  // "out/step-3/"
 }
 
-// The newest checkpoint in a folder, or "".
-std::string newest_in(const std::string& folder) {
-    try {
-        return find_checkpoint(folder, print_error);
-    } catch (const Error&) {
-        return "";
-    }
-}
-
 // Rank 0 alone looks at --out and chooses the checkpoint to continue; it tells the others. A new run must not
 // use the folder of another run's checkpoints.
 void choose_checkpoint(Run& run) {
@@ -373,11 +351,14 @@ void choose_checkpoint(Run& run) {
         throw Error("--resume is empty; name a checkpoint, or a folder of them.");
     const bool resumes = !flags.resume.empty(), evaluates = flags.given("steps") && flags.steps == 0;
     if (run.processes->rank() == 0) {
-        if (resumes && !flags.given("out")) flags.out = folder_above(find_checkpoint(flags.resume));
+        if (resumes) run.weights = find_checkpoint(flags.resume);
+        if (resumes && run.weights.empty())
+            throw Error("--resume ", flags.resume, " has no complete checkpoint; give a folder that a run wrote.");
+        if (resumes && !flags.given("out")) flags.out = folder_above(run.weights);
         const bool saves = !flags.out.empty() && !flags.plan && !evaluates;
         if (saves) lock_folder(flags.out);
-        if (resumes) run.weights = find_checkpoint(flags.resume, print_error);  // now under the lock
-        const std::string newest = saves ? newest_in(flags.out) : "";
+        if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
+        const std::string newest = saves ? find_checkpoint(flags.out) : "";
         if (!newest.empty() && resumes && fs::equivalent(newest, run.weights)) run.checkpoint = newest;
         else if (!newest.empty())
             throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with ",
@@ -392,7 +373,7 @@ void choose_checkpoint(Run& run) {
 void take_checkpoint(Run& run) try {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights);
-    Json settings = Json::parse(run.state.settings);
+    Json settings = run.state.settings;
     const int64_t all = settings.at("accumulate"), ranks = run.setup.ranks;
     if (all % ranks)
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
@@ -449,35 +430,34 @@ void make_setup(Run& run) {
                         " is neither a folder nor a named model; ./train --help lists the names.");
     }
     s.config = run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
-    if (!flags.given("seq") && flags.resume.empty()) flags.seq = std::min(flags.seq, s.config.longest());
-    s.B = flags.batch, s.T = flags.seq, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
+    s.B = flags.batch, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
 }
 
-// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes.
+// A model without a vocabulary size takes that of the data; --plan without data takes that of bytes. Without
+// --seq it is that of packed conversations, or the default if the model can have it.
 void load_data(Run& run) {
+    Flags& flags = run.flags;
     ModelConfig& config = run.setup.config;
-    const bool needed = !run.flags.plan || (config.V == 0 && run.flags.given("data"));
-    if (needed) run.corpus = load_corpus(run.flags.data);
-    const int64_t in_use = run.corpus.tokens_in_use;
-    if (config.V == 0) config.V = needed ? std::max(in_use, run.corpus.vocabulary.size()) : 256;
+    const bool needed = !flags.plan || (config.V == 0 && flags.given("data"));
+    if (needed) run.corpus = load_corpus(flags.data);
+    int64_t in_use = 0;
+    for (const auto& [name, stream] :
+         {std::pair{"train", &run.corpus.train}, {"held out", &run.corpus.validation}}) {
+        const TokenStream::Facts facts = stream->facts();
+        run.data[name] = concat(stream->size(), " tokens, hash ", facts.hash);
+        in_use = std::max(in_use, facts.largest + 1);
+    }
+    if (config.V == 0) config.V = needed ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
     if (in_use > std::min(config.V, MAX_VOCABULARY))
         throw Error("--data contains token ", in_use - 1, ", but the vocabulary of ", config.name, " has ", config.V,
                     " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
-}
-
-// A hash (FNV-1a) of all tokens. With a mask, a token that does not count enters it inverted.
-std::string hash_of(const TokenStream& stream) {
-    uint64_t hash = 0xCBF29CE484222325u;
-    std::vector<int32_t> tokens(1 << 16), targets;
-    for (int64_t first = 0; first < stream.size(); first += int64_t(tokens.size())) {
-        const int64_t n = std::min(int64_t(tokens.size()), stream.size() - first);
-        stream.read(first, n, tokens.data());
-        targets = tokens;
-        stream.mask(first, n, targets.data());
-        for (int64_t i = 0; i < n; i++)
-            hash = (hash ^ uint32_t(targets[i] == NO_TARGET ? ~tokens[i] : tokens[i])) * 0x100000001B3u;
-    }
-    return concat(stream.size(), " tokens, hash ", hash);
+    const int64_t packed = run.corpus.seq;
+    if (!flags.given("seq") && flags.resume.empty())
+        flags.seq = packed ? packed : std::min(flags.seq, config.longest());
+    if (packed && packed != flags.seq)
+        throw Error("--data has conversations in windows of ", packed, " tokens, but --seq is ", flags.seq,
+                    "; give --seq ", packed, ", or make them again with data/tokenize.py --seq ", flags.seq, ".");
+    run.setup.T = flags.seq;
 }
 
 // What every rank must have, and every run that continues this one: other flags or data would change what the
@@ -486,8 +466,7 @@ void require_same(Run& run) {
     Json mine = run.flags.saved();
     mine["resume"] = run.flags.resume;
     mine["device"] = run.flags.device;
-    const Json data = {{"train", hash_of(run.corpus.train)}, {"held out", hash_of(run.corpus.validation)}};
-    mine["data_found"] = data;
+    mine["data_found"] = run.data;
     const std::vector<std::string> all = run.processes->all_gather(mine.dump());
     for (size_t rank = 1; rank < all.size(); rank++) {
         const Json theirs = Json::parse(all[rank]), first = Json::parse(all[0]);
@@ -499,16 +478,16 @@ void require_same(Run& run) {
                             value.dump(), "; give every rank the same flags.");
     }
     if (!run.flags.resume.empty()) {
-        const Json theirs = Json::parse(run.state.settings).at("data_found");
-        for (const auto& [part, found] : data.items())
+        const Json theirs = run.state.settings.at("data_found");
+        for (const auto& [part, found] : run.data.items())
             if (theirs.at(part) != found)
                 throw Error("--data is not that of the checkpoint's run (", part, ": ", found.get<std::string>(),
                             ", there ", theirs.at(part).get<std::string>(), "); give the same data again.");
     }
     Json settings = run.flags.saved();
     settings["accumulate"] = run.micro_batches();  // a checkpoint knows nothing of ranks
-    settings["data_found"] = data;
-    run.state.settings = settings.dump();
+    settings["data_found"] = run.data;
+    run.state.settings = settings;
 }
 
 // What is good to know before the first step; --plan has more.
@@ -539,8 +518,7 @@ void print_start(const Run& run, const std::string& device) {
 // Files and flags are checked before the model is made, which can take minutes.
 void make_model(Run& run, bool gpu) {
     const bool resumes = !run.flags.resume.empty();
-    if (resumes) check_checkpoint(run.weights);
-    if (!run.weights.empty()) check_weights(run.weights, run.setup.config);
+    if (!run.weights.empty()) load_weights(run.weights, run.setup.config, nullptr);
     if (!run.weights.empty() && run.setup.rank == 0) run.companions = read_companions(run.weights);
     if (!run.flags.log.empty() && run.setup.rank == 0) {
         run.log.open(run.flags.log, std::ios::app);
@@ -548,7 +526,7 @@ void make_model(Run& run, bool gpu) {
     }
     run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
     if (resumes) load_checkpoint(run.weights, *run.model);
-    else if (!run.weights.empty()) load_weights(run.weights, *run.model);
+    else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
 
 // A second signal ends the program at once. Under nohup a hangup stays ignored.
@@ -608,7 +586,6 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     line["ranks"] = run.setup.ranks;
     run.print_log(line);
     if (flags.steps == 0) return validate(run), print_quantization(run), 0;
-    if (run.state.run.empty()) run.state.run = random_name();
     finish_step_at_signal();
     return loop_and_save(run);
 }

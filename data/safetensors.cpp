@@ -1,125 +1,213 @@
-// data/safetensors.cpp - reads and writes safetensors files (safetensors.h).
-//
-// A header can be wrong about everything: its length, dtypes, shapes, and where the bytes are. The reader
-// compares all of it with the file before it returns a tensor, so that users of a tensor need no checks of
-// their own.
+// data/safetensors.cpp - files, JSON and safetensors, read and written (safetensors.h).
 #include "safetensors.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include "../coat.h"
-#include "json.h"
 
 namespace coat {
 
-namespace {
+using nlohmann::json;
 
-using Json = nlohmann::json;
+// -----------------------------------------------------------------------------------------------------------
+// Files
 
-constexpr int64_t LENGTH_BYTES = 8;
-constexpr uint64_t MAX_HEADER = 100'000'000;  // bytes; the official reader has the same limit
-constexpr size_t MAX_TENSORS = 100'000;
-constexpr int64_t MAX_VALUES = 16 * MAX_TENSORS;  // in the JSON of the header: a matrix has 8
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+    const int file =
+        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
+    struct stat status {};
+    const bool found = file >= 0 && ::fstat(file, &status) == 0, regular = S_ISREG(status.st_mode);
+    bytes_ = status.st_size;
+    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    const std::string why = found && !regular ? "it is not a regular file" : std::strerror(errno);
+    if (file >= 0) ::close(file);
+    if (!found || !regular || memory_ == MAP_FAILED)
+        throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
+}
 
-const std::map<std::string, int> BYTES_OF_DTYPE = {  // of one element
-    {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
-    {"I16", 2}, {"U16", 2}, {"F16", 2}, {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4},
-    {"I64", 8}, {"U64", 8}, {"F64", 8}, {"C64", 8},
+MappedFile::~MappedFile() {
+    if (memory_) ::munmap(memory_, bytes_);
+}
+
+uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash) {
+    for (int64_t at = 0; at < bytes; at += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, static_cast<const char*>(data) + at, std::min<int64_t>(8, bytes - at));
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;  // both steps are bijections
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+// Each MiB has a hash that begins with its place, so that all threads work and the order counts.
+std::string hash_file(const std::string& path) {
+    constexpr int64_t PART = 1 << 20;
+    const MappedFile file(path);
+    auto hash = uint64_t(file.bytes());
+#pragma omp parallel for reduction(^ : hash)
+    for (int64_t at = 0; at < file.bytes(); at += PART)
+        hash ^= hash_bytes(file.data() + at, std::min(PART, file.bytes() - at), uint64_t(at));
+    return std::to_string(hash);
+}
+
+OutputFile::OutputFile(const std::string& path) : path_(path), file_(std::fopen(path.c_str(), "wbe")) {
+    if (!file_) fail();
+}
+
+OutputFile::~OutputFile() {
+    if (file_) std::fclose(file_);
+}
+
+void OutputFile::fail() const {
+    throw Error("Cannot write ", path_, " (", std::strerror(errno),
+                "); free some space, or give another folder with --out.");
+}
+
+void OutputFile::write(const void* data, int64_t bytes) {
+    if (std::fwrite(data, 1, bytes, file_) != size_t(bytes)) fail();
+}
+
+void OutputFile::finish() {
+    if (std::fflush(file_) || ::fsync(::fileno(file_))) fail();
+}
+
+void write_file(const std::string& path, const std::string& bytes) {
+    OutputFile file(path);
+    file.write(bytes.data(), int64_t(bytes.size()));
+    file.finish();
+}
+
+// Some file systems cannot sync a folder and return EINVAL; that is no error.
+void sync_folder(const std::string& folder) {
+    const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool ok = file >= 0 && (::fsync(file) == 0 || errno == EINVAL);
+    const std::string why = std::strerror(errno);
+    if (file >= 0) ::close(file);
+    if (!ok) throw Error("Cannot sync ", folder, " (", why, "); check the disk, or give another --out.");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// JSON
+
+void Fields::reject(const std::string& field, const std::string& expected) const {
+    const std::string found = has(field) ? object[field].dump().substr(0, 100) : "missing";
+    throw Error(path, ": the field ", field.substr(0, 100), " must be ", expected, ", but it is ", found,
+                "; correct it, or download or save the file again.");
+}
+
+// The library parses nested values iteratively, but prints and copies them recursively, and its values take
+// many times the memory of the text. So depth and size are limited before it parses.
+Fields parse_json(const std::string& path, const void* data, int64_t bytes) {
+    constexpr int MAX_DEPTH = 32;
+    constexpr int64_t MAX_BYTES = 32 << 20;
+    const char* text = static_cast<const char*>(data);
+    int depth = 0, deepest = 0;
+    bool in_string = false;
+    for (int64_t i = 0; i < bytes && bytes <= MAX_BYTES; i++) {
+        if (text[i] == '"') in_string = !in_string;
+        if (in_string) i += text[i] == '\\';  // skip the escaped character
+        else if (text[i] == '{' || text[i] == '[') deepest = std::max(deepest, ++depth);
+        else if (text[i] == '}' || text[i] == ']') depth--;
+    }
+    auto require = [&](bool ok, const char* expected) {
+        if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
+    };
+    require(bytes <= MAX_BYTES, "of at most 32 MiB");
+    require(deepest <= MAX_DEPTH, "of at most 32 levels");
+    // The library takes a zero byte for the end of the text.
+    const bool zero = bytes && std::memchr(text, 0, bytes);
+    json value = zero ? json() : json::parse(text, text + bytes, nullptr, /*allow_exceptions=*/false);
+    require(value.is_object(), "in whole");
+    return {path, std::move(value)};
+}
+
+Fields read_json(const std::string& path) {
+    const MappedFile file(path);
+    return parse_json(path, file.data(), file.bytes());
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Safetensors
+
+static const std::map<std::string, int> BYTES_OF_DTYPE = {
+    // of one element
+    {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
+    {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
+    {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8},     {"C64", 8},
 };
 
-template <class... Parts>
-[[noreturn]] void reject(const std::string& path, const Parts&... why) {
-    throw Error(path, " is not a complete safetensors file (", why...,
-                "); download it again, or give another.");
-}
-
-std::string shape_text(const std::vector<int64_t>& shape) {  // "[50257, 768]"
-    std::string text;
-    for (int64_t n : shape) text += (text.empty() ? "" : ", ") + std::to_string(n);
-    return "[" + text + "]";
-}
-
 // Bytes of a tensor; -1 if its dtype is unknown or the product overflows.
-int64_t bytes_of(const TensorInfo& t) {
+static int64_t bytes_of(const TensorInfo& t) {
     const auto type = BYTES_OF_DTYPE.find(t.dtype);
-    if (type == BYTES_OF_DTYPE.end()) return -1;
-    int64_t bytes = type->second;
+    int64_t bytes = type == BYTES_OF_DTYPE.end() ? -1 : type->second;
     for (int64_t n : t.shape)
-        if (n < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
+        if (bytes < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
     return bytes;
 }
 
-}  // namespace
-
+// Compares all of the header with the file, so that users of a tensor need no checks of their own.
 Safetensors::Safetensors(const std::string& path) : file_(path) {
-    if (file_.bytes() < LENGTH_BYTES) reject(path, "it has only ", file_.bytes(), " bytes");
-    uint64_t length;
-    std::memcpy(&length, file_.data(), sizeof length);
-    const std::string header_has = concat("its header says that it has ", length, " bytes, ");
-    if (length > MAX_HEADER) reject(path, header_has, "more than 100 MB");
-    const auto start = LENGTH_BYTES + int64_t(length);
-    if (start > file_.bytes()) reject(path, header_has, "but the file has ", file_.bytes());
-    const uint8_t* text = file_.data() + LENGTH_BYTES;
-    std::string why;
-    Json header = parse_json(text, int64_t(length), &why, MAX_VALUES);
-    if (!why.empty()) reject(path, "its header ", why);
-
-    const Fields metadata = Fields{path, header}.inner("__metadata__");
-    for (const auto& [key, value] : metadata.object.items()) metadata.text(key);  // Error if it is no text
-    header.erase("__metadata__");
-    if (header.size() > MAX_TENSORS)
-        reject(path, "it has ", header.size(), " tensors, and at most ", MAX_TENSORS, " are supported");
+    auto require = [&](bool ok, const std::string& why) {
+        if (!ok)
+            throw Error(path, " is not a whole safetensors file (", why,
+                        "); download it again, or give another.");
+    };
+    uint64_t length = 0;
+    if (file_.bytes() >= 8) std::memcpy(&length, file_.data(), 8);
+    require(file_.bytes() >= 8 && length <= uint64_t(file_.bytes()) - 8,
+            concat("its header has ", length, " bytes, the file ", file_.bytes()));
+    const uint8_t* start = file_.data() + 8 + length;
+    Fields header = parse_json(path, file_.data() + 8, int64_t(length));
+    header.object.erase("__metadata__");
     std::multimap<std::vector<int64_t>, TensorInfo> by_range;  // of bytes after the header: begin, end
-    for (const auto& [name, entry] : header.items()) {
-        const Fields f{path + ": tensor '" + escaped(name) + "'", entry};
-        const TensorInfo info{name, f.text("dtype"), f.naturals("shape")};
-        const std::vector<int64_t> range = f.naturals("data_offsets");
+    for (const auto& [name, entry] : header.object.items()) {
+        const Fields f{path + ", tensor " + name.substr(0, 100), entry};
+        const TensorInfo info{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
+        const auto range = f.get<std::vector<int64_t>>("data_offsets");
         const int64_t bytes = bytes_of(info);
         if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes)
-            f.reject("data_offsets", "must be a range of the bytes of dtype '", escaped(info.dtype),
-                     "' and shape ", shape_text(info.shape), ", not ", Fields::excerpt(f.at("data_offsets")),
-                     "; download it again");
+            f.reject("data_offsets", "a range of as many bytes as dtype and shape say");
         by_range.insert({range, info});
     }
     // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
     // file. So no byte belongs to two tensors or to none.
     int64_t end = 0;  // of the tensors so far
     for (const auto& [range, info] : by_range) {
-        if (range[0] != end)
-            reject(path, "tensor '", escaped(info.name), "' ",
-                   range[0] < end ? "overlaps the one before" : "begins after a gap");
+        require(range[0] == end,
+                "tensor " + info.name.substr(0, 100) + " does not begin where the one before ends");
+        tensors_[info.name] = {info, start + range[0], range[1] - range[0]};
         end = range[1];
-        index_[info.name] = tensors_.size();
-        tensors_.push_back({info, file_.data() + start + range[0], range[1] - range[0]});
     }
-    if (end != file_.bytes() - start)
-        reject(path, "its tensors have ", end, " bytes, but ", file_.bytes() - start, " follow the header");
+    require(start + end == file_.data() + file_.bytes(), "its tensors do not end where the file ends");
 }
 
-const Tensor* Safetensors::find(const std::string& name) const {
-    const auto found = index_.find(name);
-    return found == index_.end() ? nullptr : &tensors_[found->second];
+const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
+                                   const std::string& dtype) const {
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end() || found->second.shape != shape ||
+        (!dtype.empty() && found->second.dtype != dtype))
+        throw Error(path(), " has no tensor ", name, " of shape ", json(shape).dump(), " ", dtype,
+                    "; it belongs to another model or run.");
+    return found->second;
 }
 
-const Tensor& Safetensors::require(const std::string& name, const std::string& dtype,
-                                   const std::vector<int64_t>& shape) const {
-    const Tensor* t = find(name);
-    if (!t) throw Error(path(), " has no tensor ", name, "; it belongs to another model.");
-    if (t->dtype != dtype || t->shape != shape)
-        throw Error(path(), " has tensor ", name, " as ", t->dtype, " ", escaped(shape_text(t->shape)),
-                    ", not as ", dtype, " ", shape_text(shape), "; it belongs to another model.");
-    return *t;
-}
-
+// All offsets follow from the table, so the header is complete before the first byte of a tensor. The outer
+// object is written by hand: adding to an ordered_json takes quadratic time.
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors)
     : file_(path) {
-    // All offsets follow from the table, so the header is complete before the first byte of a tensor.
-    // The outer object is written by hand: adding to an ordered_json takes quadratic time.
     std::string text = R"({"__metadata__":{"format":"pt"})";  // transformers needs the format
     for (const TensorInfo& t : tensors) {
-        const int64_t bytes = bytes_of(t);
+        const int64_t end = left_ + bytes_of(t);
         const nlohmann::ordered_json entry = {
-            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + bytes}}};
-        text += "," + Json(t.name).dump() + ":" + entry.dump();
-        left_ += bytes;
+            {"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {left_, end}}};
+        text += "," + json(t.name).dump() + ":" + entry.dump();
+        left_ = end;
     }
     text += "}";
     text.resize(round_up(text.size(), 8), ' ');  // aligns the tensors to 8

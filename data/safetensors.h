@@ -1,16 +1,110 @@
-// data/safetensors.h - safetensors files, read and written (safetensors.cpp).
+// data/safetensors.h - files: read as memory, written and synced, JSON, and tensors in the safetensors format
+// (safetensors.cpp).
+//
+// All of data/ reads and writes through these functions. A file may come from anywhere and be wrong about
+// everything. What is wrong is an Error that names the file and, in JSON, the field and what was expected.
 //
 // The format (https://huggingface.co/docs/safetensors): an 8-byte little-endian length n; n bytes of JSON
 // {name: {dtype, shape, data_offsets}}; then the bytes of all tensors without gaps.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
+#include <nlohmann/json.hpp>
 
-#include "file.h"
+#include "../error.h"
 
 namespace coat {
+
+inline bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+inline std::string path_in(const std::string& folder, const std::string& file) {
+    return (std::filesystem::path(folder) / file).string();
+}
+
+// A whole file as memory, read only. Pages are read when they are touched, so the file may be larger than
+// memory. A file that becomes shorter meanwhile ends the program.
+class MappedFile {
+public:
+    explicit MappedFile(const std::string& path);
+    MappedFile(const MappedFile&) = delete;
+    ~MappedFile();
+    const std::string& path() const { return path_; }
+    const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
+    int64_t bytes() const { return bytes_; }
+
+private:
+    const std::string path_;
+    void* memory_ = nullptr;
+    int64_t bytes_ = 0;
+};
+
+// Of a hash so far and the bytes that follow: a change in one word always changes the result.
+uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
+std::string hash_file(const std::string& path);
+
+class OutputFile {
+public:
+    explicit OutputFile(const std::string& path);
+    OutputFile(const OutputFile&) = delete;
+    ~OutputFile();
+    void write(const void* data, int64_t bytes);
+    void finish();  // waits until the bytes are on the disk
+
+private:
+    [[noreturn]] void fail() const;
+    const std::string path_;
+    FILE* file_;
+};
+void write_file(const std::string& path, const std::string& bytes);
+
+// A new or renamed file survives a power failure only once its folder is synced.
+void sync_folder(const std::string& folder);
+
+// The fields of one JSON object. A field that is null counts as missing, as in Hugging Face's config.json.
+struct Fields {
+    std::string path;  // of the file, for errors
+    nlohmann::json object;
+
+    bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
+    // The one error of a field.
+    [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
+    // The field as a T (int64_t: a whole number up to 10^15, so that sums do not overflow; float: a positive
+    // number; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is `otherwise`, or
+    // an Error if there is none.
+    template <class T>
+    T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
+        if (otherwise && !has(field)) return *otherwise;
+        const nlohmann::json x = has(field) ? object[field] : nlohmann::json();
+        auto natural = [](auto& n) { return n.is_number_unsigned() && n.template get<double>() <= 1e15; };
+        auto require = [&](bool ok, const char* expected) {
+            if (!ok) reject(field, expected);
+        };
+        if constexpr (std::is_same_v<T, int64_t>) require(natural(x), "a whole number up to 10^15");
+        if constexpr (std::is_same_v<T, float>)
+            require(x.is_number() && x.get<float>() > 0 && std::isfinite(x.get<float>()),
+                    "a positive number");
+        if constexpr (std::is_same_v<T, bool>) require(x.is_boolean(), "true or false");
+        if constexpr (std::is_same_v<T, std::string>) require(x.is_string(), "text");
+        if constexpr (std::is_same_v<T, std::vector<int64_t>>)
+            require(x.is_array() && std::all_of(x.begin(), x.end(), natural),
+                    "a list of whole numbers up to 10^15");
+        if constexpr (std::is_same_v<T, Fields>) return require(x.is_object(), "an object"), Fields{path, x};
+        else return x.get<T>();
+    }
+};
+
+// The object in a text; Error if it is none, is nested too deep, or takes too much memory.
+Fields parse_json(const std::string& path, const void* data, int64_t bytes);
+Fields read_json(const std::string& path);
 
 struct TensorInfo {
     std::string name, dtype;  // dtype as in the file: "BF16", "F8_E4M3", ...
@@ -22,21 +116,18 @@ struct Tensor : TensorInfo {
     int64_t bytes;
 };
 
-// A safetensors file, mapped.
 class Safetensors {
 public:
     explicit Safetensors(const std::string& path);  // Error if the header does not describe the file
     const std::string& path() const { return file_.path(); }
-    const std::vector<Tensor>& tensors() const { return tensors_; }  // in the order of their bytes
-    const Tensor* find(const std::string& name) const;  // null if there is none
-    // The tensor of this name; Error unless the file has it with this dtype and shape.
-    const Tensor& require(const std::string& name, const std::string& dtype,
-                          const std::vector<int64_t>& shape) const;
+    const std::map<std::string, Tensor>& tensors() const { return tensors_; }
+    // The tensor of this name; Error unless the file has it with this shape and, if one is given, this dtype.
+    const Tensor& require(const std::string& name, const std::vector<int64_t>& shape,
+                          const std::string& dtype = "") const;
 
 private:
-    MappedFile file_;
-    std::vector<Tensor> tensors_;
-    std::map<std::string, size_t> index_;
+    const MappedFile file_;
+    std::map<std::string, Tensor> tensors_;
 };
 
 // Writes the header for a table of tensors with different names; write() then takes their bytes in the order

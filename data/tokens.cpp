@@ -1,7 +1,7 @@
 // data/tokens.cpp - text and token files become streams of tokens, and streams become micro-batches
 // (tokens.h).
 //
-// In order: streams, vocabularies, corpora (the compiler's headers, text files, token files), and the loader.
+// In order: streams, corpora of text and of token files, and the loader.
 #include "tokens.h"
 
 #include <algorithm>
@@ -9,16 +9,9 @@
 #include <filesystem>
 #include <set>
 #include <sstream>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "../model.h"
-#include "file.h"
-#include "json.h"
-
-#ifndef COAT_HEADERS
-#define COAT_HEADERS ""  // the Makefile's list of the compiler's header folders, separated by colons
-#endif
+#include "safetensors.h"
 
 namespace coat {
 namespace fs = std::filesystem;
@@ -26,383 +19,222 @@ namespace fs = std::filesystem;
 // -----------------------------------------------------------------------------------------------------------
 // TokenStream
 
-// Tokens of a file may lie at any alignment, so they are copied as bytes.
-template <class Token>
-static void widen(const uint8_t* bytes, int64_t count, int32_t* tokens) {
-    for (int64_t i = 0; i < count; i++) {
-        Token token;
-        std::memcpy(&token, bytes + i * int64_t(sizeof token), sizeof token);
-        tokens[i] = int32_t(token);
-    }
-}
+constexpr uint32_t NOT_COUNTED = 1u << 31;
 
-TokenStream::TokenStream(TokenSource source) : sources_{std::move(source)}, count_(sources_[0].count) {
-    int64_t largest = -1;
-    std::vector<int32_t> tokens(1 << 16);
-    for (int64_t at = 0, n; at < count_; at += n) {
-        n = std::min<int64_t>(count_ - at, tokens.size());
-        read(at, n, tokens.data());
-        for (int64_t i = 0; i < n; i++) largest = std::max<int64_t>(largest, uint32_t(tokens[i]));
-    }
-    sources_[0].largest = largest;  // a larger one later means that the file was changed
-}
-
-// Calls use(source, at, n) for each source that has some of the tokens [first, first + count): those are the
-// tokens [at, at + n) of its array or file.
-template <class Use>
-void TokenStream::for_each_source(int64_t first, int64_t count, Use use) const {
-    for (const TokenSource& s : sources_) {
-        const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
-        if (begin < end) use(s, s.first + begin, end - begin);
-        first -= s.count;  // counted from the next source on
-    }
-}
-
-void TokenStream::read(int64_t first, int64_t count, int32_t* tokens) const {
-    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
-        const int64_t start = s.start + at * s.width;
-        std::vector<uint8_t> buffer(s.file ? n * s.width : 0);
-        if (s.file) s.file->read(start, buffer.data(), n * s.width);
-        const uint8_t* bytes = s.file ? buffer.data() : static_cast<const uint8_t*>(s.memory.get()) + start;
-        (s.width == 1 ? widen<uint8_t> : s.width == 2 ? widen<uint16_t> : widen<uint32_t>)(bytes, n, tokens);
-        if (std::any_of(tokens, tokens + n, [&](int32_t t) { return uint32_t(t) > s.largest; }))
-            throw Error(s.file->path(), " was overwritten while it was in use; restore the file.");
-        tokens += n;
-    });
-}
-
-bool TokenStream::masked() const {
-    return std::any_of(sources_.begin(), sources_.end(), [](const TokenSource& s) { return bool(s.mask); });
-}
-
-void TokenStream::mask(int64_t first, int64_t count, int32_t* targets) const {
-    for_each_source(first, count, [&](const TokenSource& s, int64_t at, int64_t n) {
-        std::vector<uint8_t> counts(n, 1);
-        if (s.mask) s.mask->read(at, counts.data(), n);
-        for (int64_t i = 0; i < n; i++)
-            if (!counts[i]) targets[i] = NO_TARGET;
-        targets += n;
-    });
-}
-
-TokenStream TokenStream::part(int64_t first, int64_t count) const {
-    TokenStream result;
-    for_each_source(first, count, [&](TokenSource s, int64_t at, int64_t n) {
-        s.first = at, s.count = n;
-        result.sources_.push_back(std::move(s));
-        result.count_ += n;
-    });
-    return result;
+void TokenStream::append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count) {
+    if (count) sources_.push_back({std::move(owner), data, width, count});
+    size_ += count;
 }
 
 void TokenStream::append(const TokenStream& other) {
     sources_.insert(sources_.end(), other.sources_.begin(), other.sources_.end());
-    count_ += other.count_;
+    size_ += other.size_;
 }
 
-int64_t TokenStream::largest() const {
-    int64_t largest = -1;
-    for (const TokenSource& s : sources_) largest = std::max(largest, s.largest);
-    return largest;
+TokenStream TokenStream::take_end(int64_t count) {
+    TokenStream end;
+    const std::vector<Source> all = std::move(sources_);
+    int64_t left = size_ - count;  // tokens that stay
+    sources_.clear(), size_ = 0;
+    for (const Source& s : all) {
+        const int64_t stays = std::min(left, s.count);
+        append(s.owner, s.data, s.width, stays);
+        end.append(s.owner, s.data + stays * s.width, s.width, s.count - stays);
+        left -= stays;
+    }
+    return end;
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// Vocabulary
-
-Vocabulary Vocabulary::bytes() {
-    Vocabulary v;
-    for (int byte = 0; byte < 256; byte++) v.pieces_.emplace_back(1, char(byte));
-    v.special_.assign(256, false);
-    return v;
-}
-
-Vocabulary Vocabulary::read(const std::string& path) { return of(read_json(path).object, path); }
-
-Vocabulary Vocabulary::of(const nlohmann::json& table, const std::string& path) {
-    auto require = [&](bool ok) {
-        if (!ok)
-            throw Error(path, " is not a vocabulary of version 1; write it again with data/tokenize.py.");
-    };
-    using nlohmann::json;
-    require(table.value("format", json()) == "coat vocabulary" && table.value("version", json()) == 1);
-    const json pieces = table.value("pieces", json());
-    require(pieces.is_array() && !pieces.empty() && table.value("size", json()) == pieces.size());
-    Vocabulary v;
-    for (const json& piece : pieces) {
-        require(piece.is_string());
-        // JSON holds only UTF-8: the code points U+0000 to U+00FF stand for bytes.
-        std::string& bytes = v.pieces_.emplace_back();
-        const auto& text = piece.get_ref<const std::string&>();
-        for (size_t i = 0, length; i < text.size(); i += length) {
-            uint32_t point = 0;
-            length = utf8_character(text, i, &point);
-            require(length && point <= 0xFF);
-            bytes += char(point);
+void TokenStream::read_words(int64_t first, int64_t count, uint32_t* words) const {
+    for (const Source& s : sources_) {
+        const int64_t begin = std::max<int64_t>(first, 0), end = std::min(first + count, s.count);
+        for (int64_t i = begin; i < end; i++) {
+            *words = 0;
+            std::memcpy(words++, s.data + i * s.width, s.width);  // little-endian, as the files
         }
+        first -= s.count;  // counted from the next source on
     }
-    if (!table.contains("special")) return v;
-    const json& special = table["special"];
-    require(special.is_array());
-    v.special_.assign(v.pieces_.size(), false);
-    for (const json& token : special) {
-        require(token.is_number_unsigned() && token.get<uint64_t>() < v.pieces_.size());
-        v.special_[token.get<size_t>()] = true;
-    }
-    return v;
 }
 
-std::string Vocabulary::decode(const std::vector<int32_t>& tokens) const {
+void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
+    std::vector<uint32_t> words(count);
+    read_words(first, count, words.data());
+    for (int64_t i = 0; i < count; i++) {
+        tokens[i] = int32_t(words[i] & ~NOT_COUNTED);
+        targets[i] = words[i] & NOT_COUNTED ? NO_TARGET : tokens[i];
+    }
+}
+
+// All threads work, each on some parts of the stream. The hash does not depend on where files end.
+TokenStream::Facts TokenStream::facts() const {
+    constexpr int64_t PART = 1 << 18;
+    int64_t largest = -1;
+    auto hash = uint64_t(size_);
+#pragma omp parallel for reduction(max : largest) reduction(^ : hash)
+    for (int64_t first = 0; first < size_; first += PART) {
+        std::vector<uint32_t> words(std::min(PART, size_ - first));
+        read_words(first, words.size(), words.data());
+        hash ^= hash_bytes(words.data(), words.size() * 4, first);
+        for (uint32_t word : words) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+    }
+    return {largest, hash};
+}
+
+std::string Corpus::decode(const std::vector<int32_t>& tokens) const {
     std::string text;
     for (int32_t t : tokens) {
-        const bool known = t >= 0 && t < size() && !pieces_[t].empty();
-        text += known ? pieces_[t] : concat("<", t, ">");
+        const bool known = size_t(t) < vocabulary.size() && !vocabulary[t].empty();
+        text += known ? vocabulary[t] : concat("<", t, ">");
     }
     return text;
 }
 
-int64_t Vocabulary::text_bytes(const int32_t* tokens, int64_t n) const {
-    int64_t bytes = special_.empty() ? -1 : 0;
-    for (int64_t i = 0; i < n && bytes >= 0; i++)
-        if (const auto t = size_t(tokens[i]); t < special_.size() && !special_[t]) bytes += pieces_[t].size();
-    return bytes;
-}
-
-// Takes the longest piece that the rest of the text begins with, until no text is left.
-std::vector<int32_t> Vocabulary::encode(const std::string& text) const {
-    // Of equal pieces the last one counts: Llama 2 repeats some bytes.
-    std::unordered_map<std::string_view, int32_t> token_of;
-    size_t longest = 0;
-    for (size_t t = 0; t < pieces_.size(); t++) {
-        token_of[pieces_[t]] = int32_t(t);
-        longest = std::max(longest, pieces_[t].size());
-    }
-    std::vector<int32_t> tokens;
-    for (size_t at = 0, length; at < text.size(); at += length) {
-        const std::string_view rest = std::string_view(text).substr(at, longest);
-        length = rest.size();
-        while (length && !token_of.count(rest.substr(0, length))) length--;
-        if (!length) {
-            uint32_t point;  // the message shows the whole character
-            const size_t bytes = std::max<size_t>(1, utf8_character(text, at, &point));
-            throw Error("The vocabulary has no token for \"", escaped(text.substr(at, bytes)),
-                        "\"; give another --prompt.");
-        }
-        tokens.push_back(token_of.at(rest.substr(0, length)));
-    }
-    return tokens;
-}
-
 // -----------------------------------------------------------------------------------------------------------
-// Corpora. Text is read as bytes. Files come in the byte order of their paths, in every locale.
+// Corpora
 
 namespace {
 
-constexpr int64_t MIB = 1 << 20;
-constexpr int64_t MAX_HEADERS = 32 * MIB;     // of headers in all
-constexpr int64_t MAX_HEADER_FILE = MIB / 4;  // larger headers are generated tables, not code
-constexpr size_t HELD_OUT_FILE = 20;          // every 20th file is held out,
-constexpr int64_t HELD_OUT_PART = 10;         // or the last tenth if there are fewer files
-
-std::vector<std::string> split(const std::string& list, char separator) {
-    std::vector<std::string> items;
-    std::istringstream stream(list);
-    for (std::string item; std::getline(stream, item, separator);)
-        if (!item.empty()) items.push_back(item);
-    return items;
-}
-
 bool is_token_file(const std::string& path) { return ends_with(path, ".bin"); }
 
-// All regular files below a folder that are not hidden, sorted.
-std::vector<std::string> files_under(const std::string& folder) {
-    std::vector<std::string> paths;
-    std::error_code failed;  // an exception of ++ does not name the folder
-    fs::recursive_directory_iterator entry(folder, fs::directory_options::skip_permission_denied), end;
-    for (; entry != end; entry.increment(failed)) {
-        const bool hidden = entry->path().filename().string()[0] == '.';
-        std::error_code ignored;  // a link that leads nowhere, or to itself, is not a file
-        if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
-        if (!hidden && entry->is_regular_file(ignored)) paths.push_back(entry->path().string());
-    }
-    if (failed)
-        throw Error("--data ", folder, " cannot be read (", failed.message(),
-                    "); check the disk, or copy the folder.");
-    std::sort(paths.begin(), paths.end());
-    return paths;
-}
-
-// Describes the corpus: "text: 3 files, 900 bytes to train on, 100 held out (the last tenth)". If no part was
-// chosen to be held out (null), it is the last tenth of all.
-void complete(Corpus& c, const std::string& files, const char* unit, const char* held_out) {
-    if (!held_out) {
-        c.train.append(c.validation);
-        const int64_t end = c.train.size() - ceil_div(c.train.size(), HELD_OUT_PART);
-        c.validation = c.train.part(end, c.train.size() - end);
-        c.train = c.train.part(0, end);
-        held_out = "the last tenth";
-    }
-    c.description = concat(files, ", ", c.train.size(), " ", unit, " to train on, ", c.validation.size(),
-                           " held out (", held_out, ")");
-}
-
-bool is_text(const MappedFile& file) {
-    return file.bytes() && !std::memchr(file.data(), 0, file.bytes());
-}
-
-TokenStream stream_of(std::string text) {
-    const auto memory = std::make_shared<const std::string>(std::move(text));
-    return TokenStream({{memory, memory->data()}, nullptr, 0, 1, 0, int64_t(memory->size())});
-}
-
-// The corpus of the text files among these: all, or those within the limits in bytes. A text that occurs
-// twice is used once: a copy of a text that is trained on would make validation easier than it is.
-Corpus text_corpus(const std::string& what, const std::vector<std::string>& paths,
-                   int64_t max_file = INT64_MAX, int64_t max_total = INT64_MAX) {
-    std::vector<std::string> texts;
-    std::unordered_set<size_t> seen;  // hashes
-    int64_t total = 0;
-    for (const std::string& path : paths) {
-        const MappedFile file(path);
-        if (file.bytes() > max_file || total + file.bytes() > max_total || !is_text(file)) continue;
-        std::string text(reinterpret_cast<const char*>(file.data()), file.bytes());
-        if (!seen.insert(std::hash<std::string>()(text)).second) continue;
-        texts.push_back(std::move(text));
-        total += file.bytes();
-    }
-    const bool by_file = texts.size() >= HELD_OUT_FILE;
-    std::string train, validation;
-    for (size_t i = 0; i < texts.size(); i++)
-        (by_file && i % HELD_OUT_FILE == HELD_OUT_FILE / 2 ? validation : train) += texts[i];
-    Corpus c;
-    c.train = stream_of(std::move(train));
-    c.validation = stream_of(std::move(validation));
-    c.vocabulary = Vocabulary::bytes();
-    c.tokens_in_use = c.vocabulary.size();
-    complete(c, concat(what, ": ", texts.size(), " files"), "bytes", by_file ? "every 20th file" : nullptr);
-    return c;
-}
-
-Corpus load_headers(const std::string& folders) {
-    std::string present;
-    std::vector<std::string> paths;
-    for (const std::string& folder : split(folders, ':')) {
-        if (!fs::is_directory(folder)) continue;
-        present += (present.empty() ? "" : ", ") + folder;
-        for (const std::string& path : files_under(folder)) paths.push_back(path);
-    }
-    if (paths.empty())
-        throw Error("The compiler's headers are not on this machine (searched in \"", folders,
-                    "\"); give text with --data.");
-    return text_corpus("C and C++ headers of this machine (" + present + ")", paths, MAX_HEADER_FILE,
-                       MAX_HEADERS);
-}
-
-// llm.c's token files: a header of 256 int32 (magic, version, number of tokens), then the tokens.
-constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801;
-constexpr int64_t TOKEN_HEADER = 256 * 4;
-
-TokenStream read_token_file(const std::string& path) {
-    auto require = [&](bool ok, const auto&... what) {
-        if (!ok) throw Error("--data ", path, " ", what..., "; write it again with data/tokenize.py.");
-    };
-    const auto file = std::make_shared<const InputFile>(path);
-    require(file->bytes() >= TOKEN_HEADER, "is truncated: it is shorter than the header of a token file");
-    int32_t header[3];
-    file->read(0, header, sizeof header);
-    const bool wide = header[0] == MAGIC_32_BIT;
-    require(wide || header[0] == MAGIC_16_BIT, "is not a token file: its magic number is ", header[0],
-            ", not ", MAGIC_16_BIT, " or ", MAGIC_32_BIT);
-    require(header[1] == 1 || (wide && header[1] == 7),  // llm.c numbers its first version with 32 bits 7
-            "is a token file of the unknown version ", header[1]);
-    const int width = wide ? 4 : 2;
-    const int64_t count = header[2], bytes = file->bytes() - TOKEN_HEADER;
-    require(count > 0, "has no tokens");
-    require(bytes == count * width, "is truncated or damaged: ", count, " tokens need ",
-            count * width, " bytes, but it has ", bytes);
-    TokenSource source{nullptr, file, TOKEN_HEADER, width, 0, count};
-    const std::string beside = fs::path(path).replace_extension(".mask").string();
-    if (fs::exists(beside)) {
-        source.mask = std::make_shared<const InputFile>(beside);
-        require(source.mask->bytes() == count, "has ", count, " tokens, but ", beside, " has ",
-                source.mask->bytes(), " bytes, one for each token");
-    }
-    const TokenStream tokens(std::move(source));
-    // From here on tokens are int32, and a negative one would mean NO_TARGET.
-    require(tokens.largest() <= INT32_MAX, "is damaged: it has token ", tokens.largest());
-    return tokens;
-}
-
-// Files with "train" in their names, and those with neither name, are trained on.
-Corpus load_tokens(const std::string& data, const std::vector<std::string>& paths) {
-    Corpus c;
-    TokenStream unnamed;
-    for (const std::string& path : paths) {
-        const std::string name = fs::path(path).filename().string();
-        const bool train = name.find("train") != std::string::npos,
-                   validation = name.find("val") != std::string::npos;
-        (train ? c.train : validation ? c.validation : unnamed).append(read_token_file(path));
-    }
-    c.train.append(unnamed);
-    const bool named = c.train.size() && c.validation.size();
-    complete(c, concat(escaped(data), ": ", paths.size(), " token files"), "tokens",
-             named ? "the files named val" : nullptr);
-    c.tokens_in_use = 1 + std::max(c.train.largest(), c.validation.largest());
-
-    std::string table;  // of tokens: that of every folder which has one
-    for (const std::string& path : paths) {
-        const std::string beside = fs::path(path).replace_filename("vocabulary.json").string();
-        if (beside == table || !fs::exists(beside)) continue;
-        const Vocabulary found = Vocabulary::read(beside);
-        if (!table.empty() && !(found == c.vocabulary))
-            throw Error("--data has ", table, " and ", beside, ", which differ; make all token files with "
-                        "one tokenizer (data/tokenize.py).");
-        c.vocabulary = found;
-        table = beside;
-    }
-    if (!c.vocabulary.empty() && c.vocabulary.size() < c.tokens_in_use)
-        throw Error("--data ", data, " has token ", c.tokens_in_use - 1, ", but ", table, " has only ",
-                    c.vocabulary.size(), " tokens; write both again with data/tokenize.py.");
-    return c;
-}
-
-// The files that a path of --data stands for: of a folder its token files, or all if it has none. A file that
-// is named must be text or tokens; in a folder other files are skipped.
-std::vector<std::string> files_of(const std::string& path) {
-    auto require = [&](bool ok, const char* what) {
-        if (!ok) throw Error("--data ", path, " ", what, ", or token files (*.bin).");
-    };
-    std::error_code unreachable;
-    require(fs::exists(path, unreachable), "does not exist; give text files, folders of them");
-    if (fs::is_directory(path)) {
-        std::vector<std::string> files = files_under(path);
+// The files that --data names. Of a folder: its token files, or all files below it that are not hidden, in
+// the byte order of their paths, in every locale. A link that leads nowhere, or to itself, is not a file.
+std::vector<std::string> files_of(const std::string& data) {
+    std::vector<std::string> all;
+    std::istringstream list(data);
+    for (std::string item; std::getline(list, item, ',');) {
+        std::error_code unreachable;
+        if (!fs::exists(item, unreachable))
+            throw Error("--data ", item, " does not exist; give text files, folders of them, or token files.");
+        if (!fs::is_directory(item, unreachable)) {
+            all.push_back(item);
+            continue;
+        }
+        std::vector<std::string> files;
+        fs::recursive_directory_iterator entry(item, fs::directory_options::skip_permission_denied), end;
+        for (; entry != end; ++entry) {
+            const bool hidden = entry->path().filename().string()[0] == '.';
+            if (hidden && entry->is_directory(unreachable)) entry.disable_recursion_pending();
+            if (!hidden && entry->is_regular_file(unreachable)) files.push_back(entry->path().string());
+        }
+        std::sort(files.begin(), files.end());
         const auto others = std::stable_partition(files.begin(), files.end(), is_token_file);
         if (others != files.begin()) files.erase(others, files.end());
-        return files;
+        all.insert(all.end(), files.begin(), files.end());
     }
-    if (is_token_file(path)) return {path};
+    return all;
+}
+
+// A text that occurs twice is used once: a copy of a text that is trained on would make validation easier
+// than it is. Files with NUL bytes are no text. Returns how many texts there are.
+size_t read_texts(const std::vector<std::string>& files, Corpus& c) {
+    constexpr size_t HELD_OUT = 20;  // every 20th
+    std::vector<std::string> texts;
+    std::set<uint64_t> seen;  // hashes
+    for (const std::string& path : files) {
+        const MappedFile file(path);
+        const bool is_text = file.bytes() && !std::memchr(file.data(), 0, file.bytes());
+        if (is_text && seen.insert(hash_bytes(file.data(), file.bytes(), 0)).second)
+            texts.emplace_back(reinterpret_cast<const char*>(file.data()), file.bytes());
+    }
+    const auto train = std::make_shared<std::string>(), validation = std::make_shared<std::string>();
+    for (size_t i = 0; i < texts.size(); i++)
+        *(texts.size() >= HELD_OUT && i % HELD_OUT == HELD_OUT / 2 ? validation : train) += texts[i];
+    for (const auto& [text, stream] : {std::pair{train, &c.train}, {validation, &c.validation}})
+        stream->append(text, reinterpret_cast<const uint8_t*>(text->data()), 1, int64_t(text->size()));
+    for (int byte = 0; byte < 256; byte++) c.vocabulary.emplace_back(1, char(byte));
+    return texts.size();
+}
+
+constexpr int64_t HEADER = 256 * 4;  // bytes
+constexpr int32_t MAGIC_16_BIT = 20240520, MAGIC_32_BIT = 20240801, MAGIC_VOCABULARY = 20240328;
+
+// A file of token pieces: for each token a byte with its length, and its bytes.
+std::vector<std::string> read_vocabulary(const std::string& path) {
     const MappedFile file(path);
-    require(file.bytes(), "is empty; give text files");
-    require(is_text(file), "is not text: it has NUL bytes; give text files");
-    return {path};
+    int32_t header[3] = {};  // magic, version, number of tokens
+    if (file.bytes() >= HEADER) std::memcpy(header, file.data(), sizeof header);
+    std::vector<std::string> pieces;
+    const uint8_t *at = file.data() + HEADER, *end = file.data() + file.bytes();
+    while (header[0] == MAGIC_VOCABULARY && at < end && *at < end - at) {
+        pieces.emplace_back(reinterpret_cast<const char*>(at + 1), *at);
+        at += 1 + *at;
+    }
+    if (pieces.empty() || at != end || int64_t(pieces.size()) != header[2])
+        throw Error(path, " is not a whole tokenizer file of llm.c; write it again with data/tokenize.py.");
+    return pieces;
+}
+
+void read_token_file(const std::string& path, Corpus& c) {
+    const auto file = std::make_shared<const MappedFile>(path);
+    int32_t header[4] = {};  // magic, version, number of tokens, --seq
+    if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
+    const bool wide = header[0] == MAGIC_32_BIT;
+    const int width = wide ? 4 : 2;
+    const int64_t count = header[2], seq = header[3];
+    if (!(wide || header[0] == MAGIC_16_BIT) || count < 1 || file->bytes() != HEADER + count * width ||
+        !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
+        throw Error("--data ", path, " is not a whole token file; write it again with data/tokenize.py.");
+    if (fs::exists(fs::path(path).replace_extension(".mask").string()))
+        throw Error("--data ", path,
+                    " has a .mask file of an earlier version beside it, which is not read any ",
+                    "more; write the tokens again with data/tokenize.py.");
+    if (c.train.size() + c.validation.size() == 0) c.seq = seq;
+    if (seq != c.seq)
+        throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,
+                    " (0: text); give files of one kind.");
+    const std::string name = fs::path(path).filename().string();
+    const bool held_out = name.find("val") != std::string::npos && name.find("train") == std::string::npos;
+    TokenStream& stream = held_out ? c.validation : c.train;
+    // A packed file ends with a token after its last window, which is only a target that does not count. The
+    // windows of the next file follow without it.
+    if (seq && stream.size()) stream.take_end(1);
+    stream.append(file, file->data() + HEADER, width, count);
+}
+
+void read_token_files(const std::vector<std::string>& files, Corpus& c) {
+    std::string first;  // of the tokenizer files
+    for (const std::string& path : files) {
+        if (!is_token_file(path))
+            throw Error("--data mixes token files (*.bin) and text, such as ", path, "; give one kind.");
+        read_token_file(path, c);
+        const std::string beside = fs::path(path).replace_filename("tokenizer.bin").string();
+        if (!fs::exists(beside)) continue;
+        const std::vector<std::string> pieces = read_vocabulary(beside);
+        if (first.empty()) first = beside, c.vocabulary = pieces;
+        if (pieces != c.vocabulary)
+            throw Error("--data has ", first, " and ", beside,
+                        ", which differ; make all token files with one "
+                        "tokenizer (data/tokenize.py).");
+    }
 }
 
 }  // namespace
 
 Corpus load_corpus(const std::string& data) {
-    if (data.empty()) return load_headers(COAT_HEADERS);
-    std::vector<std::string> paths;
+    Corpus c;
+    std::vector<std::string> files;
     std::set<std::string> seen;  // a file that is named twice is read once
-    for (const std::string& path : split(data, ','))
-        for (const std::string& file : files_of(path))
-            if (seen.insert(file).second) paths.push_back(file);
-    const auto token_files = std::count_if(paths.begin(), paths.end(), is_token_file);
-    if (token_files && token_files < int64_t(paths.size()))
-        throw Error("--data ", data, " mixes token files (*.bin) and text; give one kind.");
-    const Corpus corpus = token_files ? load_tokens(data, paths) : text_corpus(escaped(data), paths);
-    if (!corpus.train.size() && !corpus.validation.size())
+    for (const std::string& path : files_of(data))
+        if (!ends_with(path, "tokenizer.bin") && seen.insert(path).second) files.push_back(path);
+    const bool tokens = std::any_of(files.begin(), files.end(), is_token_file);
+    size_t used = files.size();
+    if (tokens) read_token_files(files, c);
+    else used = read_texts(files, c);
+    const bool named = c.train.size() && c.validation.size();
+    if (!named) {
+        c.train.append(c.validation);
+        int64_t stays = c.train.size() - ceil_div(c.train.size(), 10);
+        if (c.seq) stays = stays / c.seq * c.seq;  // so that the held-out part begins with a window
+        c.validation = c.train.take_end(c.train.size() - stays);
+    }
+    if (!c.validation.size())
         throw Error("--data ", data,
                     " has no text; give text files, folders of them, or token files (*.bin).");
-    return corpus;
+    c.description =
+        concat(escaped(data), ": ", used, tokens ? " token files, " : " files, ", c.train.size(),
+               " tokens to train on, ", c.validation.size(), " held out (",
+               named ? tokens ? "the files named val" : "every 20th file" : "the last tenth", ")");
+    return c;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -436,49 +268,27 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
-    : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
+    : stream_(std::move(stream)),
+      B_(B),
+      T_(T),
+      windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
       seed_(seed) {
-    if (B < 1 || T < 1) throw Error("--batch and --seq must be at least 1.");
-    if (stream_.size() <= T || windows_ < B)
-        throw Error("--data has ", stream_.size(), " tokens to train on or held out, fewer than one batch of "
-                    "--batch ", B, " and --seq ", T,
-                    " needs; give more text, or a smaller --batch or --seq.");
+    if (B < 1 || T < 1 || windows_ < B)
+        throw Error("--data has ", stream_.size(),
+                    " tokens to train on or held out, fewer than one batch of "
+                    "--batch ",
+                    B, " and --seq ", T, " needs; give more text, or a smaller --batch or --seq.");
 }
 
 // Every epoch has a permutation of its own, with a key made of the seed and the epoch.
-int64_t Loader::window(int64_t at) const {
-    const int64_t epoch = at / windows_, i = at % windows_;
-    return permute(mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(epoch + 1)), windows_, i);
-}
-
-void Loader::next(int32_t* tokens, int32_t* targets) {
-    std::vector<int32_t> both(T_ + 1);
-    for (int64_t b = 0; b < B_; b++, at_++, tokens += T_, targets += T_) {
-        const int64_t first = window(at_) * T_;
-        stream_.read(first, T_ + 1, both.data());
+void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
+    std::vector<int32_t> both(T_ + 1), counted(T_ + 1);
+    for (int64_t at = number * B_; at < (number + 1) * B_; at++, tokens += T_, targets += T_) {
+        const uint64_t key = mix(seed_ + 0x9E3779B97F4A7C15ull * uint64_t(at / windows_ + 1));
+        stream_.read(permute(key, windows_, at % windows_) * T_, T_ + 1, both.data(), counted.data());
         std::copy(both.begin(), both.end() - 1, tokens);
-        std::copy(both.begin() + 1, both.end(), targets);
-        stream_.mask(first + 1, T_, targets);
+        std::copy(counted.begin() + 1, counted.end(), targets);
     }
-}
-
-int64_t Loader::windows_without_target() const {
-    int64_t without = 0;
-    std::vector<int32_t> targets(T_);
-    for (int64_t w = 0; stream_.masked() && w < windows_; w++) {
-        std::fill(targets.begin(), targets.end(), 0);
-        stream_.mask(w * T_ + 1, T_, targets.data());
-        without += counted_targets(targets.data(), T_) == 0;
-    }
-    return without;
-}
-
-void Loader::seek(Position p) {
-    const int64_t most = (int64_t{1} << 60) / windows_;  // epochs; no sum of windows overflows
-    if (p.epoch < 0 || p.epoch > most || p.window < 0 || p.window >= windows_)
-        throw Error("The run stopped at window ", p.window, " of its data, but --data has only ", windows_,
-                    "; give the same --data, --batch and --seq.");
-    at_ = p.epoch * windows_ + p.window;
 }
 
 }  // namespace coat

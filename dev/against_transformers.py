@@ -104,9 +104,9 @@ def write_data(folder, vocabulary):
         with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
             f.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
             f.write(struct.pack(f"<{len(tokens)}H", *tokens))
-    json.dump({"format": "coat vocabulary", "version": 1, "size": vocabulary,
-               "pieces": [f"[{t}]" for t in range(vocabulary)]},
-              open(os.path.join(folder, "vocabulary.json"), "w"))
+    with open(os.path.join(folder, "tokenizer.bin"), "wb") as f:  # llm.c's: the length of each piece, its bytes
+        f.write(struct.pack("<256i", 20240328, 1, vocabulary, *[0] * 253))
+        f.write(b"".join(bytes([len(piece)]) + piece for piece in (b"[%d]" % t for t in range(vocabulary))))
     return os.path.join(folder, "train.bin") + "," + os.path.join(folder, "val.bin"), tokens
 
 
@@ -221,7 +221,7 @@ def adamw_steps(name, device, folder, data, tokens, where):
 
 def masters(checkpoint):
     """The FP32 master weights of the tensors that have the same layout in both programs."""
-    state, exact = load_file(os.path.join(checkpoint, "optimizer.safetensors")), {}
+    state, exact = load_file(os.path.join(checkpoint, "optimizer.state")), {}
     for name, weight in load_file(os.path.join(checkpoint, "model.safetensors")).items():
         layer = re.match(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", name)
         ours = f"layers.{layer[1]}.{IN_LAYER.get(layer[2])}" if layer else OUTSIDE.get(name)

@@ -6,11 +6,10 @@
 #include <sys/file.h>
 
 #include "help/program.h"
-#include "token_files.h"
+#include "help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;
-using coat::test::token_files::token_file;
 
 namespace {
 

@@ -2,12 +2,10 @@
 // sentence that names what is at fault, exit code 1, and no file is lost, changed or left half-written.
 #include "../plan.h"
 #include "help/program.h"
-#include "token_files.h"
+#include "help/tokens.h"
 
 using namespace coat;
 using namespace coat::test;
-using coat::test::token_files::token_file;
-using coat::test::token_files::with_word;
 
 namespace {
 
@@ -114,10 +112,12 @@ TEST_CASE("train: sizes and combinations that cannot work are rejected before an
 TEST_CASE("train: --data that cannot be trained on is rejected, and so are files that cannot be written") {
     RunFolder folder;
     const std::string good = token_file(std::vector<uint16_t>{1, 2, 3});
+    std::string cut = good, magic = good;
+    cut[8]++, magic[0]++;
     for (const auto& [name, bytes] : {std::pair<const char*, std::string>{"nothing", ""},
                                       {"short", "too few bytes for a batch"},
-                                      {"cut.bin", with_word(good, 2, 1000)},
-                                      {"magic.bin", with_word(good, 0, 12345678)},
+                                      {"cut.bin", cut},
+                                      {"magic.bin", magic},
                                       {"header.bin", "abc"},
                                       {"large.bin", token_file(std::vector<uint16_t>(60000, 50300))}})
         folder.write(name, bytes);
@@ -179,7 +179,7 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
                 {"--data longer", "--data"}});
     check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
     require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
-    for (const char* file : {"model.safetensors", "optimizer.safetensors", "trainer.json", "config.json"}) {
+    for (const char* file : {"model.safetensors", "optimizer.state", "trainer.json", "config.json"}) {
         const std::string whole = read_file(folder.path / one / file);
         for (const std::string& bad : {whole.substr(0, whole.size() / 2), std::string(), std::string("[]")}) {
             write_file(folder.path / one / file, bad);
@@ -190,14 +190,14 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
         write_file(folder.path / one / file, whole);
     }
     // A wrong --log is found before the damage in a file, which loading finds: that can take minutes.
-    std::string flipped = read_file(folder.path / one / "optimizer.safetensors");
+    std::string flipped = read_file(folder.path / one / "optimizer.state");
     flipped.back() ^= 1;
-    write_file(folder.path / one / "optimizer.safetensors", flipped);
+    write_file(folder.path / one / "optimizer.state", flipped);
     check_rejected(folder, "--device cpu --resume out --steps 4 --log nowhere/log", "--log");
-    check_rejected(folder, "--device cpu --resume out --steps 4", "optimizer.safetensors");
+    check_rejected(folder, "--device cpu --resume out --steps 4", "optimizer.state");
     // A value that is given again and is equal, also if it is written otherwise, is no other run.
     flipped.back() ^= 1;
-    write_file(folder.path / one / "optimizer.safetensors", flipped);
+    write_file(folder.path / one / "optimizer.state", flipped);
     require_success(train(folder, "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat --data ./text"));
 }
 

@@ -83,14 +83,11 @@ struct Moments {  // of one parameter tensor
 
 // The moments of all parameters that may have FP8 optimizer states.
 std::vector<Moments> read(const std::string& checkpoint, const ModelConfig& config) {
-    const Safetensors file(checkpoint + "/optimizer.safetensors");
+    const Safetensors file(checkpoint + "/optimizer.state");
     auto values = [&](const std::string& name, const Param& p) {
-        const Tensor* t = file.find(name);
-        if (!t || t->dtype != "F32" || t->bytes != p.size() * 4)
-            throw Error(file.path() + " has no " + name +
-                        " in FP32; give the checkpoint of a run with --optimizer fp32.");
+        const Tensor& t = file.require(name, {p.rows, p.cols}, "F32");  // of a run with --optimizer fp32
         std::vector<float> x(p.size());
-        std::memcpy(x.data(), t->data, t->bytes);
+        std::memcpy(x.data(), t.data, t.bytes);
         return x;
     };
     std::vector<Moments> all;

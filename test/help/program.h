@@ -34,7 +34,8 @@ inline const std::string& small_model() {
     if (!fs::exists(path)) {
         fs::create_directory(path);
         const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2, 16};
-        save_model_folder(path, *make_reference(s), {});
+        const std::unique_ptr<Model> model = make_reference(s);
+        save_model_folder(path, s.config, {}, [&](const StateTensor& t) { return whole_tensor(*model, t); });
     }
     return path;
 }
@@ -122,9 +123,9 @@ inline double number_after(const std::string& text, const std::string& words) {
 
 // The tensors of a checkpoint: two equal runs have the same.
 inline std::string tensors_of(const fs::path& checkpoint) {
-    for (const char* file : {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"})
+    for (const char* file : {"config.json", "model.safetensors", "optimizer.state", "trainer.json"})
         REQUIRE(fs::exists(checkpoint / file));
-    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.safetensors");
+    return read_file(checkpoint / "model.safetensors") + read_file(checkpoint / "optimizer.state");
 }
 inline int64_t last_step(const Folder& folder, const char* out = "out") {
     return read_loop_state(find_checkpoint(folder / out)).step;

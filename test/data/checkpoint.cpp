@@ -1,0 +1,352 @@
+// checkpoint.cpp - data/checkpoint.cpp: a checkpoint is read back bit for bit; one that is damaged or of
+// another run is an error before the model changes; and a complete one exists at every moment, also if a save
+// is killed.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <csignal>
+#include <set>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include "../../plan.h"
+#include "../help/checkpoints.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+// What the C library's fsync and rename were called with, in this order: "sync PATH", "rename PATH". They are
+// replaced below. A call with the path `fails` fails.
+std::vector<std::string> calls;
+std::string fails;
+
+}  // namespace
+
+extern "C" int fsync(int file) {
+    std::error_code ignored;
+    const std::string path = fs::read_symlink("/proc/self/fd/" + std::to_string(file), ignored).string();
+    calls.push_back("sync " + path);
+    if (calls.back() != fails) return int(syscall(SYS_fsync, file));
+    errno = EIO;
+    return -1;
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+    calls.push_back(std::string("rename ") + from);
+    if (calls.back() != fails) return int(syscall(SYS_rename, from, to));
+    errno = EBUSY;
+    return -1;
+}
+
+namespace {
+
+using Names = std::set<std::string>;
+Names names_in(const std::string& folder) {
+    Names found;
+    for (const auto& entry : fs::directory_iterator(folder)) found.insert(entry.path().filename().string());
+    return found;
+}
+
+// A saved checkpoint to damage, and a model that must stay as it is.
+struct Damage {
+    Folder folder;
+    MemoryModel saved, loaded;
+    std::string path;
+    explicit Damage(const Setup& s = small_setup(LLAMA))
+        : saved(s, 1), loaded(s, 2), path(save(folder / "out", saved, 5)) {}
+    void load() {
+        read_loop_state(path);
+        load_checkpoint(path, loaded);
+    }
+    void rejected(const std::string& file, const std::string& bytes, const std::string& says) {
+        const std::string good = read_file(path + "/" + file);
+        coat::test::write_file(path + "/" + file, bytes);
+        const int writes = loaded.writes;
+        CAPTURE(file);
+        check_error([&] { load(); }, path, says);
+        CHECK(loaded.writes == writes);
+        coat::test::write_file(path + "/" + file, good);
+    }
+};
+
+}  // namespace
+
+TEST_CASE(
+    "checkpoint: is read back bit for bit, with every optimizer and memory mode; so are state and config") {
+    for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, GPT2})
+        for (bool tied : {true, false})
+            for (const OptimizerFormat& optimizer : optimizers())
+                for (bool master : {true, false}) {
+                    INFO(std::string(arch.name), tied, " ", std::string(optimizer.name), " ", master);
+                    Folder folder;
+                    Setup s = small_setup(arch, tied, optimizer.name);
+                    s.master = master;
+                    if (!master) s.recipe = find_row(recipes(), "te", "");  // with delayed scales
+                    if (arch.rope && tied)
+                        s.config.head_size = 16,
+                        s.config.rope_scaling = {RopeScaling::Llama3, 8.1f, 1.1f, 4.1f, 77};
+                    MemoryModel saved(s, 1), loaded(s, 2);
+                    const std::string out = folder / "out", path = save(out, saved, 300);
+                    CHECK((path == out + "/step-000300" && find_checkpoint(out) == path));
+                    CHECK(find_checkpoint(path) == path);
+                    load_checkpoint(path, loaded);
+                    CHECK(saved.tensors == loaded.tensors);
+                    const LoopState a = read_loop_state(path), b = some_state(300);
+                    CHECK(std::tuple(a.step, a.updates, a.first_validation, a.settings.at("lr")) ==
+                          std::tuple(b.step, b.updates, b.first_validation, b.settings.at("lr")));
+                    const ModelConfig x = read_model_config(path), &y = s.config;
+                    CHECK(std::string(x.arch.name) == arch.name);
+                    CHECK(std::tuple(x.L, x.C, x.NH, x.NKV, x.F, x.V, x.max_T, x.HS(), x.tied, x.norm_eps) ==
+                          std::tuple(y.L, y.C, y.NH, y.NKV, y.F, y.V, y.max_T, y.HS(), y.tied, y.norm_eps));
+                    const RopeScaling &r = x.rope_scaling, &t = y.rope_scaling;
+                    CHECK(std::tuple(r.type, r.factor, r.low_freq_factor, r.high_freq_factor,
+                                     r.original_positions) == std::tuple(t.type, t.factor, t.low_freq_factor,
+                                                                         t.high_freq_factor,
+                                                                         t.original_positions));
+                    CHECK((x.window == 0 && (!arch.rope || x.rope_theta == y.rope_theta)));
+                }
+}
+
+TEST_CASE(
+    "checkpoint: tensors have the names and shapes of Hugging Face, without padding rows, and are aligned") {
+    Folder folder;
+    auto shapes = [&](const Setup& s) {
+        MemoryModel model(s, 1);
+        const std::string path = save(folder / s.config.arch.name, model, 1);
+        const Safetensors file(path + "/model.safetensors"), optimizer(path + "/optimizer.state");
+        std::map<std::string, std::vector<int64_t>> result;
+        for (const auto& [name, t] : file.tensors()) {
+            CHECK(t.dtype == "BF16");
+            if (!contains(name, ".1.")) result[name] = t.shape;  // layer 1 has the shapes of layer 0
+        }
+        // PyTorch reads tensors whose elements are aligned.
+        const uint8_t* begin = nullptr;
+        for (const auto& [name, t] : optimizer.tensors()) begin = begin ? std::min(begin, t.data) : t.data;
+        for (const StateTensor& t : optimizer_tensors(s))
+            CHECK((optimizer.tensors().at(t.name).data - begin) % t.bytes == 0);
+        return result;
+    };
+    // As LlamaForCausalLM and GPT2LMHeadModel of transformers print them. Conv1D of GPT-2 is (in, out).
+    using Shapes = std::map<std::string, std::vector<int64_t>>;
+    Shapes llama = {{"model.embed_tokens.weight", {50, 32}},
+                    {"model.norm.weight", {32}},
+                    {"lm_head.weight", {50, 32}}},
+           gpt2 = {{"transformer.wte.weight", {50, 32}}, {"transformer.wpe.weight", {16, 32}}};
+    for (const auto& [name, shape] : Shapes{{"input_layernorm", {32}},
+                                            {"post_attention_layernorm", {32}},
+                                            {"self_attn.q_proj", {32, 32}},
+                                            {"self_attn.k_proj", {16, 32}},
+                                            {"self_attn.v_proj", {16, 32}},
+                                            {"self_attn.o_proj", {32, 32}},
+                                            {"mlp.gate_proj", {48, 32}},
+                                            {"mlp.up_proj", {48, 32}},
+                                            {"mlp.down_proj", {32, 48}}})
+        llama["model.layers.0." + name + ".weight"] = shape;
+    CHECK(shapes(small_setup(LLAMA, false)) == llama);
+    llama.erase("lm_head.weight");  // tied; and Qwen2 has biases
+    for (const auto& [name, n] : {std::pair{"q", 32}, {"k", 16}, {"v", 16}})
+        llama[std::string("model.layers.0.self_attn.") + name + "_proj.bias"] = {n};
+    CHECK(shapes(small_setup(QWEN2)) == llama);
+    for (const auto& [name, weight, bias] : {std::tuple{"ln_f", std::vector<int64_t>{32}, 32},
+                                             {"h.0.ln_1", {32}, 32},
+                                             {"h.0.ln_2", {32}, 32},
+                                             {"h.0.attn.c_attn", {32, 96}, 96},
+                                             {"h.0.attn.c_proj", {32, 32}, 32},
+                                             {"h.0.mlp.c_fc", {32, 48}, 48},
+                                             {"h.0.mlp.c_proj", {48, 32}, 32}}) {
+        gpt2[std::string("transformer.") + name + ".weight"] = weight;
+        gpt2[std::string("transformer.") + name + ".bias"] = {bias};
+    }
+    CHECK(shapes(small_setup(GPT2)) == gpt2);
+}
+
+TEST_CASE("checkpoint: of another recipe, optimizer or shape it is rejected before the model changes") {
+    Damage d;
+    const std::vector<std::function<void(Setup&)>> others = {
+        [](Setup& s) { s.recipe = find_row(recipes(), "te", ""); },  // has delayed scales
+        [](Setup& s) { s.optimizer = find_row(optimizers(), "coat-e5m2", ""); },
+        [](Setup& s) { s.optimizer = find_row(optimizers(), "fp32", ""); },
+        [](Setup& s) { s = small_setup(GPT2); },
+        [](Setup& s) { s.config.tied = false; },
+        [](Setup& s) { s.config.L = 3; },
+        [](Setup& s) { s.config.V = 51; },
+    };
+    for (const auto& change : others) {
+        Setup s = small_setup(LLAMA);
+        change(s);
+        MemoryModel model(s, 3);
+        check_error([&] { load_checkpoint(d.path, model); }, d.path);
+        CHECK(model.writes == 0);
+    }
+}
+
+TEST_CASE("checkpoint: a changed byte of any file is an error that names the file") {
+    Damage d;
+    FRESH_RANDOM(rng);
+    for (const std::string file : {"model.safetensors", "optimizer.state", "config.json", "trainer.json"}) {
+        const std::string path = d.path + "/" + file, bytes = read_file(path);
+        d.rejected(file, bytes.substr(0, bytes.size() / 2), file);
+        d.rejected(file, bytes + "x", file);
+        fs::rename(path, path + ".gone");
+        check_error([&] { d.load(); }, path);
+        fs::rename(path + ".gone", path);
+        for (int64_t i = 0; i < count(60, 30); i++) {
+            std::string bad = bytes;
+            char& byte = bad[size_t(i == 0   ? 0
+                                    : i == 1 ? int64_t(bytes.size()) - 2
+                                             : rng.below(int64_t(bytes.size())))];
+            byte = byte == ' ' || byte == '\n' ? 'x'
+                                               : char(byte ^ 1);  // white space in trainer.json says nothing
+            d.rejected(file, bad, file);
+        }
+        check_random_damage(path, bytes.size(), count(300, 60), [&] { d.load(); });
+        CHECK(d.saved.tensors == d.loaded.tensors);
+    }
+    const Json good = Json::parse(read_file(d.path + "/trainer.json"));
+    for (const auto& [field, value] : good.items()) {  // every field is required, and each has its hash
+        Json bad = good;
+        bad.erase(field);
+        d.rejected("trainer.json", bad.dump(), "trainer.json");
+        bad[field] = value.is_number() ? Json(value.get<double>() + 1) : Json("other");
+        d.rejected("trainer.json", bad.dump(), "trainer.json");
+    }
+    Json earlier = good;
+    earlier["version"] = 2;
+    d.rejected("trainer.json", earlier.dump(), "--model");
+    for (const char* other : {"{}", "{\"version\": 3}", "[]"})
+        d.rejected("trainer.json", other, "trainer.json");
+    const std::vector<std::pair<const char*, Json>> others = {
+        {"step", "x"}, {"step", nullptr}, {"updates", Json::array()}, {"hashes", 5}, {"settings", 5}};
+    for (const auto& [field, value] : others) {
+        Json bad = good;  // with a hash that fits: as a program of another version may write it
+        bad[field] = value;
+        bad.erase("hash");
+        const std::string text = nlohmann::json(bad).dump();
+        bad["hash"] = std::to_string(hash_bytes(text.data(), int64_t(text.size()), text.size()));
+        write_file(d.path + "/trainer.json", bad.dump());
+        error_of([&] { d.load(); });  // read or rejected: any exception but Error fails the test
+    }
+}
+
+TEST_CASE(
+    "checkpoint: the newest by number counts, --keep newest ones stay, and nothing of another name is "
+    "touched") {
+    Folder folder;
+    const std::string out = folder / "out";
+    MemoryModel model(small_setup(LLAMA), 1);
+    CHECK(find_checkpoint(out) == "");
+    save(out, model, 5), save(out, model, 10);
+    CHECK(names_in(out) == Names{"step-000005", "step-000010"});
+    for (const char* name :
+         {"step-", "step-notes", "step-000007x", "x-000007", "step-000099.tmp.txt", "logs"})
+        fs::create_directory(out + "/" + name);
+    for (const char* name : {"step-000099.tmp", "step-000003.tmp"}) fs::create_directory(out + "/" + name);
+    coat::test::write_file(out + "/step-000999", "no folder");
+    CHECK(find_checkpoint(out) == out + "/step-000010");
+    Names mine = {"step-", "step-notes", "step-000007x", "x-000007", "step-000099.tmp.txt",
+                  "logs",  "step-000999"};
+    for (const auto& [step, keep, steps] : {std::tuple{20, 2, Names{"step-000010", "step-000020"}},
+                                            {1234567, 3, {"step-000010", "step-000020", "step-1234567"}},
+                                            {1234568, 1, {"step-1234568"}},
+                                            {2000000, 0, {"step-2000000"}}}) {
+        const std::string path = save(out, model, step, keep);
+        CHECK(find_checkpoint(out) == path);
+        Names expected = mine;
+        expected.insert(steps.begin(), steps.end());
+        CHECK(names_in(out) == expected);
+    }
+}
+
+TEST_CASE("checkpoint: every file is on the disk before it gets its name, and the folders after") {
+    Folder folder;
+    MemoryModel model(small_setup(LLAMA), 1);
+    const std::string root = fs::canonical(folder.path).string(), out = root + "/new/out";
+    calls.clear();
+    const std::string path = save_checkpoint(out, model, some_state(10), {{"templates/a.jinja", "text"}});
+    auto at = [&](const std::string& call) {
+        const auto found = std::find(calls.begin(), calls.end(), call);
+        CHECK_MESSAGE(found != calls.end(), call);
+        return found - calls.begin();
+    };
+    const auto renamed = at("rename " + path + ".tmp");
+    for (const auto& [name, bytes] : folder.files())
+        CHECK(at("sync " + path + ".tmp" + (root + "/" + name).substr(path.size())) < renamed);
+    CHECK(at("sync " + path + ".tmp") < renamed);
+    CHECK(at("sync " + out) > renamed);
+    CHECK((at("sync " + root) < renamed && at("sync " + root + "/new") < renamed));  // the new folders' names
+    save(out, model, 20);
+    // An older checkpoint that cannot be removed does not end the run.
+    fails = "rename " + path;
+    calls.clear();
+    CHECK(find_checkpoint(out) == save(out, model, 30));
+    CHECK(names_in(out) == Names{"step-000010", "step-000020", "step-000030"});
+    CHECK(at("sync " + out) < at("rename " + path));  // older ones go last
+    // A folder that could not be synced: the next try of the same step succeeds.
+    fails = "sync " + out;
+    check_error([&] { save(out, model, 40); }, out, "--out");
+    fails.clear();
+    CHECK(save(out, model, 40) == out + "/step-000040");
+    CHECK(names_in(out) == Names{"step-000030", "step-000040"});
+}
+
+TEST_CASE(
+    "checkpoint: a disk that is full or cannot be written is an error, and the checkpoints before stay") {
+    Damage d;
+    const std::string out = d.folder / "out";
+    coat::test::write_file(d.folder / "file", "x");
+    CHECK(contains(error_of([&] { save(d.folder / "file", d.saved, 1); }), d.folder / "file"));
+    const auto bytes = rlim_t(fs::file_size(d.path + "/optimizer.state"));
+    // A limit on the size of a file stands for a full disk. Each limit stops the save at another place.
+    for (rlim_t limit : {rlim_t{0}, rlim_t{100}, rlim_t{5000}, bytes - 1}) {
+        rlimit before{};
+        getrlimit(RLIMIT_FSIZE, &before);
+        const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+        const rlimit tight{limit, before.rlim_max};
+        setrlimit(RLIMIT_FSIZE, &tight);
+        const std::string error = error_of([&] { save(out, d.saved, 6); });
+        setrlimit(RLIMIT_FSIZE, &before), std::signal(SIGXFSZ, handler);
+        check_error(error, out + "/step-000006.tmp/", "--out");
+        CHECK(names_in(out) == Names{"step-000005"});
+    }
+    save(out, d.saved, 6);
+    CHECK(names_in(out) == Names{"step-000005", "step-000006"});
+}
+
+// A child saves for ever. It is stopped thousands of times: the disk then holds what a kill would leave. Now
+// and then it is killed, and the next child goes on.
+TEST_CASE("checkpoint: a good one exists at every moment of a save, and a kill leaves the last") {
+    Folder folder;
+    const std::string out = folder / "out";
+    const Setup s = small_setup(LLAMA);
+    MemoryModel first(s, 1), loaded(s, 0);
+    save(out, first, 1);
+    FRESH_RANDOM(rng);
+    int64_t last = 1, torn = 0;  // the newest step seen; stops in the middle of a save
+    for (int64_t kills = 0; kills < count(40, 8); kills++) {
+        const pid_t child = fork();
+        REQUIRE(child >= 0);
+        for (int64_t step = last + 1; !child; step++) {
+            MemoryModel model(s, uint64_t(step));
+            save(out, model, step, 1);
+        }
+        int status = 0;
+        for (int64_t stops = 0; stops < 60; stops++) {
+            usleep(useconds_t(rng.below(1500)));
+            kill(child, SIGSTOP), waitpid(child, &status, WUNTRACED);
+            for (const std::string& name : names_in(out)) torn += contains(name, ".tmp");
+            const int64_t step = read_loop_state(find_checkpoint(out)).step;
+            REQUIRE(step >= last);
+            last = step;
+            kill(child, SIGCONT);
+        }
+        kill(child, SIGKILL), waitpid(child, &status, 0);
+        load_checkpoint(find_checkpoint(out), loaded);
+        last = read_loop_state(find_checkpoint(out)).step;
+        REQUIRE(loaded.tensors == MemoryModel(s, uint64_t(last)).tensors);
+    }
+    CHECK(torn > 0);
+    save(out, first, last + 1, 1);
+    CHECK(names_in(out).size() == 1);  // what the kills left is removed
+}

@@ -1,0 +1,218 @@
+// safetensors.cpp - data/safetensors.cpp: what is written is read back; a wrong header, hostile JSON or a
+// file that cannot be read is an error that names the file and the field.
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <cstring>
+#include <sys/stat.h>
+
+#include "../help/checkpoints.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+// A safetensors file with this header, and as many bytes after it.
+std::string raw_file(const std::string& header, size_t bytes = 0) {
+    const uint64_t length = header.size();
+    return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(bytes, 'd');
+}
+std::string nested(int levels) {  // {"a": [[...]]}
+    return "{\"a\":" + std::string(levels - 1, '[') + std::string(levels - 1, ']') + "}";
+}
+
+}  // namespace
+
+TEST_CASE("Safetensors: reads back names, types, shapes and bytes; every tensor is where the header says") {
+    Folder folder;
+    const std::string path = folder / "a.safetensors";
+    const std::vector<TensorInfo> tensors = {{"x", "F32", {2, 3}},
+                                             {"empty", "I64", {0, 5}},
+                                             {"scalar", "BF16", {}},
+                                             {"codes \"q\"", "F8_E4M3", {7}}};
+    const std::vector<std::string> bytes = {std::string(24, 'x'), "", "ab", "1234567"};
+    {
+        SafetensorsWriter file(path, tensors);
+        CHECK_THROWS_AS(file.finish(), std::logic_error);  // not all bytes of the table
+        for (const std::string& b : bytes) file.write(b.data(), int64_t(b.size()));
+        file.finish();
+    }
+    const std::string whole = read_file(path);
+    CHECK(whole.find(R"({"__metadata__":{"format":"pt"},)") == 8);  // transformers requires it
+    uint64_t length;
+    std::memcpy(&length, whole.data(), 8);
+    CHECK(length % 8 == 0);
+    const Safetensors file(path);
+    REQUIRE(file.tensors().size() == tensors.size());
+    for (size_t i = 0; i < tensors.size(); i++) {
+        const Tensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
+        CHECK(std::string(reinterpret_cast<const char*>(t.data), size_t(t.bytes)) == bytes[i]);
+    }
+    CHECK_NOTHROW(file.require("x", {2, 3}));
+    check_error([&] { file.require("y", {2, 3}); }, path, "y");
+    check_error([&] { file.require("x", {3, 2}); }, path, "[3,2]");
+    check_error([&] { file.require("x", {2, 3}, "BF16"); }, path, "BF16");
+}
+
+TEST_CASE("Safetensors: a wrong header is an error that names the file") {
+    const std::string A = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})",
+                      B = R"({"dtype":"U8","shape":[4],"data_offsets":[8,12]})",
+                      good = "{\"a\":" + A + ",\"b\":" + B + "}";
+    auto a = [&](const std::string& other) { return raw_file("{\"a\":" + other + ",\"b\":" + B + "}", 12); };
+    auto b = [&](const std::string& other) { return raw_file("{\"a\":" + A + ",\"b\":" + other + "}", 12); };
+    std::string huge = raw_file(good, 12), endless = huge;
+    huge[4] = '\1', endless.replace(0, 8, 8, '\xFF');
+    struct Row {
+        const char* what;
+        std::string bytes;
+    };
+    const Row rows[] = {
+        {"empty", ""},
+        {"shorter than a length", "1234567"},
+        {"header beyond the file", raw_file(good).substr(0, 40)},
+        {"header one byte longer than the file", raw_file(good + "  ").substr(0, good.size() + 9)},
+        {"header of 4 GB", huge},
+        {"header of 2^64 - 1 bytes", endless},
+        {"no header", raw_file("", 12)},
+        {"not JSON", raw_file(good.substr(1), 12)},
+        {"not UTF-8", raw_file("{\"\xFF\":1}")},
+        {"a zero byte", raw_file(std::string("{}\0", 3))},
+        {"more after its end", raw_file("{}{}")},
+        {"a list", raw_file("[]")},
+        {"a number", raw_file("7")},
+        {"objects in objects", raw_file(R"({"a":{"a":{"a":{}}}})")},
+        {"a byte too few", raw_file(good, 11)},
+        {"a byte too many", raw_file(good, 13)},
+        {"overlap", b(R"({"dtype":"U8","shape":[8],"data_offsets":[4,12]})")},
+        {"the same bytes", b(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})")},
+        {"hole", a(R"({"dtype":"U8","shape":[7],"data_offsets":[0,7]})")},
+        {"hole in front", a(R"({"dtype":"U8","shape":[7],"data_offsets":[1,8]})")},
+        {"shape that is not its bytes", a(R"({"dtype":"F32","shape":[3],"data_offsets":[0,8]})")},
+        {"dtype that is not its bytes", a(R"({"dtype":"F64","shape":[2],"data_offsets":[0,8]})")},
+        {"unknown dtype", a(R"({"dtype":"F31","shape":[2],"data_offsets":[0,8]})")},
+        {"dtype not text", a(R"({"dtype":4,"shape":[2],"data_offsets":[0,8]})")},
+        {"negative size", a(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})")},
+        {"two negative sizes", a(R"({"dtype":"F32","shape":[-2,-1],"data_offsets":[0,8]})")},
+        {"fraction", a(R"({"dtype":"F32","shape":[2.0],"data_offsets":[0,8]})")},
+        {"size that overflows",
+         a(R"({"dtype":"F32","shape":[1000000000000000,4611686018427387904],"data_offsets":[0,8]})")},
+        {"size that wraps to its bytes",
+         a(R"({"dtype":"F32","shape":[2,1099511627776,4194304,2],"data_offsets":[0,0]})")},
+        {"size beyond 64 bits", a(R"({"dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,8]})")},
+        {"shape not a list", a(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})")},
+        {"end before begin", a(R"({"dtype":"U8","shape":[4],"data_offsets":[8,4]})")},
+        {"negative begin", a(R"({"dtype":"U8","shape":[9],"data_offsets":[-1,8]})")},
+        {"one offset", a(R"({"dtype":"U8","shape":[8],"data_offsets":[8]})")},
+        {"three offsets", a(R"({"dtype":"U8","shape":[8],"data_offsets":[0,8,8]})")},
+        {"no offsets", a(R"({"dtype":"U8","shape":[8]})")},
+        {"tensor not an object", a("3")},
+    };
+    Folder folder;
+    const std::string path = folder.write("wrong.safetensors", raw_file(good, 12));
+    CHECK(error_of([&] { Safetensors file(path); }) == "");
+    for (const Row& row : rows) {
+        CAPTURE(row.what);
+        write_file(path, row.bytes);
+        check_error([&] { Safetensors file(path); }, path);
+    }
+    write_file(path, raw_file(good, 12));
+    check_random_damage(path, good.size() + 20, count(20000, 4000), [&] {
+        int64_t sum = 0;
+        const Safetensors file(path);
+        for (const auto& [name, t] : file.tensors())  // every byte of a tensor can be read
+            for (int64_t i = 0; i < t.bytes; i++) sum += t.data[i];
+        CHECK(sum <= 255 * 12);
+    });
+}
+
+TEST_CASE("Safetensors: 40,000 tensors are written and read in seconds; a header without end is rejected") {
+    Folder folder;
+    std::vector<TensorInfo> table;
+    for (int64_t i = 0; i < 40'000; i++) table.push_back({concat("tensor.", i), "U8", {0}});
+    const auto begin = std::chrono::steady_clock::now();
+    SafetensorsWriter(folder / "many", table).finish();
+    CHECK(Safetensors(folder / "many").tensors().size() == 40'000);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));  // quadratic time took 11 s
+    std::string list(40 << 20, '0');
+    for (size_t i = 1; i < list.size(); i += 2) list[i] = ',';
+    const std::string header = "{\"a\":{\"dtype\":\"U8\",\"shape\":[" + list + "0],\"data_offsets\":[0,0]}}";
+    const std::string file = folder.write("endless", raw_file(header));
+    check_error([&] { Safetensors s(file); }, file, "32 MiB");
+}
+
+TEST_CASE("read_json: objects of 32 levels, whole and not too large; brackets in strings do not count") {
+    Folder folder;
+    auto read = [&](const std::string& text) { return read_json(folder.write("a.json", text)).object; };
+    CHECK(read(nested(32)).contains("a"));
+    for (const std::string& bad : {nested(33), nested(1'000'000), "{\"b\": []," + nested(33).substr(1)})
+        check_error([&] { read(bad); }, "a.json", "32 levels");
+    std::string many = "{\"b\": [";  // brackets that are closed do not count either
+    for (int i = 0; i < 1000; i++) many += "[],";
+    CHECK(read(many + "1]}").size() == 1);
+    const std::string brackets(1000, '[');
+    CHECK(read("{\"a\": \"" + brackets + "\\\"" + brackets + "\\\\\"}").at("a") ==
+          brackets + "\"" + brackets + "\\");
+    for (const std::string& bad :
+         {std::string(), std::string("[1]"), std::string("{\"a\":1"), std::string("{}\0", 3)})
+        check_error([&] { read(bad); }, "a.json");
+    check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");
+    check_error([&] { read_json(folder.path.string()); }, folder.path.string(), "not a regular file");
+    REQUIRE(::mkfifo((folder / "pipe").c_str(), 0600) == 0);
+    check_error([&] { read_json(folder / "pipe"); }, folder / "pipe", "not a regular file");
+}
+
+TEST_CASE(
+    "Fields: a value of another kind is rejected by file, field and what was expected; null is missing") {
+    const auto object =
+        nlohmann::json::parse(R"({"n": 1000000000000000, "more": 1000000000000001, "minus": -1,
+        "x": 0.5, "zero": 0, "huge": 1e300, "text": "t", "yes": true, "list": [0, 7], "bad": [1, -1], "in": {"a": 1},
+        "null": null})");
+    const Fields f{"some/file.json", object};
+    CHECK((f.get<int64_t>("n") == 1'000'000'000'000'000 && f.get<int64_t>("zero") == 0));
+    CHECK((f.get<float>("x") == 0.5f && f.get<bool>("yes") && f.get<std::string>("text") == "t"));
+    CHECK(
+        (f.get<std::vector<int64_t>>("list") == std::vector<int64_t>{0, 7} && f.get<Fields>("in").has("a")));
+    CHECK((f.get<int64_t>("null", 5) == 5 && f.get<bool>("none", true) && !f.has("null")));
+    auto rejected = [&](auto kind, const char* expected, std::initializer_list<const char*> fields) {
+        for (const char* field : fields) {
+            const std::string error = error_of([&] { f.get<decltype(kind)>(field); });
+            CAPTURE(error);
+            CHECK(contains(
+                error, concat("some/file.json: the field ", field, " must be ", expected, ", but it is ")));
+        }
+    };
+    rejected(int64_t(), "a whole number up to 10^15",
+             {"more", "minus", "x", "text", "yes", "list", "null", "none"});
+    rejected(float(), "a positive number", {"zero", "minus", "huge", "text", "null"});
+    rejected(bool(), "true or false", {"n", "text", "null"});
+    rejected(std::string(), "text", {"n", "list"});
+    rejected(std::vector<int64_t>(), "a list of whole numbers up to 10^15", {"n", "bad", "in"});
+    rejected(Fields(), "an object", {"n", "list", "null"});
+    check_error(
+        [&] {
+            Fields{"f", {{"a", std::string(100'000, 'x')}}}.get<bool>("a");
+        },
+        "f", "true or false");
+}
+
+TEST_CASE("hash_file: every byte counts, in every MiB, and so do the order of parts and the length") {
+    Folder folder;
+    FRESH_RANDOM(rng);
+    std::string bytes((3 << 20) + 5, '\0');
+    for (char& b : bytes) b = char(rng.bits());
+    auto hash = [&](const std::string& content) { return hash_file(folder.write("file", content)); };
+    const std::string good = hash(bytes);
+    CHECK(hash(bytes) == good);
+    for (size_t part = 0; part <= bytes.size() >> 20; part++)
+        for (const size_t at : {part << 20, std::min(bytes.size(), (part + 1) << 20) - 1}) {
+            std::string changed = bytes;
+            changed[at] ^= 1;
+            CHECK(hash(changed) != good);
+        }
+    std::string swapped = bytes;
+    std::rotate(swapped.begin(), swapped.begin() + (1 << 20), swapped.begin() + (2 << 20));
+    for (const std::string& other : {swapped, bytes + '\0', bytes.substr(0, bytes.size() - 1)})
+        CHECK(hash(other) != good);
+    CHECK(hash(std::string(8, '\0')) != hash(std::string(16, '\0')));
+}

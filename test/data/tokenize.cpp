@@ -1,0 +1,205 @@
+// tokenize.cpp - data/tokenize.py: which tokens of conversations count, and how it packs and divides. The
+// last test has transformers itself; the others have a small one of the tests (help/conversations.h).
+#include <doctest/doctest.h>
+
+#include "../help/conversations.h"
+
+using namespace coat;
+using namespace coat::test;
+
+TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    const std::string twice =
+        R"({"messages": [{"role": "user", "content": "hi"},)"
+        R"({"role": "assistant", "content": "A\u00e9 "}, {"role": "user", "content": "b"},)"
+        R"({"role": "assistant", "content": "C"}]})"
+        "\n";
+    const Ended ended = folder.tokenize(twice + chat("held", "out"));
+    require_success(ended);
+    CHECK(folder.windows() == padded("<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
+                                     "<|user|>b<|end|>\n<|assistant|>[C<|end|>]\n",
+                                     20, 32));
+    CHECK(folder.windows("val") == padded("<|user|>held<|end|>\n<|assistant|>[out<|end|>]\n", 13, 32));
+    CHECK(contains(ended.out, "train.bin: 33 tokens, 7 count"));
+    // A token that begins in the question and ends in the answer counts; the first of a text never does.
+    folder.write("model/template",
+                 "'' if not messages else messages[0]['content'] + messages[1]['content']"
+                 " if messages[1:] else '' if add_generation_prompt else messages[0]['content']");
+    require_success(folder.tokenize(chat("", "abc") + chat("held", "out"), "--seq 4"));
+    CHECK(folder.windows() == "a[bc]<|end|>");
+    folder.write("model/template", "'a<|us' + 'er|>b<|end|>' * (len(messages) > 1)");
+    require_success(folder.tokenize(chat("x", "y") + chat("held", "out"), "--seq 5"));
+    CHECK(folder.windows() == "a[<|user|>b<|end|>]<|end|>");
+}
+
+TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    folder.write("model/template",
+                 "''.join(m['content'] for m in messages) + '<|end|>' * (len(messages) > 1)");
+    // 6, 8, 4 and 8 tokens; one that fills a window to the last token; one of --seq tokens, which is not cut.
+    std::string lines;
+    for (const char* letters : {"aaaa", "bbbbbb", "cc", "dddddd", "gg", "hhhhhhhhhh"})
+        lines += chat(letters, "x");
+    const Ended ended =
+        folder.tokenize(lines + chat("e", "whole") + chat("held", "out"), "--seq 12 --hold-out 0.05");
+    require_success(ended);
+    CHECK(folder.windows() ==
+          "aaaa[x<|end|>]cc[x<|end|>]<|end|><|end|>\nbbbbbb[x<|end|>]gg[x<|end|>]\ndddddd[x<|end|>]" +
+              padded("", 8, 12) + "\nhhhhhhhhhh[x<|end|>]\n" + "e[whole<|end|>]" + padded("", 7, 12));
+    CHECK(contains(ended.out, "; 0 are cut"));
+    CHECK(load_corpus(folder / "tokens").seq == 12);
+    // Longer ones, those without an answer, and lines that stand there before.
+    const Ended counted =
+        folder.tokenize(chat("abc", "x") + chat("abc", "x") + chat("123456789012", "x") +
+                            chat("123", std::string(9, 'y')) + chat("z", " ") + "\n" +
+                            R"({"messages": [{"role": "user", "content": "q"}]})" + "\n" + chat("b", "x"),
+                        "--seq 12");
+    require_success(counted);
+    CHECK(contains(counted.out, "3 conversations have no answer"));
+    CHECK(contains(counted.out, "; 1 are cut"));
+    CHECK(folder.windows() == padded("abc[x<|end|>]", 5, 12) + "\n123[yyyyyyyyy]");
+    CHECK(folder.windows("val") == padded("b[x<|end|>]", 3, 12));
+}
+
+TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with the end of the one before" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    const std::string line = "eight b\n", first(1 << 21, 'x'), small = "line\r\nends\rstay\n";
+    std::string large;  // of several parts
+    while (large.size() < 3 << 20) large += line;
+    folder.write("in/a", large), folder.write("in/b", small), folder.write("in/copy", small);
+    folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
+    for (int i = 0; i < 8; i++) folder.write(concat("in/sub/", i), concat("text ", i));
+    for (const char* spelled : {"", "BYTE_LEVEL"}) {
+        folder.write("model/template", spelled);
+        require_success(folder.run("--tokenizer model --out tokens in"));
+        const Corpus corpus = load_corpus(folder / "tokens");
+        std::string expected = "<|end|>" + large + "<|end|>" + small;
+        for (int i = 0; i < 8; i++)
+            if (i != 3) expected += concat("<|end|>text ", i);
+        CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
+        CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>text 3");
+        CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 259 && corpus.vocabulary[258] == "<|end|>"));
+    }
+    require_success(folder.run("--tokenizer model --out tokens in/a --hold-out 0.25"));  // 2-byte tokens
+    CHECK(fs::file_size(folder / "tokens/val.bin") == 1024 + 2 * (1 + large.size() / 4));
+    // Of few texts the end of each is held out.
+    require_success(folder.run("--tokenizer model --out tokens in/b in/sub/0 --hold-out 0.25"));
+    const Corpus corpus = load_corpus(folder / "tokens");
+    CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
+}
+
+TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and earlier data stay" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    const std::string good = chat("abc", "x") + chat("def", "y");
+    require_success(folder.tokenize(good));
+    const auto before = folder.files();
+    struct Row {
+        std::string lines, flags, who, what;
+    };
+    const std::string answered = R"("messages": [{"role": "assistant", "content": "x"}])";
+    for (const Row& row : std::initializer_list<Row>{
+             {good, "", "c.jsonl", "--seq"},
+
+             {chat("abc", "x"), "--seq 32", "two conversations", ""},
+             {chat("abc", "") + chat("def", ""), "--seq 32", "two conversations", ""},
+             {good + "{\"messages\"\n", "--seq 32", "c.jsonl:3", "JSON"},
+             {good + std::string(100000, '[') + "\n", "--seq 32", "c.jsonl:3", "JSON"},
+             {good + "[1]\n", "--seq 32", "c.jsonl:3", "no object"},
+             {good + "{\"text\": \"abc\", \"id\": 1}\n", "--seq 32", "c.jsonl:3", "text, id"},
+             {good + "{\"messages\": [1]}\n", "--seq 32", "c.jsonl:3", "role"},
+             {good + "{\"messages\": [{\"role\": \"user\"}]}\n", "--seq 32", "c.jsonl:3",
+              "template fails"}}) {
+        CAPTURE(row.lines);
+        const Ended ended = folder.tokenize(row.lines, row.flags);
+        check_failed(ended, row.who, row.what);
+        CHECK(!contains(ended.error, "Traceback"));
+    }
+    folder.write("text", "ab\n");
+    check_failed(folder.run("--tokenizer model --seq 32 c.jsonl text"), "c.jsonl", "alone");
+    for (const char* flags : {"text", "text --tokenizer model --seq 8", "text --tokenizer model --hold-out 1",
+                              "text --tokenizer model --hold-out 0"})
+        check_failed(folder.run(flags), "--tokenizer", "--hold-out");
+    check_failed(folder.run("--train-bpe 300 c.jsonl --seq 32"), "c.jsonl");
+    check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
+    folder.write("empty", "");
+    check_failed(folder.run("--tokenizer model empty"), "no text");
+    folder.write("model/template", "str(len(messages)) + " + CHAT);
+    check_failed(folder.tokenize(good), "c.jsonl:1", "does not write the beginning");
+    folder.write("transformers.py", "raise ImportError()");
+    check_failed(folder.tokenize(good), "pip install transformers");
+    for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})
+        CHECK(read_file(folder / name) == before.at(name));
+}
+
+TEST_CASE("tokenize.py: with transformers itself, a BPE is trained and the assistant's tokens count" *
+          doctest::skip(NO_TRANSFORMERS)) {
+    Folder folder;
+    const std::string script =
+        "TRANSFORMERS_VERBOSITY=error python3 '" + fs::absolute("data/tokenize.py").string() + "' ";
+    const std::string text = "d\u00e9j\u00e0 vu, <|im_end|> d\u00e9j\u00e0 vu\r\n";
+    std::string many;
+    for (int i = 0; i < 40; i++) many += text;
+    folder.write("text", many);
+    require_success(shell(folder, script + "--train-bpe 270 --out model text"));
+    const Corpus plain = load_corpus(folder / "model");
+    CHECK(plain.train.size() < int64_t(many.size()) * 8 / 10);
+    std::string expected = "<|endoftext|>";  // and the first nine tenths
+    for (int i = 0; i < 36; i++) expected += text;
+    CHECK(plain.decode(tokens_of(plain.train)) == expected);
+    folder.write("template.py", R"(
+import transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+tokenizer.chat_template = """{%- for message in messages %}
+    {%- if message.role == "tool" %}{{ raise_exception("unknown role " + message.role) }}{% endif %}
+    {{- "<|im_start|>" + message.role + "\n" + message.content + eos_token + "\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\n" }}
+{%- endif %}"""
+tokenizer.save_pretrained("chat")
+)");
+    require_success(shell(folder, "python3 template.py"));
+    const std::string conversation = chat("h\\u00e9", " \\u00fc b");
+    folder.write("c.jsonl", conversation + chat("held", "out"));
+    require_success(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"));
+    const Corpus corpus = load_corpus(folder / "tokens");
+    std::vector<int32_t> tokens(corpus.train.size()), targets(tokens.size()), counted;
+    corpus.train.read(0, corpus.train.size(), tokens.data(), targets.data());
+    for (int32_t t : targets)
+        if (t >= 0) counted.push_back(t);
+    CHECK(corpus.decode(counted) == " \xC3\xBC b<|im_end|>");
+    folder.write("c.jsonl", conversation + R"({"messages": [{"role": "tool", "content": "x"}, )"
+                                           R"({"role": "assistant", "content": "y"}]})"
+                                           "\n");
+    check_failed(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"), "c.jsonl:2",
+                 "unknown role tool");
+}
+
+TEST_CASE("train: learns what counts in conversations, knows their --seq, and notices other data on resume" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    require_success(folder.tokenize(same_answers()));
+    const std::string run = "--device cpu --data tokens --batch 4 --sample-every 0 --warmup 2 --eval-every 0 "
+                            "--save-every 10 ";
+    const Ended whole = train(folder, run + "--steps 30 --out whole");
+    require_success(whole);
+    CHECK(number_after(whole.out, "validation | step 0 | loss ") > 5);
+    CHECK(number_after(whole.out, "validation | step 30 | loss ") < 0.2);  // that over all tokens stays above 1
+    require_success(train(folder, "--device cpu --resume whole/step-000020 --out part"));
+    CHECK((tensors_of(folder.path / "whole/step-000030") == tensors_of(folder.path / "part/step-000030")));
+    check_rejected(folder, run + "--steps 1 --out none --seq 16", "--seq 32");
+    // One token that counts no more, in the part that is trained on or in the held-out part.
+    for (const char* name : {"tokens/train.bin", "tokens/val.bin"}) {
+        const std::string good = read_file(folder.path / name);
+        std::string changed = good;
+        changed[1024 + 4 * 77 + 3] ^= char(0x80);
+        folder.write(name, changed);
+        check_rejected(folder, "--device cpu --resume whole --steps 31", "--data");
+        folder.write(name, good);
+    }
+}

@@ -1,0 +1,363 @@
+// tokens.cpp - data/tokens.cpp: corpora and their split, token files, what counts, and the Loader's order.
+#include <doctest/doctest.h>
+
+#include <map>
+#include <numeric>
+
+#include "../../model.h"
+#include "../help/tokens.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+using Tokens = std::vector<int32_t>;
+using Shorts = std::vector<uint16_t>;
+using Words = std::vector<uint32_t>;
+
+std::string text_of(const TokenStream& stream) {
+    const Tokens tokens = tokens_of(stream);
+    return {tokens.begin(), tokens.end()};
+}
+Words counting(size_t n, uint32_t first = 0) {
+    Words tokens(n);
+    std::iota(tokens.begin(), tokens.end(), first);
+    return tokens;
+}
+// The windows of a loader of counting() with B = T = 1, from number `first` on.
+Tokens windows_of(const Loader& loader, int64_t first, int64_t count) {
+    Tokens order;
+    for (int64_t i = first; i < first + count; i++) {
+        int32_t token, target;
+        loader.read(i, &token, &target);
+        CHECK(target == token + 1);
+        order.push_back(token);
+    }
+    return order;
+}
+
+}  // namespace
+
+TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens in order") {
+    FRESH_RANDOM(rng);
+    for (int round = 0; round < 50; round++) {
+        TokenStream stream;
+        Tokens all, counted;
+        for (int64_t piece = rng.below(16); piece > 0; piece--) {
+            std::vector<uint8_t> bytes;
+            Shorts shorts;
+            Words words;
+            const int64_t width = rng.below(3);
+            for (int64_t n = rng.below(9); n > 0; n--) {
+                const auto x = uint32_t(rng.bits());
+                bytes.push_back(uint8_t(x)), shorts.push_back(uint16_t(x)), words.push_back(x);
+                all.push_back(width == 0   ? int32_t(x & 0xFF)
+                              : width == 1 ? int32_t(x & 0xFFFF)
+                                           : int32_t(x & 0x7FFFFFFF));
+                counted.push_back(width == 2 && x >> 31 ? NO_TARGET : all.back());
+            }
+            stream.append(width == 0 ? stream_of(bytes) : width == 1 ? stream_of(shorts) : stream_of(words));
+        }
+        REQUIRE(stream.size() == int64_t(all.size()));
+        const int64_t first = rng.below(stream.size() + 1), n = rng.below(stream.size() - first + 1);
+        Tokens tokens(n), targets(n);
+        stream.read(first, n, tokens.data(), targets.data());
+        CHECK(tokens == Tokens(all.begin() + first, all.begin() + first + n));
+        CHECK(targets == Tokens(counted.begin() + first, counted.begin() + first + n));
+        const TokenStream end = stream.take_end(n);
+        CHECK(tokens_of(stream) == Tokens(all.begin(), all.end() - n));
+        CHECK(tokens_of(end) == Tokens(all.end() - n, all.end()));
+    }
+}
+
+TEST_CASE(
+    "TokenStream: the hash knows every token, what counts and the order, but not the files; the largest "
+    "token") {
+    FRESH_RANDOM(rng);
+    constexpr int64_t N = 600'000;  // three parts of the hash
+    Words tokens(N);
+    for (uint32_t& t : tokens) t = uint32_t(rng.below(50'000));
+    const TokenStream whole = stream_of(tokens);
+    const uint64_t hash = whole.facts().hash;
+    TokenStream begin = whole, joined;
+    const TokenStream end = begin.take_end(rng.below(N));
+    joined.append(begin), joined.append(end);
+    CHECK(joined.facts().hash == hash);
+    for (const int64_t at : {int64_t(0), int64_t(4096), rng.below(N), N / 2, N - 1})
+        for (const uint32_t change : {1u, 1u << 31}) {
+            Words other = tokens;
+            other[at] ^= change;
+            CHECK(stream_of(other).facts().hash != hash);
+        }
+    Words swapped = tokens, parts = tokens, shorter(tokens.begin(), tokens.end() - 1), longer = tokens;
+    std::swap(swapped[7],
+              *std::find_if(swapped.begin() + 8, swapped.end(), [&](auto t) { return t != tokens[7]; }));
+    std::rotate(parts.begin(), parts.begin() + (1 << 18), parts.begin() + (2 << 18));  // two whole parts
+    longer.push_back(0);
+    for (const Words& other : {swapped, parts, shorter, longer}) CHECK(stream_of(other).facts().hash != hash);
+    for (const int64_t at : {int64_t(0), N - 1}) {
+        Words other = tokens;
+        other[at] = 50'001 | 1u << 31;
+        CHECK(stream_of(other).facts().largest == 50'001);
+    }
+    CHECK(TokenStream().facts().largest == -1);
+}
+
+TEST_CASE(
+    "load_corpus: of files the last tenth is held out; of a folder every 20th, and none is read twice") {
+    Folder folder;
+    const std::string a(1234, 'a'), b = "\xC3\xA9t\xC3\xA9 in UTF-8\r\n", file = folder.write("a.txt", a);
+    for (const auto& [data, all] : {std::pair{file, a}, {file + "," + folder.write("b", b), a + b}}) {
+        const Corpus corpus = load_corpus(data);
+        CHECK(text_of(corpus.train) + text_of(corpus.validation) == all);
+        CHECK(corpus.validation.size() == int64_t(all.size() + 9) / 10);
+        CHECK((contains(corpus.description, data) && corpus.seq == 0));
+        CHECK(corpus.decode({65, 10, 255, 256, -1}) == "A\n\xFF<256><-1>");
+    }
+    std::map<std::string, std::string> files;  // sorted by bytes, as the corpus must be in any locale
+    for (int i = 0; i < 61; i++) {
+        const std::string name = concat(i % 3 ? "sub/" : "", i % 2 ? "Z" : "a", i);
+        folder.write("in/" + name, files[name] = concat("This is text number ", i, ".\n"));
+    }
+    for (const auto& [name, text] :
+         {std::pair<std::string, std::string>{"z/copy", "This is text number 7.\n"},
+          {"binary", std::string("\x7F"
+                                 "ELF\0",
+                                 5)},
+          {".git/config", "hidden"},
+          {".hidden", "hidden"},
+          {"empty", ""}})
+        folder.write("in/" + name, text);
+    fs::create_symlink("a0", folder / "in/link"), fs::create_symlink("nothing", folder / "in/dangling");
+    fs::create_symlink("itself", folder / "in/itself"),
+        fs::create_directory_symlink("..", folder / "in/loop");
+    const Corpus corpus = load_corpus(folder / "in");
+    const std::string trained = text_of(corpus.train);
+    std::string train, validation;
+    std::vector<int> held_out;  // their positions in the order
+    int index = 0;
+    for (const auto& [name, text] : files) {
+        const bool is_trained = contains(trained, text);
+        (is_trained ? train : validation) += text;
+        if (!is_trained) held_out.push_back(index);
+        index++;
+    }
+    CHECK((trained == train && text_of(corpus.validation) == validation));
+    CHECK(held_out == std::vector<int>{10, 30, 50});
+    CHECK(text_of(load_corpus(folder / "in/").train) == trained);
+}
+
+TEST_CASE("load_corpus: llm.c's token files of both widths are read back, and names say what is held out") {
+    Folder folder;
+    FRESH_RANDOM(rng);
+    Shorts narrow(1003);
+    Words wide(1003);
+    for (auto& t : narrow) t = uint16_t(rng.below(65536));
+    for (auto& t : wide) t = uint32_t(rng.below(128256));
+    const Tokens narrow_tokens(narrow.begin(), narrow.end()), wide_tokens(wide.begin(), wide.end());
+    for (int version : {1, 7}) {  // files of llm.c with 4-byte tokens have version 7
+        const Corpus corpus = load_corpus(folder.write("wide.bin", token_file(wide, 0, version)));
+        Tokens all = tokens_of(corpus.train);
+        for (int32_t t : tokens_of(corpus.validation)) all.push_back(t);
+        CHECK((all == wide_tokens && corpus.validation.size() == 101 && corpus.vocabulary.empty()));
+    }
+    const std::string train = folder.write("train_with_val.bin", token_file(narrow)),
+                      val = folder.write("x_val.bin", token_file(wide)),
+                      more = folder.write("other.bin", token_file(Shorts{1, 2, 3}));
+    for (const std::string& data : {train + "," + val, val + "," + train, val + "," + train + "," + val}) {
+        const Corpus corpus = load_corpus(data);
+        CHECK((tokens_of(corpus.train) == narrow_tokens && tokens_of(corpus.validation) == wide_tokens));
+    }
+    CHECK(tokens_of(load_corpus(more + "," + val).train) == Tokens{1, 2, 3});
+    // The only file: it is split. Named twice, it is read once, so that nothing held out is trained on.
+    for (const std::string& data : {val, val + "," + val}) {
+        const Corpus one = load_corpus(data);
+        CHECK(one.train.size() + one.validation.size() == 1003);
+    }
+}
+
+TEST_CASE(
+    "load_corpus: windows of packed files stay windows, in several files and when the last tenth is held "
+    "out") {
+    Folder folder;
+    constexpr int32_t T = 5;
+    const std::string a = folder.write("a.bin", token_file(counting(8 * T + 1, 1000), T)),
+                      b = folder.write("b.bin", token_file(counting(12 * T + 1, 2000), T)),
+                      val = folder.write("val.bin", token_file(counting(2 * T + 1, 3000), T)),
+                      other = folder.write("other.bin", token_file(counting(41), T + 1)),
+                      text = folder.write("text.bin", token_file(counting(41)));
+    for (const auto& [data, windows, held_out] :
+         {std::tuple{a + "," + b + "," + val, 20, 2}, {a + "," + b, 17, 2}}) {
+        const Corpus c = load_corpus(data);
+        CHECK(c.seq == T);
+        for (const auto& [stream, n] : {std::pair{&c.train, windows}, {&c.validation, held_out}}) {
+            const Loader loader(*stream, 1, T, 1);
+            CHECK(loader.windows() == n);
+            for (int64_t i = 0; i < loader.windows(); i++) {
+                int32_t tokens[T], targets[T];
+                loader.read(i, tokens, targets);
+                CHECK((tokens[0] % 1000 % T == 0 && tokens[T - 1] == tokens[0] + T - 1));
+            }
+        }
+    }
+    for (const std::string& data : {a + "," + other, text + "," + a, a + "," + text})
+        check_error([&] { load_corpus(data); }, "windows");
+}
+
+TEST_CASE(
+    "load_corpus: tokenizer.bin beside token files turns tokens into text, and must be the same in all "
+    "folders") {
+    Folder folder;
+    const std::string longest(255, 'x'), tokens = token_file(Shorts{0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1});
+    const std::vector<std::string> pieces = {"a", std::string("\0\xFF", 2), "", longest};
+    const std::string a = folder.write("a/x.bin", tokens), b = folder.write("b/x.bin", tokens),
+                      c = folder.write("c/x.bin", tokens), file = tokenizer_file(pieces);
+    folder.write("a/tokenizer.bin", file), folder.write("b/tokenizer.bin", file);
+    for (const std::string& data :
+         {a, a + "," + c, c + "," + a, a + "," + b, folder / "a", folder.path.string()}) {
+        const Corpus corpus = load_corpus(data);
+        CHECK(corpus.vocabulary == pieces);
+        CHECK(corpus.decode({0, 3, 1, 2, 4, -1}) == "a" + longest + std::string("\0\xFF", 2) + "<2><4><-1>");
+    }
+    CHECK(load_corpus(c).vocabulary.empty());
+    folder.write("b/tokenizer.bin", tokenizer_file({"a", "b", "", longest}));
+    for (const std::string& data : {a + "," + b, b + "," + a, a + "," + c + "," + b})
+        check_error([&] { load_corpus(data); }, folder / "a/tokenizer.bin", folder / "b/tokenizer.bin");
+    std::vector<std::string> damaged = {"", file + "x", file_header({20240328, 1, 0}),
+                                        file_header({20240520, 1, 4})};
+    for (size_t size = 1; size < file.size(); size += 7) damaged.push_back(file.substr(0, size));
+    for (const std::string& bad : damaged) {
+        folder.write("a/tokenizer.bin", bad);
+        check_error([&] { load_corpus(a); }, "a/tokenizer.bin");
+    }
+}
+
+TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rejected by name") {
+    Folder folder;
+    const std::string good = token_file(Shorts(100, 7)), wide = token_file(Words(100, 7));
+    auto with_word = [&](std::string file, size_t index, int32_t value) {
+        return file.replace(index * 4, 4, reinterpret_cast<const char*>(&value), 4);
+    };
+    struct Row {
+        std::string name, bytes;
+    };
+    std::vector<Row> rows = {
+        {"empty", ""}, {"empty.bin", ""}, {"long.bin", good + "x"}, {"zeros", std::string("text\0text", 9)}};
+    for (size_t size = 1; size < good.size(); size += 13) rows.push_back({"cut.bin", good.substr(0, size)});
+    for (const int32_t magic : {0, 20240521, 20240801, 20240328})
+        rows.push_back({"m.bin", with_word(good, 0, magic)});
+    for (const int32_t version : {0, 2, 7}) rows.push_back({"version.bin", with_word(good, 1, version)});
+    for (const int32_t version : {0, 2, 8}) rows.push_back({"version.bin", with_word(wide, 1, version)});
+    for (const int32_t count : {0, -1, 99, 101, INT32_MAX, INT32_MIN})
+        rows.push_back({"count.bin", with_word(good, 2, count)});
+    for (const int32_t seq : {-1, INT32_MIN}) rows.push_back({"seq.bin", with_word(good, 3, seq)});
+    for (const Row& row : rows) {
+        CAPTURE(row.name);
+        const std::string path = folder.write(row.name, row.bytes);
+        check_error([&] { load_corpus(path); }, path);
+    }
+    folder.write("hollow/binary", std::string(10, '\0'));
+    const std::string text = folder.write("text", "text"), tokens = folder.write("good.bin", good);
+    for (const auto& [data, who] : {std::pair{folder / "missing", "missing"},
+                                    {std::string(5000, 'x'), "xxx"},
+                                    {"/dev/null", "/dev/null"},
+                                    {folder / "hollow", "hollow"},
+                                    {text + "," + tokens, "text"},
+                                    {tokens + "," + text, "text"}}) {
+        CAPTURE(data);
+        check_error([&, all = data] { load_corpus(all); }, who);
+    }
+    folder.write("good.mask", std::string(100, '\0'));  // of an earlier version: all tokens would count
+    check_error([&] { load_corpus(tokens); }, ".mask");
+}
+
+TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts are read or rejected") {
+    Folder folder;
+    FRESH_RANDOM(rng);
+    const std::string tokens = token_file(Words{0, 1, 2, 3, 1, 2, 0, 3, 1, 1, 0, 2}),
+                      pieces = tokenizer_file({"a", "\xC3\xA9", "\n", ""});
+    int64_t read = 0;
+    for (int64_t round = count(3000, 600); round > 0; round--) {
+        std::string changed[] = {tokens, pieces}, &file = changed[rng.below(2)];
+        // Half of the changes are in the words of the header that mean something.
+        const int64_t reach = rng.below(2) ? 16 : int64_t(file.size());
+        for (int64_t changes = rng.below(3); changes >= 0; changes--)
+            file[size_t(rng.below(reach))] ^= char(1 << rng.below(8));
+        if (rng.below(4) == 0) file.resize(size_t(rng.below(int64_t(file.size()))));
+        folder.write("tokenizer.bin", changed[1]);
+        const std::string path = folder.write("fuzz.bin", changed[0]);
+        error_of([&] {  // any exception but Error fails the test
+            const Corpus corpus = load_corpus(path);
+            read++;
+            for (int32_t t : tokens_of(corpus.train)) CHECK(t >= 0);
+            corpus.decode(tokens_of(corpus.validation));
+        });
+    }
+    CHECK(read > 0);  // a changed token, or a change in an unused word of the header, is not an error
+}
+
+TEST_CASE("Loader: each epoch gives every window once, in another order for each epoch and seed") {
+    FRESH_RANDOM(rng);
+    std::vector<int64_t> sizes = {255, 256, 257, 1023, 1024, 1025, 4097, 70001};
+    for (int64_t n = 1; n <= 70; n++) sizes.push_back(n);
+    for (int64_t n : sizes) {
+        const uint64_t seed = rng.bits();
+        const Loader loader(stream_of(counting(n + 1)), 1, 1, seed),
+            other(stream_of(counting(n + 1)), 1, 1, seed + 1);
+        Tokens every(n);
+        std::iota(every.begin(), every.end(), 0);
+        REQUIRE(loader.windows() == n);
+        const Tokens first = windows_of(loader, 0, n), second = windows_of(loader, n, n),
+                     third = windows_of(other, 0, n);
+        for (Tokens order : {first, second, third}) {
+            std::sort(order.begin(), order.end());
+            CHECK((order == every));
+        }
+        // Two equal orders are unlikely: there are 20!
+        CHECK((n < 20 || (first != second && first != third && first != every)));
+    }
+    // Each window is at each position 1000 times on average, with a standard deviation of 29.3.
+    constexpr int64_t N = 7, EPOCHS = 7000;
+    const Loader loader(stream_of(counting(N + 1)), 1, 1, rng.bits());
+    int64_t seen[N][N] = {};
+    for (int64_t epoch = 0; epoch < EPOCHS; epoch++) {
+        const Tokens order = windows_of(loader, epoch * N, N);
+        for (size_t position = 0; position < N; position++) seen[position][order[position]]++;
+    }
+    for (const auto& position : seen)
+        for (int64_t times : position)
+            CHECK(std::abs(times - EPOCHS / N) < 6 * 29.3);  // 6 sigma are exceeded in one of 10^7 runs
+}
+
+TEST_CASE("Loader: the order of seed 1 is that of every earlier version, so that old runs stay comparable") {
+    const Loader loader(stream_of(counting(1001)), 1, 1, 1);
+    CHECK(windows_of(loader, 0, 8) == Tokens{596, 471, 836, 871, 478, 283, 911, 561});
+    CHECK(windows_of(loader, 1000, 4) == Tokens{648, 897, 104, 183});
+}
+
+TEST_CASE("Loader: batches span epochs, windows overlap by one token, and targets say what counts") {
+    FRESH_RANDOM(rng);
+    constexpr int64_t B = 3, T = 4, WINDOWS = 7;
+    Words words = counting(WINDOWS * T + 3);  // two tokens short of another window
+    for (uint32_t& t : words) t |= uint32_t(rng.below(2)) << 31;
+    const Loader loader(stream_of(words), B, T, rng.bits());
+    REQUIRE(loader.windows() == WINDOWS);
+    std::map<int32_t, int> times;
+    for (int64_t batch = 0; batch < 2 * WINDOWS; batch++) {  // six epochs
+        Tokens tokens(B * T), targets(B * T);
+        loader.read(batch, tokens.data(), targets.data());
+        for (size_t i = 0; i < B * T; i++) {
+            CHECK(tokens[i] == tokens[i / T * T] + int32_t(i % T));
+            const uint32_t next = words[tokens[i] + 1];
+            CHECK(targets[i] == (next >> 31 ? NO_TARGET : int32_t(next)));
+        }
+        for (size_t b = 0; b < B; b++) times[tokens[b * T]]++;
+    }
+    for (int32_t window = 0; window < WINDOWS; window++) CHECK(times[window * T] == 6);
+    CHECK_NOTHROW(Loader(stream_of(counting(4 * 8 + 1)), 4, 8, 1));
+    for (int64_t n : {0, 1, 2, 8, 9, 32})
+        check_error([&] { Loader(stream_of(counting(n)), 4, 8, 1); }, "--batch");
+    for (const auto& [rows, length] : {std::pair{0, 8}, {-1, 8}, {4, 0}, {4, -1}})
+        check_error([&, b = rows, t = length] { Loader(stream_of(counting(100)), b, t, 1); }, "--seq");
+}

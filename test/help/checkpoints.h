@@ -1,0 +1,115 @@
+// checkpoints.h - a Model that only stores its tensors, small setups, and damage to files, for the tests of
+// data/.
+#pragma once
+#include <nlohmann/json.hpp>
+
+#include "../../data/checkpoint.h"
+#include "../files.h"
+#include "../random.h"
+
+namespace coat::test {
+
+using Json = nlohmann::ordered_json;
+
+// Random bits, but valid ones: weights and moments finite, only first moments with signs, padding rows zero.
+class MemoryModel : public Model {
+public:
+    MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
+        Random random(seed);
+        const std::vector<Param> params = parameters(setup.config);
+        for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
+            for (const StateTensor& t : table) {
+                const bool weight = t.name == params[t.param].name, k = ends_with(t.name, ".k");
+                std::string& bytes = tensors[t.name] = std::string(size_t(t.total_bytes()), '\0');
+                for (char& b : bytes) b = char(random.bits());
+                // In every format the second bit of the top byte is the first bit of the exponent.
+                for (size_t i = size_t(t.bytes) - 1; i < bytes.size() && t.dtype != std::string("I16");
+                     i += size_t(t.bytes))
+                    bytes[i] &= weight || ends_with(t.name, ".m") ? '\xBF' : '\x3F';
+                for (size_t i = 0; k && i < bytes.size(); i += 4) {
+                    const float factor = 0.0625f * float(1 + random.below(1024));
+                    std::memcpy(&bytes[i], &factor, 4);
+                }
+                if (weight)
+                    std::fill(bytes.begin() + 2 * used_elements(setup.config, params[t.param]), bytes.end(),
+                              '\0');
+            }
+    }
+    StepResult step(const int32_t*, const int32_t*, const AdamW&) override {
+        throw std::logic_error("no steps");
+    }
+    double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
+    void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits"); }
+    QuantReport quantization(const int32_t*, const int32_t*) override { throw std::logic_error("no report"); }
+    void read(const std::string& name, void* out) override {
+        std::memcpy(out, tensors.at(name).data(), tensors.at(name).size());
+    }
+    void write(const std::string& name, const void* in) override {
+        std::memcpy(tensors.at(name).data(), in, tensors.at(name).size()), writes++;
+    }
+    const Setup& setup() const override { return setup_; }
+    // The FP32 master of element (r, c): (weight << 16) + remainder, modulo 2^32.
+    float master(const Param& p, int64_t r, int64_t c) const {
+        uint16_t weight;
+        int16_t remainder;
+        std::memcpy(&weight, tensors.at(p.name).data() + 2 * (r * p.cols + c), 2);
+        std::memcpy(&remainder, tensors.at(p.name + ".remainder").data() + 2 * (r * p.cols + c), 2);
+        const uint32_t bits = (uint32_t{weight} << 16) + uint32_t(int32_t{remainder});
+        float value;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+    std::map<std::string, std::string> tensors;
+    int writes = 0;
+
+private:
+    Setup setup_;
+};
+
+inline Setup small_setup(const Architecture& arch, bool tied = true, const char* optimizer = "coat") {
+    ModelConfig c{"small", arch, 2, 32, 4, arch.rope ? 2 : 4, 48, 50, 16, tied};  // 50 rows, padded to 64
+    if (arch.rope) c.rope_theta = 500000.0f;
+    c.norm_eps = 1e-6f;
+    return {c, find_row(recipes(), "coat", ""), find_row(optimizers(), optimizer, ""), 1, 16};
+}
+inline LoopState some_state(int64_t step) {
+    return {step, step - 1, 5.4321, {{"lr", 0.003}, {"data", "text"}}};
+}
+inline std::string save(const std::string& out, Model& model, int64_t step, int64_t keep = 2) {
+    return save_checkpoint(out, model, some_state(step), {}, keep);
+}
+
+// A few random changes to the first `end` bytes.
+inline std::string damaged(std::string bytes, size_t end, Random& random) {
+    static const std::string useful = "0123456789-.eE\"{}[],: abFBU\\\xFF";
+    for (uint64_t n = random.bits() % 4 + 1; n-- && !bytes.empty();) {
+        const size_t at = random.bits() % std::min(end, bytes.size());
+        switch (random.bits() % 5) {
+            case 0: bytes[at] = char(random.bits()); break;
+            case 1: bytes[at] = useful[random.bits() % useful.size()]; break;
+            case 2: bytes.resize(at); break;
+            case 3: bytes.erase(at, 1 + random.bits() % 4); break;
+            case 4: bytes.insert(at, 1, useful[random.bits() % useful.size()]); break;
+        }
+    }
+    return bytes;
+}
+// Damages a file many times. Each time `read` accepts it or throws an Error that names the file or its
+// folder.
+inline void check_random_damage(const std::string& path, size_t end, int64_t times,
+                                const std::function<void()>& read) {
+    FRESH_RANDOM(rng);
+    const std::string good = read_file(path);
+    int64_t rejected = 0;
+    for (int64_t i = 0; i < times; i++) {
+        write_file(path, damaged(good, end, rng));
+        const std::string error = error_of(read);
+        rejected += !error.empty();
+        if (!error.empty()) REQUIRE(contains(error, fs::path(path).parent_path().string()));
+    }
+    CHECK(rejected > 0);
+    write_file(path, good);
+    read();
+}
+
+}  // namespace coat::test
