@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
-    column_sums_kernel(Producer x, int64_t rows, bool to_bf16, float* partials, AmaxAndScale* out) {
+    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ float sums[ACROSS][TILE + 1];
     const TilePlace at;
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
             for (int p = 0; p < PLANES; p++)
 #pragma unroll
                 for (int j = 0; j < CHUNK; j++) {
-                    if (live) sum[p][j] += to_bf16 ? round_to_bf16(v[p][j]) : v[p][j];
+                    if (live) sum[p][j] += v[p][j];
                     top = larger_magnitude(top, v[p][j]);
                 }
         });
@@ -308,14 +308,13 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
     else run(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
 }
 
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, AmaxAndScale* out,
-                 cudaStream_t s) {
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s) {
     require(gradient.rows * gradient.cols == x.cols,
             "a bias gradient has another length than the rows that it sums");
     with_producer(x, [&](auto producer) {
         const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
         launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
-               x.rows, rounding == Format::BF16, workspace, out);
+               x.rows, workspace, out);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }

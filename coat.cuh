@@ -67,11 +67,10 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
 
-// gradient (cols) = round(gradient + column sums of x), x first rounded to `rounding` (FP32: not at all).
-// Takes x's amax in the same pass if out is not null. Workspace: (COLUMN_PARTIALS, cols) floats.
+// gradient (cols) = round(gradient + column sums of x). Takes x's amax in the same pass if out is not null.
+// Workspace: (COLUMN_PARTIALS, cols) floats.
 inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Lazy& x, Format rounding, const View& gradient, float* workspace, AmaxAndScale* out,
-                 cudaStream_t s);
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
 void convert(const View& x, const View& out, cudaStream_t s);

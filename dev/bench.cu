@@ -283,10 +283,9 @@ private:
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const View gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        const Format rounding = fp8_ ? Format::F32 : stream_;
         AmaxAndScale* slot = amax ? slot_ : nullptr;
         pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
-             [&] { column_sums(x, rounding, gradient, workspace, slot, nullptr); });
+             [&] { column_sums(x, gradient, workspace, slot, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const Lazy& x, const Operand& out) const {

@@ -87,10 +87,10 @@ public:
     Operand gradient_operand(const Lazy& g, AmaxAndScale* amax, const Operand* taken = nullptr) {
         const bool fp8 = c_.formats.g.fp8(), in_place = !fp8 && stored_dense(g);
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);
-        if (fp8 && biased_) bias_gradient(g, Format::F32, amax);
+        if (fp8 && biased_) bias_gradient(g, amax);
         else take_amax(g, amax);
         if (!in_place) quantize(g, g8, c_.stats_of(Kind::Gradient), stream());
-        if (!fp8 && biased_) bias_gradient(stored(g8.view), c_.state.compute.format, nullptr);
+        if (!fp8 && biased_) bias_gradient(stored(g8.view), nullptr);
         return g8;
     }
 
@@ -172,10 +172,10 @@ private:
         const Quant& q = c_.formats.w;
         return operand_at(out_, in_, q, cached_, cached_ + q.operand_bytes(out_, in_), w_scale_);
     }
-    void bias_gradient(const Lazy& g, Format rounding, AmaxAndScale* amax) {
+    void bias_gradient(const Lazy& g, AmaxAndScale* amax) {
         const Arena::Scope scope(arena());
-        column_sums(g, rounding, c_.state.gradient(param_ + 1), arena().take<float>(COLUMN_PARTIALS * g.cols),
-                    amax, stream());
+        column_sums(g, c_.state.gradient(param_ + 1), arena().take<float>(COLUMN_PARTIALS * g.cols), amax,
+                    stream());
     }
 
     // --- Amaxes

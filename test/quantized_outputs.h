@@ -86,25 +86,23 @@ inline void check_blocks(const BlockOperand& out, const Floats& x) {
 // Checks column_sums(x): values are x's FP32 values.
 inline void check_column_sums(const Lazy& x, const Floats& values, bool with_amax) {
     const int64_t rows = x.rows, cols = x.cols;
-    for (Format rounding : {Format::F32, Format::BF16}) {
-        const Floats before(cols, 0.5f);
-        Tensor sums(before, Format::F32);
-        Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
-        Buffer<AmaxAndScale> amax(1);
-        amax.zero();
-        gpu::column_sums(x, rounding, sums.view(), workspace.get(), with_amax ? amax.get() : nullptr, 0);
-        CHECK(amax.read()[0].amax == (with_amax ? reference::amax(values.data(), rows * cols) : 0));
-        Doubles total(cols, 0.5), sizes(cols, 0.5);
-        for (int64_t i = 0; i < rows * cols; i++) {
-            const double v = reference::round_to(rounding, values[i]);
-            total[i % cols] += v;
-            sizes[i % cols] += std::abs(v);
-        }
-        // FP32 additions: first over the rows of a strip, then over at most 128 strips.
-        for (double& s : sizes) s *= (static_cast<double>(rows) / 100 + 200) * U;
-        check_close(sums.values(), total, sizes);
-        CHECK(workspace.intact());
+    const Floats before(cols, 0.5f);
+    Tensor sums(before, Format::F32);
+    Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
+    Buffer<AmaxAndScale> amax(1);
+    amax.zero();
+    gpu::column_sums(x, sums.view(), workspace.get(), with_amax ? amax.get() : nullptr, 0);
+    CHECK(amax.read()[0].amax == (with_amax ? reference::amax(values.data(), rows * cols) : 0));
+    Doubles total(cols, 0.5), sizes(cols, 0.5);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        const double v = values[i];
+        total[i % cols] += v;
+        sizes[i % cols] += std::abs(v);
     }
+    // FP32 additions: first over the rows of a strip, then over at most 128 strips.
+    for (double& s : sizes) s *= (static_cast<double>(rows) / 100 + 200) * U;
+    check_close(sums.values(), total, sizes);
+    CHECK(workspace.intact());
 }
 
 // The two steps for a lazily computed tensor. Its FP32 values are checked against `expected`. Everything else
