@@ -201,7 +201,7 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
 }
 
 template <class Storage>
-struct NormBackward {  // the arguments of both kernels
+struct NormBackward {  // the arguments of the kernel
     using T = typename Storage::Compute;
     Storage in;
     Dense<T> weight, dy, g_in, g_out;
@@ -252,13 +252,17 @@ struct BackwardRow {
     }
 };
 
-template <class Storage>
-__global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (crews, C)
-    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C);
+template <class Storage, bool RMS>
+__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
+    extern __shared__ __align__(16) float sums[];  // (crews, C): dweight; behind it, of LayerNorm: dbias
+    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
+        dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
 #pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++)
-        if (row_column(c) < a.C) dweight.zero(row_column(c));
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row_column(c) >= a.C) continue;
+        dweight.zero(row_column(c));
+        if (!RMS) dbias.zero(row_column(c));
+    }
     const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
     float top = 0;
     bool turn = false;
@@ -266,90 +270,40 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) rmsnorm_backward_kernel(const 
          first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
         BackwardRow<Storage> r(a, first + threadIdx.y);
         Values x[ROW_CHUNKS];
-        // Of x^2, and of d x: mean(d xhat) = mean(d x) / rms, so that both need only one turn.
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) r.x(c, x[c]);
+        float2 st{};
+        if (!RMS) st = row_stats(x, a.C, false, a.eps);
+        // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
+        // so that the crew exchanges both sums at once.
         float sum[2] = {0, 0};
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            r.x(c, x[c]);
             if (!r.live(c)) continue;
             Values d, w;
             r.dy_and_weight(c, d, w);
             for (int j = 0; j < CHUNK; j++) {
+                if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
                 const float dw = d[j] * w[j];
-                sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw;
                 sum[1] += dw * x[c][j];
             }
         }
-        if (turn) crew_sum<1>(sum);  // two places in turn
+        if (RMS && turn) crew_sum<1>(sum);  // two places in turn
         else crew_sum<2>(sum);
-        const float inverse = inverse_root(sum[0], a.C, a.eps), mean_xhat = sum[1] * per_column * inverse;
-        if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = {0, inverse};
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!r.live(c)) continue;
-            Values d, w, g;
-            r.dy_and_weight(c, d, w);
-            r.g(c, g);
-            for (int j = 0; j < CHUNK; j++) {
-                const float xhat = x[c][j] * inverse, dw = d[j] * w[j];
-                g[j] += inverse * (dw - xhat * mean_xhat);
-                d[j] *= xhat;
-            }
-            dweight.add(row_column(c), d);
-            r.store(c, g, top);
-        }
-    }
-    if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
-    __syncthreads();
-    write_partials(sums, a.C, {a.partials});
-}
-
-template <class Storage>
-__global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (2, crews, C): dweight, dbias
-    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
-        dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
-#pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++) {
-        if (row_column(c) >= a.C) continue;
-        dweight.zero(row_column(c));
-        dbias.zero(row_column(c));
-    }
-    const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
-    float top = 0;
-    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
-         first += int64_t(gridDim.x) * blockDim.y) {
-        BackwardRow<Storage> r(a, first + threadIdx.y);
-        Values x[ROW_CHUNKS];
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) r.x(c, x[c]);
-        const float2 st = row_stats(x, a.C, false, a.eps);
-        float sum[2] = {0, 0};  // of d, and of d xhat
-#pragma unroll
-        for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!r.live(c)) continue;
-            Values d, w;
-            r.dy_and_weight(c, d, w);
-            for (int j = 0; j < CHUNK; j++) {
-                x[c][j] = (x[c][j] - st.x) * st.y;
-                const float dw = d[j] * w[j];
-                sum[0] += dw;
-                sum[1] += dw * x[c][j];
-            }
-        }
-        crew_sum<2>(sum);
+        if (RMS) st.y = inverse_root(sum[0], a.C, a.eps);
         if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
-        const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column;
+        const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!r.live(c)) continue;
             Values d, w, g;
             r.dy_and_weight(c, d, w);
             r.g(c, g);
-            dbias.add(row_column(c), d);
+            if (!RMS) dbias.add(row_column(c), d);
             for (int j = 0; j < CHUNK; j++) {
-                const float xhat = x[c][j], dw = d[j] * w[j];
-                g[j] += st.y * ((dw - mean) - xhat * mean_xhat);
+                const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
+                g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
                 d[j] *= xhat;
             }
             dweight.add(row_column(c), d);
@@ -359,7 +313,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) layernorm_backward_kernel(cons
     if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
     __syncthreads();
     write_partials(sums, a.C, {a.partials});
-    write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
+    if (!RMS) write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
 }
 
 // The second stage of a sum over rows: the partial sums of blocks, in order. A block has 32 columns: thread
@@ -408,7 +362,7 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
         using T = typename Storage::Compute;
         const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
                                       dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
-        const auto kernel = n.rms ? rmsnorm_backward_kernel<Storage> : layernorm_backward_kernel<Storage>;
+        const auto kernel = n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
         launch("norm_backward", kernel, grid, block, shared, s, a);
     });
     reduce_partials(workspace, grid, dweight, s);
