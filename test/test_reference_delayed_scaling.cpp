@@ -7,7 +7,7 @@
 #include "../plan.h"
 #include "../reference.h"
 #include "model_checks.h"
-#include "oracle.h"
+#include "help/oracle.h"
 #include "random.h"
 #include "setups.h"
 

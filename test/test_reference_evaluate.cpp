@@ -110,3 +110,32 @@ TEST_CASE("quantization: the report measures every kind of tensor and changes no
     const QuantReport none = plain.model->quantization(plain.tokens.data(), plain.targets.data());
     for (const QuantStats& s : none.kinds) CHECK((s.elements == 0 && s.noise == 0));
 }
+
+TEST_CASE("fp8lm optimizer: trains, saves its scale in the state, and reports what is flushed") {
+    const Setup setup = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp8lm");
+    Training training(setup), exact(tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32"));
+    double loss = 0, expected = 0, first = 0;
+    for (int64_t i = 0; i < count(60, 10); i++) {
+        loss = training.step().loss, expected = exact.step().loss;
+        if (i == 0) first = loss;
+    }
+    CHECK(std::fabs(loss - expected) < 0.02 * expected);
+    CHECK(loss < first);
+    const int64_t n = 64 * 64;
+    const std::string name = "layers.0.attention_out";
+    const float max = read_as<float>(*training.model, name + ".v.max", 1)[0];
+    const std::vector<uint16_t> v = read_as<uint16_t>(*training.model, name + ".v", n);
+    const uint16_t top = *std::max_element(v.begin(), v.end());
+    CHECK(top == 0x7BFF);  // the largest element has the largest code
+    CHECK(max > 0);
+    const QuantReport report = training.model->quantization(training.tokens.data(), training.targets.data());
+    const QuantStats& m = report.kinds[static_cast<int>(Kind::Moment1)];
+    const QuantStats& second = report.kinds[static_cast<int>(Kind::Moment2)];
+    int64_t elements = 0;
+    for (const Param& p : parameters(setup.config)) elements += p.role.fp8_state ? p.size() : 0;
+    CHECK((m.elements == elements && second.elements == elements));
+    CHECK(m.flushed > 0);  // E4M3 per tensor reaches 2^-18 of the largest value
+    CHECK(second.flushed < m.flushed);
+    CHECK(second.snr_db() > m.snr_db());
+    CHECK((report.k_m.empty() && report.k_v.empty()));
+}

@@ -6,7 +6,7 @@
 
 #include "../reference.h"
 #include "finite_differences.h"
-#include "oracle.h"
+#include "help/oracle.h"
 #include "random.h"
 #include "tiny.h"
 

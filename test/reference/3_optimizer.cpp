@@ -1,0 +1,274 @@
+// 3_optimizer.cpp - part 3 of reference.cpp (paper, section 4): dynamic range expansion, moments in every
+// format, and AdamW, against their definition in double.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "../../reference.h"
+#include "../help/oracle.h"
+#include "../random.h"
+#include "../tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+namespace {
+
+double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
+
+// Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. The logarithm of an FP32 value is below
+// 150 and rounds by 2^-17, so the exponent is wrong by at most 2^-15. This is its relative effect on the
+// value; on y it is k times as large.
+constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
+
+// Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
+// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k).
+double expansion_bound(Format f, double ratio, double k) {
+    const double y = info(f).max * std::pow(ratio, k);
+    const double step = std::max(std::ldexp(1.0, -info(f).mantissa - 1), info(f).min / 2 / y);
+    const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
+    return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
+}
+
+// k is a multiple of 1 / K_STEPS, from 1/16 to 64.
+constexpr double K_STEPS = 16;
+
+int code_at(const Moment& m, size_t i) {
+    return info(m.format).bytes == 1 ? m.codes[i] : m.codes[2 * i] | m.codes[2 * i + 1] << 8;
+}
+
+// Stores x in a moment and checks max, k, codes, values and statistics by their definition.
+void check_moment(Format f, bool expand, int64_t group, bool positive, const std::vector<float>& x) {
+    const int64_t n = int64_t(x.size()), size = group ? group : n;
+    Moment moment;
+    moment.init(f, expand, n, group);
+    std::vector<float> values(x.size() + 1, -7);
+    moment.load(values.data());
+    for (float v : moment.max) REQUIRE(v == 0);
+    for (float v : moment.k) REQUIRE(v == 1);
+    CHECK((norm(std::vector<float>(values.begin(), values.end() - 1)) == 0 && values.back() == -7));
+    for (auto* v : {&moment.max, &moment.k}) v->push_back(-7);
+    moment.codes.resize(moment.codes.size() + 4, 0xA5);
+    QuantStats stats;
+    moment.store(x.data(), positive, &stats);
+    moment.load(values.data());
+    CHECK((moment.max.back() == -7 && moment.k.back() == -7 && moment.codes.back() == 0xA5 &&
+           values.back() == -7));
+    const bool scaled = is_scaled(f), expands = expand && is_fp8(f);
+    CHECK(int64_t(moment.max.size()) == (scaled ? ceil_div(n, size) : 0) + 1);
+    CHECK(int64_t(moment.k.size()) == (expands ? ceil_div(n, size) : 0) + 1);
+    double signal = 0, noise = 0;
+    int64_t flushed = 0;
+    for (int64_t first = 0; first < n; first += size) {
+        float max = 0, min = INFINITY;
+        for (int64_t i = first; i < std::min(n, first + size); i++) {
+            max = std::max(max, std::fabs(x[size_t(i)]));
+            if (x[size_t(i)] != 0) min = std::min(min, std::fabs(x[size_t(i)]));
+        }
+        const size_t g = size_t(first / size);
+        const float k = expands && max > 0 ? expansion_factor(f, max, min) : 1,
+                    s = scaled ? scale_of({f}, max) : 1;
+        if (scaled) REQUIRE(moment.max[g] == max);
+        if (expands) REQUIRE(moment.k[g] == k);
+        for (size_t i = size_t(first); i < size_t(std::min(n, first + size)); i++) {
+            const double exact = x[i], got = values[i];
+            bool right = got * exact >= 0;
+            if (!scaled) right = values[i] == round_to(f, x[i]);
+            else {
+                const float y = expands ? coat::reference::expand(f, x[i], max, k) : x[i] * (1 / s);
+                const int nearest = definition(f).nearest(y);
+                const int code = positive && x[i] > 0 && nearest == 0 ? 1 : nearest;
+                right = right && code_at(moment, i) == code && (!positive || (got > 0) == (exact > 0));
+                if (x[i] == 0) right = right && got == 0;
+                else if (expands)
+                    right = right &&
+                            std::fabs(got - exact) <=
+                                expansion_bound(f, std::fabs(exact) / max, k) * std::fabs(exact) + 0x1p-149 &&
+                            (std::fabs(exact) < max || got == exact);
+                else right = right && got == double(float(definition(f).value(code) * double(s)));
+            }
+            if (!right)
+                FAIL("element " << i << " = " << exact << " became " << got << "; max " << max << ", k "
+                                << k);
+            signal += exact * exact, noise += (got - exact) * (got - exact),
+                flushed += exact != 0 && got == 0;
+        }
+    }
+    CHECK(stats.elements == (scaled ? n : 0));
+    if (!scaled) return;
+    CHECK(stats.flushed == flushed);
+    CHECK(std::fabs(stats.signal - signal) <= 1e-12 * signal);
+    CHECK(std::fabs(stats.noise - noise) <= 1e-12 * noise);
+}
+
+}  // namespace
+
+TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group), rounded down, clamped") {
+    FRESH_RANDOM(rng);
+    const auto down = [](double k) { return std::clamp(std::floor(k * K_STEPS) / K_STEPS, 1.0 / 16, 64.0); };
+    const float widest = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::denorm_min();
+    for (Format f : {Format::E4M3, Format::E5M2}) {
+        for (int64_t i = 0; i < count(100000, 5000); i++) {
+            const float min = float(std::exp2(-148 + 200 * rng.uniform()));
+            const float max = i % 50 ? float(min * std::exp2(std::pow(rng.uniform(), 3) * 70)) : min;
+            const double log_ratio = std::log2(double(max)) - std::log2(double(min));
+            const double exact = max > min ? log2_range(f) / log_ratio : 1e9;
+            const double slack = 16 * exact * exact * EXPONENT_ERROR;  // of a quotient whose divisor is wrong
+            const float k = expansion_factor(f, max, min);
+            INFO(std::string(info(f).name), " max ", max, " min ", min, " k ", k);
+            REQUIRE((k >= down(exact - slack) && k <= down(exact + slack)));
+            REQUIRE(k * K_STEPS == std::floor(k * K_STEPS));
+        }
+        CHECK(expansion_factor(f, widest, least) == down(log2_range(f) / 277));
+        CHECK(expansion_factor(f, info(f).max, info(f).min) == 1.0f);
+        CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
+        CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
+        CHECK(reference::expand(f, 0.0f, 1.0f, 2.0f) == 0);
+    }
+}
+
+TEST_CASE(
+    "Moment: max, k, codes and values of every format, with and without expansion, by group and by tensor") {
+    FRESH_RANDOM(rng);
+    for (Format f : {Format::F32, Format::BF16, Format::F16, Format::E4M3, Format::E5M2})
+        for (bool expand : {false, true})
+            for (int64_t group : {MOMENT_GROUP, 0})
+                for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
+                    for (const Distribution& d : distributions()) {
+                        INFO(std::string(info(f).name), expand ? " expanded " : " ", group, ": ", n, ", ",
+                             d.name);
+                        std::vector<float> x = sample(d, rng, n);
+                        check_moment(f, expand, group, false, x);
+                        for (float& v : x) v = std::fabs(v);
+                        check_moment(f, expand, group, true, x);
+                    }
+}
+
+TEST_CASE("Moment: expansion lowers the error, most in groups of a small range (paper section 4.2)") {
+    FRESH_RANDOM(rng);
+    auto error = [](bool expand, const std::vector<float>& x) {
+        Moment moment;
+        moment.init(Format::E4M3, expand, int64_t(x.size()));
+        moment.store(x.data(), false);
+        std::vector<float> values(x.size());
+        moment.load(values.data());
+        return relative_error(values, x);
+    };
+    std::vector<float> narrow(128 * 100);  // a factor of 10 is typical of second moments
+    for (float& v : narrow) v = float(std::pow(10, rng.uniform()));
+    const std::vector<float> wide = rng.normals<float>(128 * 100);
+    CHECK(error(true, wide) < error(false, wide));
+    // A range of 10 gives k = log2(229376) / log2(10) = 5.3, and divides the relative step by as much.
+    CHECK(error(true, narrow) < error(false, narrow) / 4);
+}
+
+TEST_CASE("Moment: fp8lm loses second moments below 2^-41 of the largest, the other optimizers lose none") {
+    for (const OptimizerFormat& o : optimizers()) {
+        INFO(std::string(o.name));
+        const std::vector<float> v = {3, 3 * 0x1p-40f, 3 * 0x1p-42f};
+        std::vector<float> values(3);
+        Moment moment;
+        moment.init(o.v, o.expand, 3, o.group);
+        moment.store(v.data(), o.keep_positive);
+        moment.load(values.data());
+        CHECK(values[0] == doctest::Approx(3).epsilon(0x1p-9));
+        CHECK(values[1] > 0);
+        CHECK((values[2] > 0) == (std::string(o.name) != "fp8lm"));
+    }
+}
+
+TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granularity") {
+    auto shape_of = [](const OptimizerFormat& o, const std::string& name) -> std::string {
+        Setup s = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32");
+        s.optimizer = o;
+        for (const StateTensor& t : optimizer_tensors(s))
+            if (t.name == name) return concat(t.dtype, " ", t.size());
+        return "none";
+    };
+    const OptimizerFormat coat = find_row(optimizers(), "coat", ""),
+                          fp8lm = find_row(optimizers(), "fp8lm", "");
+    const OptimizerFormat mixed{"", Format::E4M3, Format::F16, true, ""};  // FP16 in groups: in no row
+    struct {
+        const OptimizerFormat& optimizer;
+        const char *tensor, *shape;
+    } rows[] = {{coat, "attention_out.m", "F8_E4M3 4096"}, {coat, "attention_out.v.max", "F32 32"},
+                {coat, "attention_out.v.k", "F32 32"},     {coat, "norm1.weight.v", "F32 64"},
+                {coat, "norm1.weight.v.max", "none"},      {fp8lm, "attention_out.m", "F8_E4M3 4096"},
+                {fp8lm, "attention_out.v", "F16 4096"},    {fp8lm, "attention_out.m.max", "F32 1"},
+                {fp8lm, "attention_out.v.max", "F32 1"},   {fp8lm, "attention_out.m.k", "none"},
+                {fp8lm, "attention_out.v.k", "none"},      {fp8lm, "norm1.weight.v", "F32 64"},
+                {fp8lm, "norm1.weight.v.max", "none"},     {mixed, "attention_out.m.k", "F32 32"},
+                {mixed, "attention_out.v.max", "F32 32"},  {mixed, "attention_out.v.k", "none"}};
+    for (const auto& row : rows) {
+        INFO(std::string(row.optimizer.name), " ", row.tensor);
+        CHECK(shape_of(row.optimizer, std::string("layers.0.") + row.tensor) == row.shape);
+    }
+}
+
+TEST_CASE(
+    "adamw: random steps follow torch.optim.AdamW in double: clipping, bias correction, decoupled decay") {
+    FRESH_RANDOM(rng);
+    for (int round = 0; round < 200; round++) {
+        AdamW a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
+        a.clip = round % 3 ? 0.7f : 0, a.weight_decay = round % 5 ? 0.1f : 0;
+        const bool decays = round % 4;
+        const double gradient_norm = std::exp(rng.normal());
+        const AdamWFactors f = adamw_factors(a, decays, gradient_norm);
+        const double clip = a.clip > 0 && gradient_norm > double(a.clip) ? double(a.clip) / gradient_norm : 1,
+                     b1 = a.beta1, b2 = a.beta2;
+        std::vector<float> g = rng.normals<float>(100, std::exp(3 * rng.normal())),
+                           w = rng.normals<float>(100), m = rng.normals<float>(100),
+                           v = rng.normals<float>(100);
+        if (round % 7 == 0) g[0] = m[0] = v[0] = 0, g[1] = 1e-8f, m[1] = v[1] = 0;  // eps outside of the root
+        for (float& x : v) x = x * x;
+        const std::vector<float> w0 = w, m0 = m, v0 = v;
+        adamw(f, 100, g.data(), w.data(), m.data(), v.data());
+        for (size_t i = 0; i < g.size(); i++) {
+            const double x = clip * g[i], mi = b1 * m0[i] + (1 - b1) * x, vi = b2 * v0[i] + (1 - b2) * x * x;
+            const double update = mi / (1 - std::pow(b1, double(a.step))) /
+                                  (std::sqrt(vi / (1 - std::pow(b2, double(a.step)))) + double(a.eps));
+            const double decay = decays ? double(a.weight_decay) * double(w0[i]) : 0,
+                         size =
+                             std::fabs(update) + std::fabs(m0[i]) / (std::sqrt(vi) + 1e-8) + std::fabs(decay);
+            INFO("round ", round, " element ", i, " step ", a.step);
+            REQUIRE(std::fabs(m[i] - mi) <= 0x1p-21 * (std::fabs(m0[i]) + std::fabs(x)));
+            REQUIRE(std::fabs(v[i] - vi) <= 0x1p-21 * vi);
+            REQUIRE(std::fabs(w[i] - (w0[i] - double(a.lr) * (update + decay))) <=
+                    0x1p-18 * double(a.lr) * size / (1 - std::pow(b1, double(a.step))) +
+                        0x1p-23 * std::fabs(w0[i]));
+        }
+    }
+}
+
+TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the mean is the value") {
+    FRESH_RANDOM(rng);
+    for (int64_t i = 0; i < count(200000, 10000); i++) {
+        const uint64_t key = rng.bits();
+        const int64_t at = int64_t(rng.bits() >> 24);
+        const float x = float(rng.sign() * std::exp2(-140 + 260 * rng.uniform()));
+        const uint32_t bits = bits_of(x), low = bits & 0xFFFF;
+        const uint32_t random = uint32_t(rounding_bits(key, uint64_t(at) / 4) >> (16 * (at % 4))) & 0xFFFF;
+        const uint16_t got = round_stochastically(x, key, at);
+        REQUIRE(got == (bits >> 16) + (low + random > 0xFFFF));
+        REQUIRE(round_stochastically(from_bf16(got), key, at) == got);
+    }
+    // n roundings go up by a step h with probability p. Their mean has the standard deviation h sqrt(p (1 -
+    // p) / n), at most h / (2 sqrt(n)). Five standard deviations are exceeded once in two million draws;
+    // there are 3 x 6 checks.
+    const int64_t n = count(1 << 20, 1 << 14);
+    const float step = 0x1p-7f;
+    for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
+        const float x = -(1 + part * step);
+        double by_element = 0, by_step = 0, by_seed = 0;
+        for (int64_t i = 0; i < n; i++) {
+            by_element += double(from_bf16(round_stochastically(x, rounding_key(1, 7), i)));
+            by_step += double(from_bf16(round_stochastically(x, rounding_key(1, i), 12345)));
+            by_seed += double(from_bf16(round_stochastically(x, rounding_key(uint64_t(i), 7), 12345)));
+        }
+        INFO("part of a step ", part);
+        const double bound = part == 0 ? 0 : 5 * double(step) / 2 / std::sqrt(double(n));
+        for (double sum : {by_element, by_step, by_seed})
+            CHECK(std::fabs(sum / double(n) - double(x)) <= bound);
+    }
+}
