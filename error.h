@@ -68,10 +68,9 @@ inline std::string escaped(const std::string& text, size_t most = 200) {
     return printable(text.substr(0, head)) + "..." + printable(text.substr(tail));
 }
 
-// What has been printed so far comes first. ranks.cpp's alarm thread calls this, too: it must not wait for
-// a thread that is blocked in a write to stdout.
+// What has been printed so far comes first.
 inline void print_error(const std::string& sentence) {
-    if (ftrylockfile(stdout) == 0) std::fflush(stdout), funlockfile(stdout);
+    std::fflush(stdout);
     std::fprintf(stderr, "train: %s\n", printable(sentence).c_str());
 }
 

@@ -109,7 +109,7 @@ public:
         const View row = head_part(n - 1, 1).logits, wide{gemms_.scratch(), nullptr, 1, row.cols, Q_F32};
         convert(row, wide, cuda_);
         copy(logits, wide.data, config_.V * 4, cuda_);
-        device_.stream.wait();
+        device_.wait();
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -122,7 +122,7 @@ public:
         report.k_m = state_.expansion_factors(false);
         report.k_v = state_.expansion_factors(true);
         copy(report.kinds, device_.results->stats, sizeof(report.kinds), cuda_);
-        device_.stream.wait();
+        device_.wait();
         // Where weights travel as codes, each rank has measured those that it made.
         QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
         if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
@@ -347,7 +347,7 @@ private:
     }
     const Outcome& finish() {
         copy(outcome_.get(), &device_.results->outcome, sizeof(Outcome), cuda_);
-        device_.stream.wait();
+        device_.wait();
         return *outcome_.get();
     }
 

@@ -1,12 +1,14 @@
-// ranks.h - the processes of a run: how they start, find each other, exchange bytes and end together
-// (ranks.cpp).
+// ranks.h - the processes of a run: how they start, exchange small values and end together (ranks.cpp).
 //
-// A run on several GPUs has one process for each, a rank. Rank 0 has two TCP connections with every other
-// rank, for data and for alarms. GPUs exchange gradients and weights by themselves (gpu/comm.cuh). Small
-// values and the tensors of a sharded checkpoint go through TCP. On the CPU everything does, so that all
-// rules of several ranks are tested without a GPU.
+// A run on several GPUs has one process for each, a rank. Rank 0 has a socket to each of the others, and what
+// a rank tells the others goes through it. GPUs exchange gradients and weights by themselves (gpu/comm.cuh).
+// Small values and the tensors of a checkpoint go through the sockets. On the CPU everything does, so that
+// all rules of several ranks are tested without a GPU.
 #pragma once
+#include <csignal>
 #include <cstdint>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -20,50 +22,66 @@ using Bytes = std::vector<uint8_t>;
 
 double now();  // in seconds, for durations and deadlines; the origin means nothing
 
-// Which process this is. local: its number on this host, which chooses the GPU. port 0: rank 0 chooses a free
-// port and starts the other ranks itself.
+// The signal that asks this process to end after the current step; train.cpp's handler sets it.
+extern volatile std::sig_atomic_t interrupted;
+
+// Which process this is, as torchrun says: RANK, WORLD_SIZE, LOCAL_RANK (which chooses the GPU), MASTER_ADDR,
+// MASTER_PORT. Without an address, rank 0 starts the others itself.
 struct Launch {
     int rank = 0, ranks = 1, local = 0;
     std::string address;  // of rank 0
     int port = 0;
 };
-
-// What the environment says: torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), mpirun
-// (OMPI_COMM_WORLD_*, PMI_*), srun (SLURM_*), or this program itself in the processes that it starts
-// (COAT_RANK, COAT_RANKS, COAT_LOCAL_RANK, COAT_PORT). One rank if none of them says anything. Error if a
-// value is wrong, or contradicts --ranks (0: not given).
+// Error if a variable is wrong, or contradicts --ranks (0: not given).
 Launch find_launch(int64_t ranks_flag);
 
 class ProcessGroup {
 public:
-    // Connects with the other ranks; rank 0 waits for all of them. If launch.port is 0, rank 0 first starts
-    // them on this host, with the command line argv. Error if they are not connected within `seconds`.
-    ProcessGroup(const Launch& launch, char** argv, double seconds = 60);
-    // Waits until all ranks have come here. An exception that leaves the scope on one rank ends the others,
-    // each with exit code 1 and without a message: the rank that has the exception prints it.
-    ~ProcessGroup();
+    // Starts or finds the other ranks; Error if they have not connected within `seconds`. It forks if there
+    // is no address, so it must come before CUDA and before the first parallel loop.
+    static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
+    // sockets: by rank, -1 where there is none: ranks other than 0 have one to rank 0 alone.
+    explicit ProcessGroup(int rank = 0, int local = 0, const std::vector<int>& sockets = {-1});
+    ~ProcessGroup();  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;
     ProcessGroup& operator=(const ProcessGroup&) = delete;
 
-    int rank() const { return launch_.rank; }
-    int count() const { return launch_.ranks; }
-    int local() const { return launch_.local; }
+    int rank() const { return rank_; }
+    int count() const { return int(peers_.size()); }
+    int local() const { return local_; }
 
-    // Every rank calls it at the same time. to[p] goes to rank p; the result has what each rank sent here.
-    // Both have count() entries of any size.
-    std::vector<Bytes> exchange(std::vector<Bytes> to);
-    // What every rank has, by rank: a value, or a vector or string of values.
+    // Every rank calls these at the same time. What every rank has, by rank: all of it on every rank, or on
+    // rank 0 alone. T: a value, or a vector or string of values, of any length.
     template <class T>
     std::vector<T> all_gather(const T& mine);
+    std::vector<Bytes> gather(const Bytes& mine, bool on_all);
 
-    // Ends all ranks, each with exit code 1, after rank 0 has printed this sentence once. The same happens by
-    // itself, with a sentence of its own, when the process of a rank ends in any other way.
+    // Waits for something that needs the other ranks: for done(), which may sleep for some milliseconds. If
+    // one of them has ended, so does this process. One that computes or hangs for long is named.
+    void wait_until(const std::function<bool()>& done);
+    static double patience;  // in seconds, until it is named
+
+    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once. Where all fail, the
+    // sentence is rank 0's. If the process of a rank ends in any other way, all end too.
     [[noreturn]] void fail(const std::string& sentence);
 
 private:
-    struct Connections;
-    const Launch launch_;
-    std::unique_ptr<Connections> connections_;  // null if there is one rank
+    struct Peer {
+        int socket;
+        Bytes read = {};   // what it has sent, from the first message on that is not dealt with
+        bool open = true;  // it can still send
+        double heard = 0;  // when it last sent anything
+    };
+    const int rank_, local_;
+    std::vector<Peer> peers_;  // by rank
+    int sending_to_ = -1;      // in the middle of a message
+
+    void send(int to, char kind, const void* data, size_t size);
+    Bytes receive(int from);
+    void read(Peer& peer);
+    uint8_t last_message(Peer& peer, double seconds, std::string* sentence);
+    [[noreturn]] void ended(int rank);
+    [[noreturn]] void end(const std::string& sentence, int code = 1);
 };
 
 template <class T>
@@ -73,10 +91,9 @@ std::vector<T> ProcessGroup::all_gather(const T& mine) {
         for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
     } else {
         const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
-        const Bytes sent(bytes, bytes + mine.size() * sizeof(mine[0]));
-        for (const Bytes& theirs : exchange(std::vector<Bytes>(count(), sent))) {
-            const auto* values = reinterpret_cast<const typename T::value_type*>(theirs.data());
-            all.emplace_back(values, values + theirs.size() / sizeof(mine[0]));
+        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
+            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
+            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
         }
     }
     return all;

@@ -9,13 +9,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <random>
-#include <thread>
 
 #include "data/checkpoint.h"
 #include "data/tokens.h"
@@ -28,8 +26,6 @@ namespace {
 using namespace coat;
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
-
-volatile std::sig_atomic_t interrupted = 0;
 
 // What a run is made of; run_program() completes it stage by stage.
 struct Run {
@@ -551,17 +547,18 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
         wrong_flags = std::current_exception();
     }
     const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.ranks : 0);
-    if (launch.rank && !std::freopen("/dev/null", "w", stdout)) ::close(1);  // rank 0 alone prints
     const bool several = launch.ranks > 1 && !flags.plan && !flags.help;
-    processes = std::make_unique<ProcessGroup>(several ? launch : Launch(), argv);
+    processes = ProcessGroup::start(several ? launch : Launch());
+    const bool prints = launch.rank + processes->rank() == 0;  // rank 0 alone
+    if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
     if (wrong_flags) std::rethrow_exception(wrong_flags);
     if (flags.help) return print_help(), 0;
     run.processes = processes.get();
-    run.setup.ranks = launch.ranks, run.setup.rank = launch.rank;
+    run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
 
     const int64_t device = choose("--device", flags.device, {"auto", "cpu", "gpu"});
-    const std::string why_cpu = device == 1 ? "" : why_no_gpu(launch.local);
+    const std::string why_cpu = device == 1 ? "" : why_no_gpu(processes->local());
     const bool gpu = device != 1 && (why_cpu.empty() || (flags.plan && device == 2));  // a plan needs no GPU
     if (device == 2 && !gpu) throw Error("--device gpu cannot be used: ", why_cpu, ".");
     flags.device = gpu ? "gpu" : "cpu";
@@ -615,8 +612,6 @@ int main(int argc, char** argv) {
     } catch (const std::exception& error) {
         sentence = error.what();
     }
-    // Most errors are those of all ranks. Then rank 0 is the one that reports it, and ends the others.
-    if (processes && processes->rank()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     if (processes) processes->fail(sentence);
     print_error(sentence);
     return 1;

@@ -406,12 +406,10 @@ Bytes whole_tensor(Model& model, const StateTensor& t) {
     Bytes mine(setup.rank == 0 || sharded ? kept(setup, t).count * t.bytes : 0);
     if (!mine.empty()) model.read(t.name, mine.data());
     if (!sharded) return mine;
-    std::vector<Bytes> parts(setup.ranks);
-    parts[0] = std::move(mine);
-    Bytes whole;  // in the order of the ranks; elsewhere all parts are empty
+    Bytes whole;  // in the order of the ranks
     whole.reserve(setup.rank ? 0 : t.total_bytes());
-    for (const Bytes& part : setup.processes->exchange(std::move(parts)))
-        whole.insert(whole.end(), part.begin(), part.end());
+    for (const Bytes& part : setup.processes->gather(mine, false))
+        if (setup.rank == 0) whole.insert(whole.end(), part.begin(), part.end());
     return whole;
 }
 

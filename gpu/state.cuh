@@ -44,6 +44,12 @@ public:
     ~Device() {
         if (stream != DRY_RUN) cudaFree(memory);
     }
+    // What runs may need what another rank sends: if that has ended, so does this process.
+    void wait(const char* what = "The GPU failed") const {
+        if (setup.processes && stream != DRY_RUN)
+            setup.processes->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        stream.wait(what);
+    }
 
 private:
     static uint8_t* allocate(int64_t bytes) {
@@ -87,7 +93,7 @@ public:
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
         copy(segments_, table.data(), static_cast<int64_t>(table.size() * sizeof(Segment)), cuda_);
-        device_.stream.wait("Copying the table of parameters failed");
+        device_.wait("Copying the table of parameters failed");
         for (size_t i = 0; i < params.size(); i++) numbers_[params[i].name] = i;
     }
 
@@ -150,7 +156,7 @@ public:
             for (const MomentView& m : {moment(i, false), moment(i, true)})
                 if (m.k) copy(m.k, ones.data(), groups(i) * 4, cuda_);
         }
-        device_.stream.wait("Initializing the weights failed");
+        device_.wait("Initializing the weights failed");
     }
 
     // Clears the amaxes of inputs and gradients, and with delayed scaling those of weights: before each
@@ -234,7 +240,7 @@ public:
             const size_t before = all.size();
             all.resize(before + groups(i));
             copy(all.data() + before, k, groups(i) * 4, cuda_);
-            device_.stream.wait("Reading the moments failed");
+            device_.wait("Reading the moments failed");
         }
         std::sort(all.begin(), all.end());
         return all;
@@ -248,7 +254,7 @@ public:
             return copy_half(i, suffix == ".remainder", static_cast<uint16_t*>(out), nullptr);
         const auto [data, bytes] = find(name, i, suffix);
         copy(out, data, bytes, cuda_);
-        device_.stream.wait("Reading a tensor failed");
+        device_.wait("Reading a tensor failed");
     }
     void write(const std::string& name, const void* in) {
         const auto [i, suffix] = parse(name);
@@ -260,7 +266,7 @@ public:
         }
         expect_missing_histories();
         refresh_scale(i);
-        device_.stream.wait("Writing a tensor failed");
+        device_.wait("Writing a tensor failed");
     }
 
 private:
@@ -407,14 +413,14 @@ private:
         uint32_t* const masters = reinterpret_cast<uint32_t*>(kept_weights(i)) + skipped;
         std::vector<uint32_t> bits(static_cast<size_t>(count));
         copy(bits.data(), masters, count * 4, cuda_);
-        device_.stream.wait("Reading a tensor failed");
+        device_.wait("Reading a tensor failed");
         for (size_t e = 0; e < bits.size(); e++) {
             const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
             if (out) out[e] = static_cast<uint16_t>(remainder ? rest : weight);
             else bits[e] = join(remainder ? weight : in[e], remainder ? in[e] : rest);
         }
         if (!out) copy(masters, bits.data(), count * 4, cuda_);
-        device_.stream.wait("Writing a tensor failed");
+        device_.wait("Writing a tensor failed");
     }
     static uint32_t join(uint32_t weight, uint32_t remainder) {
         return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
@@ -424,7 +430,7 @@ private:
         const bool f32 = gradient_quant.format == Format::F32;
         std::vector<uint16_t> halves(f32 ? 0 : n);
         copy(f32 ? static_cast<void*>(out) : halves.data(), gradient_sums(i), n * gradient_bytes, cuda_);
-        device_.stream.wait("Reading a gradient failed");
+        device_.wait("Reading a gradient failed");
         for (size_t e = 0; e < halves.size(); e++) {
             const uint32_t bits = uint32_t(halves[e]) << 16;
             std::memcpy(&out[e], &bits, 4);

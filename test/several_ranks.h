@@ -6,18 +6,23 @@
 #include <exception>
 #include <thread>
 #include <omp.h>
+#include <sys/socket.h>
 
 #include "../data/checkpoint.h"
 #include "../ranks.h"
 #include "files.h"
-#include "ports.h"
 #include "tiny.h"
 
 namespace coat::test::several_ranks {
 
 // Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train.
 inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
-    const int port = free_port();
+    std::vector<std::vector<int>> sockets(size_t(ranks), std::vector<int>(size_t(ranks), -1));
+    for (size_t rank = 1; rank < sockets.size(); rank++) {
+        int ends[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        sockets[0][rank] = ends[0], sockets[rank][0] = ends[1];
+    }
     std::vector<std::thread> threads;
     std::deque<std::string> errors(static_cast<size_t>(ranks));
     for (int64_t rank = 0; rank < ranks; rank++)
@@ -27,8 +32,8 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
             own.rank = rank, own.ranks = ranks;
             try {
                 std::unique_ptr<ProcessGroup> processes;
-                const Launch launch{int(rank), int(ranks), int(rank), "127.0.0.1", port};
-                if (ranks > 1) processes = std::make_unique<ProcessGroup>(launch, nullptr, 30);
+                if (ranks > 1)
+                    processes = std::make_unique<ProcessGroup>(rank, rank, sockets[size_t(rank)]);
                 own.processes = processes.get();
                 try {
                     body(own);

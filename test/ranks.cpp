@@ -1,0 +1,414 @@
+// ranks.cpp (tests) - ranks start, find each other, exchange values, and end together in one sentence.
+//
+// Where no rank fails, the ranks are threads of this process. Faults need processes: these are forked from
+// the test. They never return to it, and use neither its checks nor OpenMP.
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <fcntl.h>
+#include <omp.h>
+#include <optional>
+#include <sys/wait.h>
+#include <thread>
+
+#include "../ranks.h"
+#include "files.h"
+#include "ports.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+// Exactly these variables of launchers are set; the others are restored afterwards.
+struct Environment {
+    using Values = std::map<std::string, std::string>;
+    std::map<std::string, std::optional<std::string>> before;
+    explicit Environment(const Values& values) {
+        for (const char* name : {"COAT_PORT", "COAT_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR",
+                                 "MASTER_PORT", "OMP_NUM_THREADS"}) {
+            if (const char* text = std::getenv(name)) before[name] = text;
+            else before[name] = std::nullopt;
+            unsetenv(name);
+        }
+        for (const auto& [name, value] : values) setenv(name.c_str(), value.c_str(), 1);
+    }
+    ~Environment() {
+        for (const auto& [name, value] : before)
+            if (value) setenv(name.c_str(), value->c_str(), 1);
+            else unsetenv(name.c_str());
+    }
+};
+
+using Body = std::function<void(ProcessGroup&)>;
+constexpr int RANKS = 3;
+enum How { BY_RANK_0, ONE_BY_ONE };  // as with --ranks, or as torchrun does
+
+// What ranks do, each in its process: their exit codes (128 and the signal), and what they print on stderr.
+// Of ranks that rank 0 starts, only its own code is known.
+struct Played {
+    std::vector<int> codes;
+    std::string error;
+    double seconds = now();
+
+    Played(How how, const Body& body, double patience = 60, const std::vector<int>& present = {0, 1, 2},
+           int port = free_port(), const std::function<void(int)>& before = {}) {
+        const Folder folder;
+        std::fflush(nullptr);  // else every process prints what is left
+        const bool complete = present.size() == RANKS && !before;
+        int alive[2];  // a pipe that ends with the last of the processes
+        REQUIRE(pipe(alive) == 0);
+        std::vector<pid_t> pids;
+        for (int rank : how == BY_RANK_0 ? std::vector<int>{0} : present) {
+            pids.push_back(fork());
+            if (pids.back() > 0) continue;
+            close(alive[0]);
+            dup2(open((folder / "error").c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600), STDERR_FILENO);
+            ProcessGroup::patience = patience;
+            std::unique_ptr<ProcessGroup> ranks;
+            try {
+                if (before) before(rank);
+                ranks = ProcessGroup::start({rank, RANKS, rank, how == BY_RANK_0 ? "" : "127.0.0.1", port},
+                                            complete ? 20 : 1.5);
+                body(*ranks);
+                ranks.reset();
+            } catch (const Error& failure) {
+                if (ranks) ranks->fail(failure.what());
+                print_error(failure.what());
+                _exit(1);
+            }
+            _exit(0);
+        }
+        close(alive[1]);
+        for (pid_t pid : pids) {
+            int status = 0;
+            waitpid(pid, &status, 0);
+            codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+        }
+        char unused;
+        CHECK(read(alive[0], &unused, 1) == 0);  // no process is left
+        close(alive[0]);
+        seconds = now() - seconds;
+        if (fs::exists(folder / "error")) error = read_file(folder / "error");
+    }
+    // sentence: a part of the only line on stderr; "": there is none.
+    void check(const std::vector<int>& expected, const std::string& sentence, double longest = 5) const {
+        CAPTURE(error);
+        CHECK(codes == std::vector<int>(expected.begin(), expected.begin() + long(codes.size())));
+        CHECK(std::count(error.begin(), error.end(), '\n') == (sentence.empty() ? 0 : 1));
+        CHECK(contains(error, (sentence.empty() ? "" : "train: ") + sentence));
+        CHECK(seconds < longest);
+    }
+};
+
+void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+
+// Runs `body` with each of several ranks, in threads that have found each other through a port.
+void with_ranks(int count, const Body& body) {
+    const int port = free_port();
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < count; rank++)
+        threads.emplace_back([&, rank] { body(*ProcessGroup::start({rank, count, rank, "127.0.0.1", port})); });
+    for (std::thread& thread : threads) thread.join();
+}
+
+// The addresses at which some process listens at this port, as /proc has them: 0100007F is 127.0.0.1.
+std::string listening(int port) {
+    std::ifstream table("/proc/net/tcp");
+    char wanted[8];
+    std::snprintf(wanted, sizeof wanted, ":%04X", unsigned(port));
+    std::string found;
+    for (std::string number, local, remote, state, line; table >> number >> local >> remote >> state;) {
+        if (state == "0A" && contains(local, wanted)) found += local.substr(0, 8);
+        std::getline(table, line);
+    }
+    return found;
+}
+
+}  // namespace
+
+TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how many to start") {
+    const Environment::Values torchrun = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"},
+                                          {"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}};
+    auto with = [&](const char* name, const char* value) {
+        Environment::Values values = torchrun;
+        values[name] = value;
+        return values;
+    };
+    const struct {
+        Environment::Values values;
+        int64_t flag;
+        Launch expected;
+    } rows[] = {{{}, 0, {0, 1, 0, "", 0}},
+                {{}, 1, {0, 1, 0, "", 0}},
+                {{}, 4, {0, 4, 0, "", 0}},
+                {{{"RANK", "0"}, {"WORLD_SIZE", "1"}}, 2, {0, 2, 0, "", 0}},
+                {torchrun, 0, {5, 8, 1, "node0", 29501}},  // torchrun itself listens at MASTER_PORT
+                {torchrun, 8, {5, 8, 1, "node0", 29501}},
+                {with("COAT_PORT", "4000"), 0, {5, 8, 1, "node0", 4000}}};
+    for (const auto& row : rows) {
+        const Environment environment(row.values);
+        const Launch got = find_launch(row.flag);
+        CHECK(got.rank == row.expected.rank);
+        CHECK(got.ranks == row.expected.ranks);
+        CHECK(got.local == row.expected.local);
+        CHECK(got.address == row.expected.address);
+        CHECK(got.port == row.expected.port);
+    }
+    const std::tuple<Environment::Values, int64_t, const char*> wrong[] = {
+        {with("RANK", "8"), 0, "RANK is \"8\"; set it to a number from 0 to 7"},
+        {with("RANK", "1x"), 0, "RANK is \"1x\""},
+        {with("WORLD_SIZE", "2000"), 0, "WORLD_SIZE"},
+        {with("WORLD_SIZE", "0"), 0, "WORLD_SIZE"},
+        {with("COAT_PORT", "70000"), 0, "COAT_PORT"},
+        {with("MASTER_PORT", "65535"), 0, "MASTER_PORT"},
+        {{{"RANK", "0"}, {"WORLD_SIZE", "2"}}, 0, "MASTER_ADDR is not set"},
+        {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}, 0, "MASTER_PORT is \"\""},
+        {torchrun, 4, "--ranks 4"},
+        {torchrun, 1, "--ranks 1"},
+        {{}, 1025, "--ranks 1025"}};
+    for (const auto& [values, flag, who] : wrong) {
+        const Environment environment(values);
+        const int64_t ranks = flag;
+        check_error([&] { find_launch(ranks); }, who);
+    }
+}
+
+TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and rank 0 may get them alone") {
+    for (int count = 1; count <= 4; count++)
+        with_ranks(count, [&](ProcessGroup& ranks) {
+            const int me = ranks.rank();
+            CHECK((ranks.count() == count && ranks.local() == me));
+            std::vector<Bytes> expected;
+            for (int r = 0; r < count; r++) expected.push_back(Bytes(size_t(r) * 10'000'000, uint8_t(r + 1)));
+            CHECK((ranks.all_gather(expected[size_t(me)]) == expected));
+            CHECK((ranks.gather(expected[size_t(me)], true) == expected));
+            const std::vector<Bytes> alone = ranks.gather(expected[size_t(me)], false);
+            if (me == 0) CHECK((alone == expected));
+            CHECK(ranks.all_gather(std::string(size_t(me), 'x'))[size_t(count - 1)].size() == size_t(count - 1));
+            int wrong = 0;
+            for (int64_t i = 0; i < 500; i++)
+                for (int r = 0; r < count; r++) wrong += ranks.all_gather(i + me)[size_t(r)] != i + r;
+            CHECK(wrong == 0);
+        });
+}
+
+TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user sees one sentence") {
+    const std::string full = "The disk is full; free some space.", ended = " has ended unexpectedly";
+    auto on = [&](int rank, const std::function<void(ProcessGroup&)>& action) {
+        return [=](ProcessGroup& ranks) {
+            ranks.all_gather(1);
+            if (ranks.rank() == rank) action(ranks);
+            for (;;) ranks.all_gather(Bytes(100'000));
+        };
+    };
+    // The GPU of each rank waits for that of another: nothing comes through the sockets.
+    auto waits = [](ProcessGroup& ranks) {
+        ranks.wait_until([] { return false; });
+    };
+    auto dies = [](ProcessGroup&) { raise(SIGKILL); };
+    auto fails = [&](ProcessGroup&) { throw Error(full); };
+    for (How how : {BY_RANK_0, ONE_BY_ONE}) {
+        CAPTURE(how);
+        Played(how, [](ProcessGroup& ranks) { ranks.all_gather(1); }).check({0, 0, 0}, "");
+        Played(how, on(0, fails)).check({1, 1, 1}, full);
+        Played(how, on(2, fails)).check({1, 1, 1}, "Rank 2: " + full);
+        Played(how, on(0, dies)).check({137, 1, 1}, "Rank 0" + ended);
+        Played(how, on(2, dies)).check({1, 1, 137}, "Rank 2" + ended);
+        Played(how, on(1, [](ProcessGroup&) { _exit(0); })).check({1, 0, 1}, "Rank 1" + ended);
+        // All find the same error: rank 0 prints it, though it is the last.
+        Played(how, [&](ProcessGroup& ranks) {
+            if (ranks.rank() == 0) sleep_ms(500);
+            throw Error(full);
+        }).check({1, 1, 1}, "The disk");
+        for (int rank : {0, 1, 2}) {
+            auto body = [&](const Body& action) {
+                return Played(how, [&, rank](ProcessGroup& ranks) {
+                    ranks.all_gather(1);
+                    if (ranks.rank() == rank) sleep_ms(300), action(ranks);
+                    waits(ranks);
+                });
+            };
+            std::vector<int> codes = {1, 1, 1};
+            body(fails).check(codes, rank ? concat("Rank ", rank, ": ", full) : full);
+            codes[size_t(rank)] = 137;
+            body(dies).check(codes, concat("Rank ", rank, ended));
+        }
+        // Rank 1 has sent its value and died; rank 2 waits for it elsewhere, and rank 0 for rank 2.
+        Played(how, [&](ProcessGroup& ranks) {
+            if (ranks.rank() == 2) waits(ranks);
+            if (ranks.rank() == 1) ranks.gather({1}, false), dies(ranks);
+            ranks.all_gather(uint8_t(1));
+        }).check({1, 137, 1}, "Rank 1" + ended);
+    }
+}
+
+TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the run") {
+    for (int hangs : {0, 1, 2})
+        for (bool elsewhere : {false, true}) {  // what the others wait for does not come by the sockets
+            INFO(hangs, " ", elsewhere);
+            Played((hangs == 1) == elsewhere ? BY_RANK_0 : ONE_BY_ONE, [=](ProcessGroup& ranks) {
+                const double start = now();
+                if (ranks.rank() == hangs) sleep_ms(1600);
+                else if (elsewhere) ranks.wait_until([=] { return now() > start + 1.5; });
+                for (int i = 0; i < 3; i++) ranks.all_gather(1);
+            }, 0.8).check({0, 0, 0}, concat("Rank ", hangs, " has not answered for 1 s; waiting\n"), 8);
+        }
+    // Data may come late without a word.
+    Played(ONE_BY_ONE, [](ProcessGroup& ranks) {
+        if (ranks.rank()) sleep_ms(1500);
+        ranks.all_gather(1);
+    }).check({0, 0, 0}, "");
+}
+
+TEST_CASE("ranks: a signal ends the run while a rank hangs, and the processes that rank 0 has started") {
+    const Played played(BY_RANK_0, [](ProcessGroup& ranks) {
+        if (ranks.rank() == 2) raise(SIGSTOP);
+        interrupted = SIGINT;  // as a handler does
+        ranks.all_gather(1);
+    }, 1);
+    CHECK(played.codes == std::vector<int>{128 + SIGINT});
+    CHECK(contains(played.error, "Interrupted while rank 2 did not answer."));
+    CHECK(played.seconds < 5);
+}
+
+TEST_CASE("ranks: a message that is too long, or no message, is not read") {
+    for (const std::string& bytes : {"D" + std::string(8, '\xFF'), "D" + std::string(7, 1) + "\x7F",
+                                     std::string("Hello, rank 0."), std::string("W")}) {
+        int ends[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        REQUIRE(write(ends[1], bytes.data(), bytes.size()) == ssize_t(bytes.size()));
+        shutdown(ends[1], SHUT_WR);
+        const pid_t pid = fork();
+        if (pid == 0) {
+            close(STDERR_FILENO);
+            ProcessGroup(0, 0, {-1, ends[0]}).all_gather(1);
+            _exit(0);
+        }
+        int status = 0;
+        waitpid(pid, &status, 0);
+        CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 1));
+        close(ends[0]), close(ends[1]);
+    }
+}
+
+TEST_CASE("ranks: who says nothing, something else, or another token is not waited for") {
+    const int port = free_port();
+    auto connect_to = [&] {
+        const sockaddr_in at = loopback(port);
+        const int fd = socket(AF_INET, SOCK_STREAM, 0);
+        while (connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) != 0) usleep(1000);
+        return fd;
+    };
+    std::vector<int> foreign;
+    const Environment environment(Environment::Values{{"COAT_TOKEN", "right"}});
+    std::thread rank_0([&] { CHECK(ProcessGroup::start({0, 2, 0, "127.0.0.1", port})->count() == 2); });
+    for (const std::string& text : {std::string(), std::string("COA"), std::string(100, 'x')}) {
+        foreign.push_back(connect_to());
+        CHECK(send(foreign.back(), text.data(), text.size(), MSG_NOSIGNAL) == ssize_t(text.size()));
+    }
+    // The message of a rank, but with another token, number of ranks, rank, or in two parts.
+    auto hello = [&](uint32_t ranks, uint32_t rank, const char* token) {
+        std::string bytes = "COAT" + std::string(8, 0) + token;
+        std::memcpy(&bytes[4], &ranks, 4), std::memcpy(&bytes[8], &rank, 4);
+        return bytes + std::string(76 - bytes.size(), 0);
+    };
+    for (const std::string& text : {hello(2, 1, "wrong"), hello(2, 1, ""), hello(2, 1, "right2"),
+                                    hello(3, 1, "right"), hello(2, 2, "right"), hello(2, 0, "right")}) {
+        const int fd = connect_to();
+        CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL) == 76);
+        char answer;
+        CHECK(recv(fd, &answer, 1, 0) <= 0);  // closed
+        close(fd);
+    }
+    const std::string right = hello(2, 1, "right");
+    const int fd = connect_to();
+    CHECK(send(fd, right.data(), 40, 0) == 40);
+    sleep_ms(1200);
+    CHECK(send(fd, &right[40], 36, 0) == 36);
+    char answer[9];
+    CHECK(recv(fd, answer, 9, MSG_WAITALL) == 9);
+    CHECK(answer[0] == 'C');
+    const std::string nothing = "D" + std::string(8, 0);  // rank 0 waits for this at the end
+    CHECK(send(fd, nothing.data(), 9, 0) == 9);
+    rank_0.join();
+    for (int other : foreign) close(other);
+    close(fd);
+}
+
+TEST_CASE("ranks: a rank that is missing, is there twice, or has another token is an error after the time limit") {
+    const Body body = [](ProcessGroup& ranks) { ranks.all_gather(1); };
+    Played(ONE_BY_ONE, body, 60, {0, 1}).check({1, 1}, "Rank 2 has not connected with rank 0 at 127.0.0.1, port");
+    Played(ONE_BY_ONE, body, 60, {1}).check({1}, "Rank 1 cannot connect with rank 0 at 127.0.0.1, port");
+    for (const std::vector<int>& present : {std::vector<int>{0, 1, 1, 2}, {0, 1, 2}}) {
+        const Played played(ONE_BY_ONE, body, 60, present, free_port(), [&](int rank) {
+            if (rank == 2) sleep_ms(300), setenv("COAT_TOKEN", present.size() == 3 ? "other" : "", 1);
+        });
+        CHECK(std::count(played.codes.begin(), played.codes.end(), 1) == (present.size() == 3 ? 3 : 1));
+        CHECK(contains(played.error, "cannot connect with rank 0"));
+        CHECK(contains(played.error, "COAT_TOKEN"));
+    }
+    // Rank 0 is killed before the others connect: when they have reached it, or before.
+    for (int after_ms : {0, 1000}) {
+        const Played played(ONE_BY_ONE, body, 60, {0, 1}, free_port(), [&](int rank) {
+            if (rank == 0) std::thread([=] { sleep_ms(after_ms), raise(SIGKILL); }).detach();
+        });
+        CHECK(played.codes == std::vector<int>{137, 1});
+        CHECK((contains(played.error, "Rank 1 cannot connect with rank 0") ||
+               contains(played.error, "Rank 0 has ended unexpectedly")));
+        CHECK(std::count(played.error.begin(), played.error.end(), '\n') == 1);
+        CHECK(played.seconds < 5);
+    }
+}
+
+TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, not longer than it must, and not at all with --ranks") {
+    const int port = free_port();
+    const Launch rank_0{0, 2, 0, "127.0.0.2", port}, rank_1{1, 2, 1, "127.0.0.2", port};
+    std::thread first([&] { ProcessGroup::start(rank_0); });
+    std::string found;
+    while ((found = listening(port)).empty()) sleep_ms(1);
+    CHECK(found == "0200007F");
+    {
+        const auto second = ProcessGroup::start(rank_1);
+        for (int i = 0; i < 500 && !listening(port).empty(); i++) sleep_ms(2);
+        CHECK(listening(port) == "");
+    }
+    first.join();
+    // The next run may have the port at once, but not two runs at a time.
+    const Body body = [](ProcessGroup& ranks) { ranks.all_gather(1); };
+    for (int i = 0; i < 3; i++) Played(ONE_BY_ONE, body, 60, {0, 1, 2}, port).check({0, 0, 0}, "");
+    {
+        const Bound bound;
+        listen(bound.fd, 1);
+        check_error([&] { ProcessGroup::start({0, 2, 0, "127.0.0.1", bound.port}, 1); },
+                    concat("Rank 0 cannot listen at 127.0.0.1, port ", bound.port), "COAT_PORT");
+    }
+    check_error([&] { ProcessGroup::start({0, 2, 0, "192.0.2.1", port}, 1); }, "192.0.2.1", "MASTER_ADDR");
+    check_error([&] { ProcessGroup::start({0, 2, 0, "no.such.host.invalid", port}, 1); }, "no.such.host");
+    Played(BY_RANK_0, [](ProcessGroup& ranks) {
+        for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
+            std::error_code gone;
+            const std::string target = fs::read_symlink(entry.path(), gone).string();
+            if (target.rfind("socket:[", 0) != 0) continue;
+            const std::string inode = " " + target.substr(8, target.size() - 9) + " ";
+            for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"})
+                if (fs::exists(table) && contains(read_file(table), inode)) throw Error("A port is open.");
+        }
+        ranks.all_gather(1);
+    }).check({0, 0, 0}, "");
+}
+
+TEST_CASE("ranks: those that rank 0 starts share the cores, unless the user has chosen OMP_NUM_THREADS") {
+    const int fair = std::max(1, omp_get_num_procs() / RANKS), given = omp_get_max_threads();
+    for (bool chosen : {false, true}) {
+        const Environment environment(chosen ? Environment::Values{{"OMP_NUM_THREADS", "7"}}
+                                             : Environment::Values{});
+        Played(BY_RANK_0, [&](ProcessGroup& ranks) {
+            if (chosen) omp_set_num_threads(7);  // as OpenMP does when a program starts
+            ranks.all_gather(1);
+            if (omp_get_max_threads() != (chosen ? 7 : fair)) throw Error("Threads are ", omp_get_max_threads(), ".");
+        }, 60, {0, 1, 2}, 0, [&](int) { omp_set_num_threads(chosen ? 7 : 5); }).check({0, 0, 0}, "");
+    }
+    CHECK(omp_get_max_threads() == given);
+}
