@@ -54,7 +54,9 @@ public:
         check(cudaDeviceSynchronize(), "Clearing memory failed");
     }
     ~Copies() override {
-        cudaDeviceSynchronize();  // copies may be in flight
+        // Copies may be in flight, which wait for another rank.
+        if (stream_) processes_.wait_until([&] { return cudaStreamQuery(stream_) != cudaErrorNotReady; });
+        cudaDeviceSynchronize();
         for (const Peer& p : peers_)
             if (p.mapped) cudaIpcCloseMemHandle(p.memory), cudaIpcCloseMemHandle(p.flags);
         cudaFree(flags_);
@@ -80,7 +82,7 @@ public:
     void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) override {
         const std::vector<uint8_t*>& places = places_of(key, transfers);
         const int me = processes_.rank();
-        number_++;
+        number_++, stream_ = s;
         for (int i = 1; i < ranks_; i++) flag(write_, peers_[(me + i) % ranks_].flags + me, s);
         for (int i = 1; i < ranks_; i++) {  // each rank begins with another one
             const int to = (me + i) % ranks_;
@@ -106,7 +108,8 @@ private:
     std::vector<Peer> peers_;
     uint8_t* memory_ = nullptr;
     uint32_t* flags_ = nullptr;
-    uint32_t number_ = 0;  // of the exchange; flags only grow
+    uint32_t number_ = 0;            // of the exchange; flags only grow
+    cudaStream_t stream_ = nullptr;  // of the last exchange
     // Sets a flag; waits until a flag is at least the value (with the option 0).
     using StreamFlag = decltype(&cuStreamWriteValue32);
     const StreamFlag write_ = driver_function<StreamFlag>("cuStreamWriteValue32");
