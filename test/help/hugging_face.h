@@ -5,7 +5,7 @@
 // and column.
 #pragma once
 #include "checkpoints.h"
-#include "../oracle.h"
+#include "oracle.h"
 
 namespace coat::test {
 
