@@ -1,8 +1,10 @@
 // coat.h - the vocabulary of COAT (arXiv 2410.19313) that the CPU reference and the GPU implementation share:
-// number formats, granularities, recipes, and formats of moments.
+// number formats, granularities, recipes, formats of moments; model shapes, the block, and its parameters.
 //
-// All matrices are row-major; a weight is (out, in).
+// All matrices are row-major; a weight is (out, in). Letters: B sequences of T tokens, N = B*T; L layers, C
+// hidden size, NH query heads, NKV key/value heads, HS head size, F feed-forward size, V vocabulary.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -99,8 +101,7 @@ struct Quant {
 
 // -----------------------------------------------------------------------------------------------------------
 // Recipes: which format and granularity each kind of tensor has. A recipe is a row of a table: code asks for
-// a column, never for a recipe's name. plan.cpp rejects on every device what Hopper's GEMMs cannot do
-// (validate), and on a GPU what GPUs lack (why_unsupported).
+// a column, never for a recipe's name. A test checks that Hopper's GEMMs can do what the rows say.
 //
 // Each GEMM of a linear layer (input x, weight w, gradient g of the output) reduces over another dimension:
 //   fprop  y = x w^T    over input features:  columns of x, columns of w
@@ -213,6 +214,251 @@ const auto& find_row(const Table& table, std::string_view name, const char* flag
         known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
     throw Error(flag + (" " + escaped(std::string(name))) + " is not known; choose one of " + known + ".");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Models
+
+struct Architecture {
+    const char* name;  // Hugging Face's model_type
+    bool rms;          // RMSNorm; else LayerNorm with a bias
+    bool rope;         // rotary positions; else learned ones
+    bool gated;        // SiLU(gate) * up; else GELU (tanh form)
+    bool qkv_bias;     // the linear layer of q, k and v has a bias
+    bool bias;         // the other linear layers have one
+};
+inline constexpr Architecture LLAMA{"llama", true, true, true, false, false};
+inline constexpr Architecture MISTRAL{"mistral", true, true, true, false, false};
+inline constexpr Architecture QWEN2{"qwen2", true, true, true, true, false};  // and Qwen2.5
+inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
+
+// RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
+// f_i, to read longer texts than it was first trained on. The names are those of config.json.
+struct RopeScaling {
+    // Linear: all f_i are divided by the factor. Llama3 (Llama 3.1 and later): f_i with fewer than
+    // low_freq_factor rotations in the original positions are divided, those with more than high_freq_factor
+    // are kept, and the values between are interpolated.
+    enum Type : uint8_t { Default, Linear, Llama3 } type = Default;
+    float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+    int64_t original_positions = 8192;
+};
+inline constexpr const char* ROPE_TYPES[] = {"default", "linear", "llama3"};  // by RopeScaling::Type
+
+struct ModelConfig {
+    std::string name;
+    Architecture arch;
+    int64_t L, C, NH, NKV, F, V;  // V = 0: as many as the data has
+    int64_t max_T;                // positions
+    bool tied;                    // the head is the embedding
+    float norm_eps = 1e-5f, rope_theta = 10000.0f;
+    int64_t head_size = 0;        // 0: C / NH
+    RopeScaling rope_scaling{};
+    int64_t window = 0;           // a token attends to the last `window` positions; 0: to all before it
+
+    int64_t HS() const { return head_size ? head_size : C / NH; }
+    int64_t q_cols() const { return NH * HS(); }
+    int64_t kv_cols() const { return NKV * HS(); }
+    int64_t qkv_cols() const { return q_cols() + 2 * kv_cols(); }    // [q | k | v], each head by head
+    int64_t gate_up_cols() const { return arch.gated ? 2 * F : F; }  // [gate | up], or the input of GELU
+    int64_t padded_V() const { return round_up(V, 64); }  // rows of the embedding; those from V on stay zero
+    // The longest sequence: attention within a window is not implemented.
+    int64_t longest() const { return window ? std::min(window, max_T) : max_T; }
+};
+
+inline const std::vector<ModelConfig>& models() {
+    constexpr RopeScaling BY_8{RopeScaling::Llama3, 8}, BY_32{RopeScaling::Llama3, 32};
+    static const std::vector<ModelConfig> table = {
+        //                          L   C     NH  NKV F      V       max_T tied
+        {"llama-tiny",     LLAMA,   4,  128,  4,  2,  352,   0,      256,  true},
+        {"gpt2-tiny",      GPT2,    4,  128,  4,  4,  512,   0,      256,  true},
+        {"llama-30m",      LLAMA,   8,  512,  8,  4,  1408,  0,      1024, true},
+        {"gpt2",           GPT2,    12, 768,  12, 12, 3072,  50257,  1024, true},
+        {"gpt2-medium",    GPT2,    24, 1024, 16, 16, 4096,  50257,  1024, true},
+        {"gpt2-large",     GPT2,    36, 1280, 20, 20, 5120,  50257,  1024, true},
+        {"gpt2-xl",        GPT2,    48, 1600, 25, 25, 6400,  50257,  1024, true},
+        {"tinyllama-1.1b", LLAMA,   22, 2048, 32, 4,  5632,  32000,  2048, false},
+        {"llama-2-7b",     LLAMA,   32, 4096, 32, 32, 11008, 32000,  4096, false},
+        {"llama-2-13b",    LLAMA,   40, 5120, 40, 40, 13824, 32000,  4096, false},
+        {"llama-3-8b",     LLAMA,   32, 4096, 32, 8,  14336, 128256, 8192, false, 1e-5f, 500000.0f},
+        {"llama-30b",      LLAMA,   60, 6656, 52, 52, 17920, 32000,  2048, false},
+        {"llama-3.2-1b",   LLAMA,   16, 2048, 32, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
+        {"llama-3.2-3b",   LLAMA,   28, 3072, 24, 8,  8192,  128256, 131072, true, 1e-5f, 5e5f, 0, BY_32},
+        {"llama-3.1-8b",   LLAMA,   32, 4096, 32, 8,  14336, 128256, 131072, false, 1e-5f, 5e5f, 0, BY_8},
+        {"mistral-7b",     MISTRAL, 32, 4096, 32, 8,  14336, 32768,  32768, false, 1e-5f, 1e6f},  // v0.3
+        {"qwen2.5-0.5b",   QWEN2,   24, 896,  14, 2,  4864,  151936, 32768, true, 1e-6f, 1e6f},
+        {"qwen2.5-7b",     QWEN2,   28, 3584, 28, 4,  18944, 152064, 131072, false, 1e-6f, 1e6f},
+    };
+    return table;
+}
+
+inline constexpr int64_t MAX_VOCABULARY = 1 << 22;  // a row of FP32 logits fits a GPU's GEMM workspace
+
+// Throws Error if the shape is not supported, before anything is allocated.
+inline void validate(const ModelConfig& c) {
+    auto require = [&](bool ok, const auto&... what) {
+        if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
+    };
+    // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows.
+    const struct { const char* name; int64_t value, limit; } sizes[] = {
+        {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
+        {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
+        {"vocabulary", c.V, MAX_VOCABULARY}, {"number of positions", c.max_T, 1 << 21}};
+    for (const auto& [name, value, limit] : sizes)
+        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
+    constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
+    require(c.C % side == 0 && c.F % side == 0, "hidden size ", c.C, " and feed-forward size ", c.F,
+            " must be multiples of ", side, ", as FP8 GEMMs and groups need");
+    require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
+    require(c.HS() % 8 == 0 && c.HS() <= 256, "head size ", c.HS(), " must be a multiple of 8 up to 256");
+    require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
+    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0,
+            "heads x head size must be a multiple of ", side, ", as FP8 GEMMs and groups need");
+    require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The block: one table of its operators in the order of the forward pass (paper section 5). The parameters of
+// a layer, what it saves for backward, and the print-out of --plan follow from it. forward and backward
+// themselves are code: block_forward() and block_backward() of reference.cpp and model.cu.
+
+// The operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a multiple of 16.
+// Weights comply (validate). If the N tokens of a micro-batch do not, all linear layers of the run use the
+// compute dtype.
+struct LinearFormats {
+    Quant x, w, g;
+    bool fallback;
+};
+inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
+    if (N % 16 == 0 || !r.x.fp8()) return {r.x, r.w, r.g, false};
+    return {Quant{r.compute}, Quant{r.compute}, Quant{r.compute}, true};
+}
+
+// Saved for backward (paper table 2): the tensors that cheap elementwise work cannot compute from another
+// saved tensor.
+enum class Saved : uint8_t { Norm1Input, Qkv, Attention, LogSumExp, Norm2Input, GateUp };
+struct SavedTensor {
+    Saved which;
+    const char* name;
+    int64_t cols;  // elements per token
+    Quant quant;
+
+    int64_t bytes(int64_t tokens) const { return quant.bytes(tokens, cols); }
+};
+
+enum class Part : uint8_t { Other, Norm, Linear };
+struct Operator {
+    std::string name, reads, weights, writes;  // as --plan prints them
+    std::vector<SavedTensor> saves = {};
+    Part part = Part::Other;
+    const char* param = "";    // name of its parameter: of a linear layer's weight (out, in)
+    int64_t out = 0, in = 0;
+    bool adds_to_residual = false, bias = false;
+};
+
+inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const LinearFormats& q) {
+    const std::string compute = info(r.compute).name, nonlinear = r.nonlinear.text(),
+                      attention = r.attention.text(), x = q.x.text(), w = q.w.text(), none = "-",
+                      read = r.forward_reads_groups ? nonlinear : compute,
+                      sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : ""),
+                      falls = q.fallback ? " (falls back)" : "";
+    const Architecture& arch = c.arch;
+    const SavedTensor qkv{Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention};
+    std::vector<Operator> table = {
+        {"norm 1", read, compute, x, {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear}}, Part::Norm,
+         "norm1"},
+        {"q, k, v projection" + falls, x, w, arch.rope ? compute : attention, {}, Part::Linear, "qkv",
+         c.qkv_cols(), c.C, false, arch.qkv_bias},
+        {"rotary positions", compute, none, attention, {qkv}},
+        {"attention", attention, none, attention,
+         {{Saved::Attention, "attention output", c.q_cols(), r.attention},
+          {Saved::LogSumExp, "attention log-sum-exp", c.NH, Q_F32}}},
+        {"attention output projection" + falls, x, w, compute, {}, Part::Linear, "attention_out", c.C,
+         c.q_cols(), true, arch.bias},
+        {"residual add", compute, none, sum},
+        {"norm 2", read, compute, x, {{Saved::Norm2Input, "norm 2 input", c.C, r.nonlinear}}, Part::Norm,
+         "norm2"},
+        {(arch.gated ? "gate and up projection" : "up projection") + falls, x, w, compute, {}, Part::Linear,
+         "gate_up", c.gate_up_cols(), c.C, false, arch.bias},
+        {arch.gated ? "SiLU(gate) x up" : "GELU", read, none, x,
+         {{Saved::GateUp, arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear}}},
+        {"down projection" + falls, x, w, compute, {}, Part::Linear, "down", c.C, c.F, true, arch.bias},
+        {"residual add", compute, none, sum},
+    };
+    if (!arch.rope) table[1].saves = {qkv}, table.erase(table.begin() + 2);
+    return table;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Parameters: one table in the order of the forward pass. What follows from a parameter's role is a column.
+
+struct Role {
+    bool decay;      // weight decay applies
+    bool fp8_state;  // moments in the optimizer's formats; else in FP32
+    bool linear;     // weight of a linear layer, quantized as the recipe says
+    bool weight;     // weight of a norm: starts at 1; others start random, or at 0 if init_std is 0
+};
+inline constexpr Role EMBEDDING{true, true, false, false};  // also positions and the head
+inline constexpr Role LINEAR{true, true, true, false};
+inline constexpr Role NORM_WEIGHT{false, false, false, true};
+inline constexpr Role BIAS{false, false, false, false};
+
+struct Param {
+    std::string name;    // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
+    Role role;
+    int64_t rows, cols;  // (out, in); a vector is (1, n)
+    float init_std;
+    int64_t offset;      // in the flat order of all parameters; a multiple of MOMENT_GROUP
+    int64_t bucket;      // in the order of forward; its gradients are complete at the same time
+
+    int64_t size() const { return rows * cols; }
+    int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
+    int64_t groups() const { return ceil_div(size(), MOMENT_GROUP); }
+    Format moment(Format wanted) const { return role.fp8_state ? wanted : Format::F32; }
+};
+
+inline std::vector<Param> parameters(const ModelConfig& c) {
+    std::vector<Param> table;
+    int64_t offset = 0, bucket = 0;
+    auto add = [&](const std::string& name, const Role& role, int64_t rows, int64_t cols, float std) {
+        table.push_back({name, role, rows, cols, std, offset, bucket});
+        offset += table.back().padded_size();
+    };
+    auto norm = [&](const std::string& name) {
+        add(name + ".weight", NORM_WEIGHT, 1, c.C, 0);
+        if (!c.arch.rms) add(name + ".bias", BIAS, 1, c.C, 0);
+    };
+    const float std = 0.02f, residual_std = std / std::sqrt(2.0f * c.L);  // GPT-2's initialisation
+    add("embedding", EMBEDDING, c.padded_V(), c.C, std);
+    if (!c.arch.rope) add("positions", EMBEDDING, c.max_T, c.C, std);
+    const Recipe& any = recipes().front();
+    const std::vector<Operator> operators = block(c, any, linear_formats(any, 16));
+    for (int64_t l = 0; l < c.L; l++) {
+        bool after_norm = false;  // a bucket is a linear layer, with the norm before it
+        for (const Operator& o : operators) {
+            if (o.part == Part::Other) continue;
+            const std::string name = "layers." + std::to_string(l) + "." + o.param;
+            if (!after_norm) bucket++;
+            after_norm = o.part == Part::Norm;
+            if (o.part == Part::Norm) norm(name);
+            else add(name, LINEAR, o.out, o.in, o.adds_to_residual ? residual_std : std);
+            if (o.bias) add(name + ".bias", BIAS, 1, o.out, 0);
+        }
+    }
+    bucket++;
+    norm("final_norm");
+    if (!c.tied) add("head", EMBEDDING, c.padded_V(), c.C, std);
+    return table;
+}
+
+// Elements of p before the padding of the vocabulary, which stays zero.
+inline int64_t used_elements(const ModelConfig& c, const Param& p) {
+    return p.name == "embedding" || p.name == "head" ? c.V * p.cols : p.size();
+}
+
+inline int64_t parameter_count(const ModelConfig& c) {  // without the padding rows of the vocabulary
+    int64_t n = 0;
+    for (const Param& p : parameters(c)) n += used_elements(c, p);
+    return n;
 }
 
 // -----------------------------------------------------------------------------------------------------------

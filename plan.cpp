@@ -1,12 +1,10 @@
 // plan.cpp - the tables of plan.h, computed from those of coat.h and model.h: a new recipe or model is a new
 // row there.
 //
-// In order: learning rate, memory modes and checks, precision plan, memory plan, sizes on a GPU, what a GPU
-// does not support, printing.
+// In order: learning rate, memory modes and checks, precision plan, memory plan, sizes on a GPU, printing.
 #include "plan.h"
 
 #include <algorithm>
-#include <sstream>
 
 namespace coat {
 
@@ -39,55 +37,9 @@ const std::vector<MemoryMode>& memory_modes() {
     return table;
 }
 
-namespace {
-
-// Granularities of the two operands of one GEMM: the scale modes of cuBLASLt's FP8 GEMMs on Hopper.
-constexpr struct { Granularity a, b; } GEMM_SCALES[] = {
-    {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128},
-    {PER_1x128, PER_128x128}, {PER_128x128, PER_1x128}};
-
-// Hopper's FP8 GEMMs restrict which formats, scales and accumulation go together. A recipe that breaks a rule
-// is an error on the CPU too, so that a recipe means the same run everywhere.
-void validate_gemm(const Recipe& r, const std::string& gemm, const Quant& a, const Quant& b, bool fast) {
-    auto require = [&](bool ok, const char* what) {
-        if (!ok)
-            throw Error("Recipe ", r.name, " cannot run ", gemm, " with operands ", a.text(), " and ",
-                        b.text(), ": ", what, ".");
-    };
-    require(a.fp8() == b.fp8(), "both operands must be FP8, or neither");
-    if (!a.fp8()) return;
-    require(a.format != Format::E5M2 || b.format != Format::E5M2,
-            "no GPU multiplies two E5M2 matrices; make one of them E4M3");
-    const bool known = std::any_of(std::begin(GEMM_SCALES), std::end(GEMM_SCALES), [&](const auto& m) {
-        return m.a == a.granularity && m.b == b.granularity;
-    });
-    const bool delayed = r.scaling == Scaling::Delayed;
-    for (const Quant& q : {a, b}) {
-        require(known && q.scale_format == Format::F32,
-                "choose FP32 scales for tensor by tensor, row by row, 1x128 by 1x128, or 1x128 by 128x128");
-        require(!fast || q.granularity.cols != PER_1x128.cols,
-                "blocks of 128 need exact accumulation");
-        require(!delayed || q.granularity == PER_TENSOR,
-                "delayed scaling needs one scale per tensor; use per-tensor operands, or just-in-time "
-                "scaling");
-    }
-}
-
-void validate(const Recipe& r) {
-    validate_gemm(r, "fprop", r.x, r.w, r.sums.fast[0]);
-    validate_gemm(r, "dgrad", r.g, r.w, r.sums.fast[1]);
-    validate_gemm(r, "wgrad", r.g, r.x, r.sums.fast[2]);
-    if (r.scaling == Scaling::Delayed && (r.history < 1 || r.margin < 0 || r.margin > 64))
-        throw Error("Recipe ", r.name,
-                    " has an invalid history or margin; use 1 step or more, and a margin from 0 to 64.");
-}
-
-}  // namespace
-
 // The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
-    validate(s.recipe);
     if (s.T > s.config.longest())
         throw Error("--seq ", s.T, " is too long for ", s.config.name,
                     (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented"),
@@ -101,20 +53,6 @@ void validate(const Setup& s) {
     if (fp32 && (groups || !s.master))
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
                     s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
-    // A kernel takes the amax of the weights that a rank keeps, in such tiles with MOMENT_GROUP columns.
-    constexpr int64_t MAX_ELEMENTS = MAX_TOKENS * MOMENT_GROUP;
-    Param largest{};
-    for (const Param& p : parameters(s.config))
-        if (p.role.linear && p.size() > largest.size()) largest = p;
-    const int64_t ranks = ceil_div(largest.size(), MAX_ELEMENTS);
-    if (!fp32 && ranks > s.ranks)
-        throw Error("--model ", s.config.name, " has ", largest.size(), " elements in ", largest.name,
-                    ", of which a rank can keep at most ", MAX_ELEMENTS,
-                    "; use at least --ranks ", ranks, ".");
-    constexpr int64_t MOST_MICRO_BATCHES = 1 << 20;  // of --accumulate: one rank must be able to resume
-    if (micro_batches(s) > MOST_MICRO_BATCHES)
-        throw Error("--accumulate ", s.accumulate, " on ", s.ranks, " ranks is more than ",
-                    MOST_MICRO_BATCHES, " micro-batches a step; use a smaller --accumulate.");
     if (!s.keep_gradients && s.accumulate > 1)
         throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
                     " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
@@ -127,54 +65,39 @@ void validate(const Setup& s) {
 // The precision flow, in the order of a step (paper section 5)
 
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
-    const ModelConfig& c = s.config;
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
-    const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-";
-    const std::string nonlinear = r.nonlinear.text(), attention = r.attention.text(), x = q.x.text();
-    // What residual adds write.
-    const std::string sum = compute + (r.nonlinear.fp8() ? " and " + nonlinear : "");
-    const std::string read = r.forward_reads_groups ? nonlinear : compute;
-    const std::string saved = nonlinear + " input";
-    const std::string layers = concat("each of ", c.L, " layers");
-    const std::string up = c.arch.gated ? "gate and up" : "up";
-    auto linear = [&](const std::string& name) { return name + (q.fallback ? " (falls back)" : ""); };
-    const bool remainder = s.master && r.compute != Format::F32;
-    const std::string weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
-    const std::string dw = concat(info(gradient_format(s)).name, " gradient");
-
-    const std::string activation = c.arch.gated ? "SiLU(gate) x up" : "GELU";
-    std::vector<PrecisionRow> table = {
-        {"", "embedding", "tokens", compute, sum, none},
-        {layers, "norm 1", read, compute, x, saved},
-        {layers, linear("q, k, v projection"), x, q.w.text(), c.arch.rope ? compute : attention, none},
-        {layers, "rotary positions", compute, none, attention, none},
-        {layers, "attention", attention, none, attention, attention + " q, k, v, output; fp32 log-sum-exp"},
-        {layers, linear("attention output projection"), x, q.w.text(), compute, none},
-        {layers, "residual add", compute, none, sum, none},
-        {layers, "norm 2", read, compute, x, saved},
-        {layers, linear(up + " projection"), x, q.w.text(), compute, none},
-        {layers, activation, read, none, x, saved},
-        {layers, linear("down projection"), x, q.w.text(), compute, none},
-        {layers, "residual add", compute, none, sum, none},
-        {"", "final norm", compute, compute, compute, compute + " input"},
-        {"", "head", compute, compute, compute, none},
-        {"", "cross-entropy", compute, none, fp32, none},
+    const bool gated = s.config.arch.gated, remainder = s.master && r.compute != Format::F32;
+    const std::string compute = info(r.compute).name, fp32 = info(Format::F32).name, none = "-",
+                      nonlinear = r.nonlinear.text() + ", " + compute, x = q.x.text(), g = q.g.text(),
+                      attention = (r.attention.fp8() ? r.attention.text() + ", " : "") + compute,
+                      sum = compute + (r.nonlinear.fp8() ? " and " + r.nonlinear.text() : ""),
+                      falls = q.fallback ? " (falls back)" : "",
+                      dw = concat(info(gradient_format(s)).name, " gradient"),
+                      weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
+    std::vector<PrecisionRow> table = {{"", {"embedding", "tokens", compute, sum}}};
+    const std::string layers = concat("each of ", s.config.L, " layers");
+    for (const Operator& o : block(s.config, r, q)) table.push_back({layers, o});
+    const SavedTensor final_input{Saved{}, "its input", s.config.C, Quant{r.compute}};
+    const PrecisionRow others[] = {
+        {"", {"final norm", compute, compute, compute, {final_input}}},
+        {"", {"head", compute, compute, compute}},
+        {"", {"cross-entropy", compute, none, fp32}},
         // Every linear layer has the same pair of GEMMs in backward.
-        {"backward", linear("linear layers, dgrad"), q.g.text(), q.w.text(), compute, none},
-        {"backward", linear("linear layers, wgrad"), q.g.text() + " x " + x, none, dw, none},
-        {"backward", activation, nonlinear + ", " + compute, none, q.g.text(), none},
-        {"backward", "norms", nonlinear + ", " + compute, compute, compute, none},
-        {"backward", "attention", (r.attention.fp8() ? attention + ", " : "") + compute, none, compute, none},
-        {"backward", "head", compute, compute, compute, none},
-        {"update", "AdamW, weights", weights, none, s.master ? weights : weights + ", stochastic", none},
+        {"backward", {"linear layers, dgrad" + falls, g, q.w.text(), compute}},
+        {"backward", {"linear layers, wgrad" + falls, g + " x " + x, none, dw}},
+        {"backward", {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g}},
+        {"backward", {"norms", nonlinear, compute, compute}},
+        {"backward", {"attention", attention, none, compute}},
+        {"backward", {"head", compute, compute, compute}},
+        {"update", {"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")}},
     };
-    if (!c.arch.rope) table.erase(table.begin() + 3);
+    table.insert(table.end(), std::begin(others), std::end(others));
     const OptimizerFormat& o = s.optimizer;
-    const std::string of = o.group == 0 ? "tensor" : "group of 128";
     for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
-        const std::string scales = (o.expands(f) ? "keeps fp32 max and k per " : "keeps fp32 max per ") + of;
-        table.push_back({"update", name, info(f).name, none, info(f).name, is_scaled(f) ? scales : none});
+        const std::string of = o.group == 0 ? " per tensor" : " per 128",
+                          scale = o.expands(f) ? ", max and k" + of : is_scaled(f) ? ", max" + of : "";
+        table.push_back({"update", {name, info(f).name, none, info(f).name + scale}});
     }
     return table;
 }
@@ -355,7 +278,6 @@ bool qkv_gradient_in_place(const Setup& s) {
 
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
-    if (!why_unsupported(s.optimizer).empty() || !why_unsupported(s.recipe).empty()) return plan;
     const int64_t allocated = arena_bytes(s, caches_weights(s));
     if (!allocated) return plan;
     auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
@@ -368,137 +290,48 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     return plan;
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// What a GPU does not support
-
-static std::string version_text(int number, int major) {
-    return concat(number / major, ".", number % major);
-}
-
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm) {
     Recipe changed = r;
     if (!fp8_gemm && r.x.fp8()) changed.x = changed.w = changed.g = Quant{r.compute};
     return changed;
 }
 
-// Each why_unsupported() returns the problem, then a remedy; "" if there is no problem.
-std::string why_unsupported(const OptimizerFormat& o) {
-    const bool per_tensor = o.group == 0;
-    for (Format format : {o.m, o.v}) {
-        if (format == Format::F16 && !per_tensor)
-            return concat("--optimizer ", o.name, " has fp16 moments in groups of 128, which only the CPU "
-                          "supports; use --optimizer fp8lm, or --device cpu.");
-        if (!per_tensor && is_fp8(format) && !o.expand && !o.keep_positive)
-            return concat("--optimizer ", o.name, " rounds small second moments to zero, which only the CPU "
-                          "supports; use --device cpu.");
-        if (per_tensor && (o.expands(format) || (is_fp8(format) && o.keep_positive)))
-            return concat("--optimizer ", o.name, " has one scale per tensor with expansion or a smallest "
-                          "positive code, which only the CPU supports; use --device cpu.");
-    }
-    return "";
-}
-
-std::string why_unsupported(const Recipe& r, int capability) {
-    const std::string recipe = concat("--recipe ", r.name), compute = info(r.compute).name;
-    const bool bf16 = r.compute == Format::BF16;
-    for (const Quant& q : {r.x, r.w, r.g}) {
-        if (q.fp8() && !bf16)
-            return concat(recipe, " has ", q.text(), " operands with compute dtype ", compute,
-                          ", which only the CPU supports; use compute dtype bf16, or --device cpu.");
-        if (q.fp8() && !(q.granularity == PER_TENSOR) && capability != HOPPER_CAPABILITY)
-            return concat(recipe, " has ", q.text(), " operands, which need a GPU of compute capability 9.0, "
-                          "but this one has ", version_text(capability, 10), "; use --recipe colossal, or "
-                          "--device cpu.");
-    }
-    for (const Quant& q : {r.nonlinear, r.attention})
-        if (!(q == Quant{r.compute}) && !(q == Q_GROUP && bf16))
-            return concat(recipe, " saves ", q.text(), " tensors with compute dtype ", compute,
-                          ", which only the CPU supports; save ", Q_GROUP.text(),
-                          " with compute dtype bf16, or the compute dtype, or use --device cpu.");
-    return "";
-}
-
-// From the outermost cause to the innermost: without a driver, nothing else can be asked.
-std::string why_unsupported(const GpuFound& found) {
-    auto version = [](int v) { return version_text(v / 10, 100); };
-    const std::string capability = version_text(found.capability, 10);
-    if (found.driver == 0) return "no NVIDIA driver was found: install one, or run with --device cpu";
-    if (found.driver_too_old)
-        return concat("the NVIDIA driver supports CUDA ", version(found.driver), ", but this program needs ",
-                      version(found.runtime),
-                      ": update the driver, or run make again with an older CUDA toolkit");
-    if (!found.error.empty()) return concat("CUDA does not start (", found.error, "): check nvidia-smi");
-    if (found.gpus == 0) return "no NVIDIA GPU was found: check nvidia-smi and CUDA_VISIBLE_DEVICES";
-    if (found.capability < BF16_CAPABILITY)
-        return concat("this GPU has compute capability ", capability,
-                      ", but BF16 needs 8.0: use a newer one, or --device cpu");
-    if (!found.kernels_fit)  // from Hopper on, kernels for one architecture have an "a" in its name
-        return concat("this program was built for another GPU, not for compute capability ", capability,
-                      ": run make clean, then make GPU_ARCH=", found.capability,
-                      found.capability >= 90 ? "a" : "");
-    return "";
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Printing
 
-namespace {
+static double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 
-double mib(int64_t bytes) { return bytes / double(1 << 20); }
-
-// A paragraph, in lines that fit 110 columns.
-template <class... Parts>
-void print_note(const Parts&... parts) {
-    std::string line = " ";
-    std::istringstream words(concat(parts...));
-    for (std::string word; words >> word; line += " " + word)
-        if (line.size() + word.size() > 107) std::printf("%s\n", line.c_str()), line = " ";
-    std::printf("%s\n", line.c_str());
-}
-
-}  // namespace
-
-// The table, then notes about what its cells cannot say.
+// The table, then what its cells cannot say.
 void print_precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
-    const bool fp8 = q.x.fp8();
-    std::printf("Precision plan: formats and scales of what operators read, write and save for backward\n");
-    std::printf("  recipe %s: %s\n", r.name, r.about);
-    if (fp8 || r.nonlinear.fp8() || r.attention.fp8())
-        print_note("FP8 scales: one per tensor (\"tensor\"), per row (\"row\"), or per block: 1x16 are 16 "
-                   "values of a token.");
+    std::printf("Precision plan: formats and scales of what operators read, write and save for backward\n"
+                "  recipe %s: %s\n"
+                "  A scale for each tensor, row, or block: 1x16 are 16 values of a token.\n\n",
+                r.name, r.about);
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
-    std::printf("\n");
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     std::string part;
     for (const PrecisionRow& row : precision_plan(s)) {
         if (row.part != part && !row.part.empty()) std::printf("  %s\n", row.part.c_str());
         part = row.part;
-        const std::string name = (part.empty() ? "" : "  ") + row.name;
-        std::printf(format, name.c_str(), row.input.c_str(), row.weights.c_str(), row.output.c_str(),
-                    row.saved.c_str());
+        const Operator& o = row.of;
+        std::string saves;
+        for (const SavedTensor& t : o.saves)
+            saves += concat(saves.empty() ? "" : "; ", t.name, " ", t.quant.text());
+        std::printf(format, ((part.empty() ? "" : "  ") + o.name).c_str(), o.reads.c_str(), o.weights.c_str(),
+                    o.writes.c_str(), saves.empty() ? "-" : saves.c_str());
     }
-    std::printf("\n");
-    auto adds = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
-    if (fp8)
-        print_note("FP8 GEMMs on Hopper accumulate: ", adds(0), " in fprop, ", adds(1), " in dgrad, ",
-                   adds(2), " in wgrad.");
-    if (fp8 && r.scaling == Scaling::Delayed)
-        print_note("Linear layers use delayed scaling: a scale comes from the largest amax of the last ",
-                   r.history, " steps, with a margin of ", r.margin, " powers of two. Without any amax, as "
-                   "in the first step, they are scaled just in time.");
-    if (fp8 && (!r.x.granularity.symmetric() || !r.g.granularity.symmetric()))
-        print_note("Rows and blocks of an operand lie along the dimension that its GEMM reduces over: in "
-                   "wgrad, along the tokens.");
+    auto sums = [&](int gemm) { return r.sums.fast[gemm] ? "fast" : "exact"; };
+    if (q.x.fp8())
+        std::printf("\n  FP8 GEMMs on Hopper accumulate: %s in fprop, %s in dgrad, %s in wgrad.\n", sums(0),
+                    sums(1), sums(2));
+    if (q.x.fp8() && r.scaling == Scaling::Delayed)
+        std::printf("  Delayed scaling: a scale comes from the largest amax of the last %d steps.\n",
+                    r.history);
     if (q.fallback)
-        print_note("Linear layers fall back to ", info(r.compute).name, " for the whole run, also for "
-                   "samples and evaluation: --batch x --seq is ", s.B * s.T,
-                   " tokens, which is not a multiple of 16.");
-    if (!s.keep_gradients)
-        print_note("Backward updates each linear layer once its gradient is complete, before the norm of all "
-                   "gradients is known: so --clip must be 0. If a gradient is not finite, its bucket and all "
-                   "later ones of the step are not updated.");
+        std::printf("\n  Linear layers fall back to %s: --batch x --seq is %ld tokens, no multiple of 16.\n",
+                    info(r.compute).name, s.B * s.T);
 }
 
 // The run beside the BF16 baseline, row by row and by category; then what a GPU adds, and what ranks send.

@@ -35,7 +35,8 @@ void validate(const Setup& s);
 
 // The precision flow (paper section 5): formats of what operators read, write and save for backward.
 struct PrecisionRow {
-    std::string part, name, input, weights, output, saved;
+    std::string part;  // of the step: "each of 32 layers", "backward", "update"
+    Operator of;
 };
 std::vector<PrecisionRow> precision_plan(const Setup& s);
 
@@ -147,23 +148,6 @@ inline bool head_sum_apart(const Setup& s) {
     const int64_t pieces = ceil_div(s.B * s.T, HEAD_TOKENS), additions = pieces + s.config.tied;
     return gradient_format(s) == Format::BF16 && pieces > 1 && micro_batches(s) * additions > 4;
 }
-
-// Why the GPU kernels do not support these moments, or this recipe on this GPU (capability 90 is 9.0): one
-// sentence with a remedy; empty if they do.
-inline constexpr int HOPPER_CAPABILITY = 90, FP8_CAPABILITY = 89, BF16_CAPABILITY = 80;
-std::string why_unsupported(const OptimizerFormat& o);
-std::string why_unsupported(const Recipe& r, int capability = HOPPER_CAPABILITY);
-
-// What CUDA says about this machine; and why no GPU can be used: a phrase with a remedy, empty if one can.
-struct GpuFound {
-    int driver, runtime;     // CUDA versions, 1000 major + 10 minor; driver 0: there is none
-    bool driver_too_old;     // for this runtime
-    std::string error;       // of starting CUDA, if any
-    int gpus;
-    int capability;
-    bool kernels_fit;        // this program has code for this GPU
-};
-std::string why_unsupported(const GpuFound& found);
 
 void print_precision_plan(const Setup& s);
 void print_memory_plan(const Setup& s);

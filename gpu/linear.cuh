@@ -180,7 +180,7 @@ private:
 
     // --- Amaxes
     // Per-tensor scaling just in time needs the amax before the codes. Delayed scaling needs it only while a
-    // history is empty. The operands x, w and g are all per tensor, or none is (GEMM_SCALES in plan.cpp).
+    // history is empty. The operands x, w and g are all per tensor, or none is.
     AmaxAndScale* if_needed(AmaxAndScale* scale) const {
         const bool just_in_time = !c_.state.delayed_scaling() || c_.state.some_without_history;
         return c_.formats.x.fp8() && c_.formats.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;

@@ -56,15 +56,16 @@ std::unique_ptr<Model> model_that_fits(const Setup& s) {
 
 // The setup as this GPU runs it. Error if a kernel for it is missing.
 Setup on_this_gpu(Setup s) {
-    const bool fp8_gemm = capability() >= FP8_CAPABILITY;
+    const bool fp8_gemm = capability() >= 89;
     if (!fp8_gemm && s.recipe.x.fp8())
         std::fprintf(stderr,
                      "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear "
                      "layers run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
-    for (const std::string& reason : {why_unsupported(s.optimizer), why_unsupported(s.recipe, capability())})
-        if (!reason.empty()) throw Error(reason);
+    if (s.recipe.x.fp8() && !(s.recipe.x.granularity == PER_TENSOR) && capability() != 90)
+        throw Error("--recipe ", s.recipe.name, " scales operands in rows or blocks, which needs a GPU of "
+                    "compute capability 9.0 (Hopper); use --recipe colossal, or --device cpu.");
     return s;
 }
 
@@ -72,18 +73,16 @@ Setup on_this_gpu(Setup s) {
 }  // namespace coat
 
 std::string coat::why_no_gpu(int gpu) {
-    GpuFound found{};
-    cudaDriverGetVersion(&found.driver);
-    cudaRuntimeGetVersion(&found.runtime);
-    const cudaError_t error = cudaGetDeviceCount(&found.gpus);
+    int gpus = 0;
+    const cudaError_t error = cudaGetDeviceCount(&gpus);
     cudaGetLastError();  // clear it: nothing has failed
-    found.driver_too_old = error == cudaErrorInsufficientDriver;
-    if (error == cudaErrorNoDevice) found.gpus = 0;
-    else if (error != cudaSuccess) found.error = cudaGetErrorString(error);
-    const bool usable = found.driver > 0 && error == cudaSuccess && found.gpus > 0;
-    if (usable) cudaSetDevice(std::min(gpu, found.gpus - 1));  // another would get a context, too
-    if (usable) found.capability = capability(), found.kernels_fit = kernels_fit();
-    return why_unsupported(found);
+    if (error != cudaSuccess) return std::string("CUDA does not start: ") + cudaGetErrorString(error);
+    cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
+    if (capability() < 80) return "BF16 needs a newer GPU: this one has a compute capability below 8.0";
+    if (!kernels_fit())  // from Hopper on, kernels for one architecture have an "a" in its name
+        return "this program was built for another GPU: run make clean, then make GPU_ARCH=" +
+               std::to_string(capability()) + (capability() >= 90 ? "a" : "");
+    return "";
 }
 
 std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {

@@ -123,10 +123,10 @@ TEST_CASE("precision plan: says what each memory mode changes") {
         for (const MemoryMode& mode : memory_modes())
             if (flag == mode.flag) mode.choose(s, false);
         for (const PrecisionRow& r : precision_plan(s))
-            rows += contains(r.name + "|" + r.input + "|" + r.output + "|" + r.saved, part);
+            rows += contains(r.of.name + "|" + r.of.reads + "|" + r.of.writes, part);
         return rows;
     };
-    for (const auto& [flag, part, rows] : {std::tuple{"attention", "e4m3 1x16 q, k, v", 1},
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "attention|e4m3 1x16|e4m3 1x16", 1},
                                            {"attention", "rotary positions|bf16|e4m3 1x16", 1},
                                            {"master", "bf16, stochastic", 1}}) {
         CAPTURE(part);
@@ -142,8 +142,8 @@ TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
                 find_row(optimizers(), "coat", ""), 1, T};
         int rows = 0;
         for (const PrecisionRow& row : precision_plan(s)) {
-            if (!contains(row.name, "falls back")) continue;
-            CHECK(!contains(row.input, "e4m3"));
+            if (!contains(row.of.name, "falls back")) continue;
+            CHECK(!contains(row.of.reads, "e4m3"));
             rows++;
         }
         return rows;
@@ -199,4 +199,12 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
         s.config.tied = tied, s.accumulate = accumulate, s.ranks = ranks;
         CHECK(head_sum_apart(s) == in_fp32);
     }
+}
+
+TEST_CASE("validate: heads x head size is bounded, not only each factor") {
+    ModelConfig c = find_row(models(), "gpt2", "");
+    c.NH = c.NKV = 1 << 12, c.head_size = 256;
+    CHECK_NOTHROW(validate(c));
+    c.NH = c.NKV = 1 << 15;  // the rows of a weight would exceed the blocks of a grid
+    CHECK_THROWS_AS(validate(c), Error);
 }
