@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 #include "../ranks.h"
 
@@ -49,6 +48,7 @@ struct Piece {
     Param param;
     int64_t first, rows;
     bool transposed;
+    const Tensor* tensor = nullptr;  // of a file that is read
 
     int64_t cols() const { return param.rows == 1 ? 1 : param.cols; }
     int64_t size() const { return rows * cols(); }
@@ -219,74 +219,64 @@ uint32_t f32_bits(const Tensor& t, int64_t i) {
     return bits;
 }
 
-// A piece, and the tensor of a file that fills it.
-struct Source {
-    Piece piece;
-    const Tensor* tensor;
-    std::string path;
-};
-
-// The sources of all parameters, in the order of the parameters. Large models come in several files, and a
+// The pieces of all parameters, each with its tensor. Large models come in several files, and a
 // tensor is in exactly one of them. A tensor that no piece asks for is an error: it means another
 // architecture than config.json says, such as one with biases.
-std::vector<Source> find_sources(const std::map<std::string, Safetensors>& files, const std::string& folder,
-                                 const ModelConfig& c) {
+std::vector<Piece> find_tensors(const std::map<std::string, Safetensors>& files, const std::string& folder,
+                                const ModelConfig& c) {
     std::map<std::string, const Safetensors*> file_of;  // by the name of the tensor
     for (const auto& [path, file] : files)
         for (const auto& [name, tensor] : file.tensors())
             if (!file_of.emplace(name, &file).second)
                 throw Error(path, " has tensor ", name,
-                            ", which another file model*.safetensors also has; download "
-                            "the folder again.");
-    std::vector<Source> sources;
-    for (const Piece& piece : pieces(c)) {
+                            ", which another file model*.safetensors also has; download the folder again.");
+    std::vector<Piece> found = pieces(c);
+    for (Piece& piece : found) {
         std::string name = piece.theirs;
         const std::string prefix = "transformer.";  // the files of GPT-2 itself leave it out
         if (!file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
         if (!file_of.count(name))
             throw Error(folder, " has no tensor ", piece.theirs,
-                        " in a file model*.safetensors, but its config.json "
-                        "needs it; download the folder again.");
+                        " in a file model*.safetensors; download the folder again.");
         const Tensor& t = file_of[name]->require(name, piece.shape());
         if (t.dtype != "BF16" && t.dtype != "F16" && t.dtype != "F32")
             throw Error(file_of[name]->path(), " has tensor ", name, " as ", t.dtype,
                         "; give weights in BF16, F16 or F32.");
-        sources.push_back({piece, &t, file_of[name]->path()});
+        piece.tensor = &t;
         file_of.erase(name);
     }
     for (const auto& [name, file] : file_of) {
-        const Tensor &t = file->tensors().at(name), &embedding = *sources[0].tensor;
+        const Tensor &t = file->tensors().at(name), &embedding = *found[0].tensor;
         bool known = c.tied && name == "lm_head.weight" && t.bytes == embedding.bytes &&
                      std::memcmp(t.data, embedding.data, t.bytes) == 0;  // some files repeat the embedding
         for (const std::string& end : BUFFERS) known |= ends_with(name, end);
         if (!known)
             throw Error(file->path(), " has tensor ", name,
-                        ", which the model of config.json does not have; give "
-                        "another model.");
+                        ", which the model of config.json does not have; give another model.");
     }
-    return sources;
+    return found;
 }
 
-// Writes one parameter from its sources: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
+// Writes one parameter from its pieces: weight = upper 16 bits of (FP32 bits + 0x8000), remainder = lower 16
 // bits. NaN, infinity and what rounds to infinity are errors: the NaN 0x7FFFFFFF would become the weight -0.
-void write_parameter(Model& model, const Param& p, const std::vector<Source>& sources) {
+void write_parameter(Model& model, const Param& p, const std::vector<Piece>& found) {
     constexpr uint32_t EXPONENT = 0x7F800000;
     std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
     std::vector<int16_t> remainder(p.size());
-    for (const Source& s : sources) {
-        if (s.piece.param.name != p.name) continue;
+    for (const Piece& piece : found) {
+        if (piece.param.name != p.name) continue;
         int64_t bad = 0;
 #pragma omp parallel for reduction(+ : bad)
-        for (int64_t i = 0; i < s.piece.size(); i++) {
-            const uint32_t bits = f32_bits(*s.tensor, i), rounded = bits + 0x8000;
-            const int64_t at = s.piece.index_in_param(i);
+        for (int64_t i = 0; i < piece.size(); i++) {
+            const uint32_t bits = f32_bits(*piece.tensor, i), rounded = bits + 0x8000;
+            const int64_t at = piece.index_in_param(i);
             weight[at] = uint16_t(rounded >> 16);
             remainder[at] = int16_t(bits & 0xFFFF);
             bad += (bits & EXPONENT) == EXPONENT || (rounded & EXPONENT) == EXPONENT;
         }
         if (bad)
-            throw Error(s.path, " has NaN, infinity or values beyond BF16 in tensor ", s.piece.theirs,
-                        "; give other weights.");
+            throw Error(model.setup().config.name, " has NaN, infinity or values beyond BF16 in tensor ",
+                        piece.theirs, "; give other weights.");
     }
     const Setup& setup = model.setup();
     model.write(p.name, weight.data() + kept_weight(setup, p).first);
@@ -332,31 +322,26 @@ void load_weights(const std::string& folder, const ModelConfig& config, Model* m
     for (const fs::path& path : fs::directory_iterator(folder))
         if (path.filename().string().rfind("model", 0) == 0 && path.extension() == ".safetensors")
             files.try_emplace(path.string(), path.string());
-    const std::vector<Source> sources = find_sources(files, folder, config);
+    const std::vector<Piece> found = find_tensors(files, folder, config);
     for (const Param& p : parameters(config))
-        if (model) write_parameter(*model, p, sources);
+        if (model) write_parameter(*model, p, found);
 }
 
 Companions read_companions(const std::string& folder) {
-    static const std::set<std::string> NAMES = {"config.json",
-                                                "generation_config.json",
-                                                "tokenizer.json",
-                                                "tokenizer_config.json",
-                                                "special_tokens_map.json",
-                                                "added_tokens.json",
-                                                "vocab.json",
-                                                "merges.txt",
-                                                "tokenizer.model",
-                                                "chat_template.json"};
+    const std::string names =
+        " config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json"
+        " added_tokens.json vocab.json merges.txt tokenizer.model chat_template.json ";
     constexpr int64_t MOST = 256 << 20;  // bytes; several times the size of the largest tokenizers
     Companions files;
     int64_t bytes = 0;
     fs::recursive_directory_iterator entry(folder), end;
     for (; entry != end; ++entry) {
         const fs::path path = entry->path().lexically_relative(folder);
-        if (entry->is_directory() && path != "additional_chat_templates") entry.disable_recursion_pending();
-        if (!entry->is_regular_file() || (!NAMES.count(path.string()) && path.extension() != ".jinja"))
-            continue;
+        std::error_code ignored;  // a link that leads nowhere, or to itself, is no file
+        const bool known = names.find(" " + path.string() + " ") != std::string::npos;
+        if (entry->is_directory(ignored) && path != "additional_chat_templates")
+            entry.disable_recursion_pending();
+        if (!entry->is_regular_file(ignored) || (!known && path.extension() != ".jinja")) continue;
         const MappedFile file(entry->path().string());
         if ((bytes += file.bytes()) > MOST)
             throw Error(folder, " has more than 256 MiB in its tokenizer files, such as ", path.string(),
@@ -369,8 +354,10 @@ Companions read_companions(const std::string& folder) {
 void save_model_folder(const std::string& folder, const ModelConfig& c, const Companions& companions,
                        const WholeTensor& whole) {
     for (const auto& [path, bytes] : companions) {
-        fs::create_directories(fs::path(path_in(folder, path)).parent_path());
-        write_file(path_in(folder, path), bytes);
+        const fs::path file = path_in(folder, path);
+        fs::create_directories(file.parent_path());
+        write_file(file.string(), bytes);
+        sync_folder(file.parent_path().string());
     }
     // The config.json that the model came with stays as it is, but for the dtype, which has two names.
     const auto original = companions.find("config.json");

@@ -135,17 +135,11 @@ Fields read_json(const std::string& path) {
 // -----------------------------------------------------------------------------------------------------------
 // Safetensors
 
-static const std::map<std::string, int> BYTES_OF_DTYPE = {
-    // of one element
-    {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
-    {"I16", 2},  {"U16", 2}, {"F16", 2}, {"BF16", 2},    {"I32", 4},     {"U32", 4},
-    {"F32", 4},  {"I64", 8}, {"U64", 8}, {"F64", 8},     {"C64", 8},
-};
-
-// Bytes of a tensor; -1 if its dtype is unknown or the product overflows.
+// Bytes of a tensor; -1 if its dtype is unknown or the product overflows. The number in a dtype is its bits.
 static int64_t bytes_of(const TensorInfo& t) {
-    const auto type = BYTES_OF_DTYPE.find(t.dtype);
-    int64_t bytes = type == BYTES_OF_DTYPE.end() ? -1 : type->second;
+    const size_t digits = t.dtype.find_first_of("0123456789");
+    const int bits = t.dtype == "BOOL" ? 8 : digits == std::string::npos ? 0 : std::atoi(&t.dtype[digits]);
+    int64_t bytes = bits == 8 || bits == 16 || bits == 32 || bits == 64 ? bits / 8 : -1;
     for (int64_t n : t.shape)
         if (bytes < 0 || __builtin_mul_overflow(bytes, n, &bytes)) return -1;
     return bytes;

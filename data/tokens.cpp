@@ -104,7 +104,8 @@ std::vector<std::string> files_of(const std::string& data) {
     for (std::string item; std::getline(list, item, ',');) {
         std::error_code unreachable;
         if (!fs::exists(item, unreachable))
-            throw Error("--data ", item, " does not exist; give text files, folders of them, or token files.");
+            throw Error("--data ", item,
+                        " does not exist; give text files, folders of them, or token files.");
         if (!fs::is_directory(item, unreachable)) {
             all.push_back(item);
             continue;
@@ -154,11 +155,10 @@ std::vector<std::string> read_vocabulary(const std::string& path) {
     int32_t header[3] = {};  // magic, version, number of tokens
     if (file.bytes() >= HEADER) std::memcpy(header, file.data(), sizeof header);
     std::vector<std::string> pieces;
-    const uint8_t *at = file.data() + HEADER, *end = file.data() + file.bytes();
-    while (header[0] == MAGIC_VOCABULARY && at < end && *at < end - at) {
+    const uint8_t *const end = file.data() + file.bytes(), *at = end;
+    if (header[0] == MAGIC_VOCABULARY) at = file.data() + HEADER;
+    for (; at < end && *at < end - at; at += 1 + *at)
         pieces.emplace_back(reinterpret_cast<const char*>(at + 1), *at);
-        at += 1 + *at;
-    }
     if (pieces.empty() || at != end || int64_t(pieces.size()) != header[2])
         throw Error(path, " is not a whole tokenizer file of llm.c; write it again with data/tokenize.py.");
     return pieces;

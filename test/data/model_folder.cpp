@@ -316,7 +316,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         std::string bad = bytes;
         std::memcpy(&bad[at["model.norm.weight"] + 8], &code, 4);
         write_file(path, bad);
-        check_error([&] { load(folder.path.string(), model); }, path, "model.norm.weight");
+        check_error([&] { load(folder.path.string(), model); }, folder.path.string(), "model.norm.weight");
     }
 }
 
