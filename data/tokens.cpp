@@ -171,7 +171,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     const bool wide = header[0] == MAGIC_32_BIT;
     const int width = wide ? 4 : 2;
     const int64_t count = header[2], seq = header[3];
-    if (!(wide || header[0] == MAGIC_16_BIT) || count < 1 || file->bytes() != HEADER + count * width ||
+    if (!(wide || header[0] == MAGIC_16_BIT) || file->bytes() != HEADER + count * width ||
         !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
         throw Error("--data ", path, " is not a whole token file; write it again with data/tokenize.py.");
     if (fs::exists(fs::path(path).replace_extension(".mask").string()))

@@ -98,7 +98,9 @@ TEST_CASE("Safetensors: a wrong header is an error that names the file") {
         {"size that overflows",
          a(R"({"dtype":"F32","shape":[1000000000000000,4611686018427387904],"data_offsets":[0,8]})")},
         {"size that wraps to its bytes",
-         a(R"({"dtype":"F32","shape":[2,1099511627776,4194304,2],"data_offsets":[0,0]})")},
+         raw_file(R"({"a":{"dtype":"F32","shape":[2,1099511627776,4194304,2],"data_offsets":[0,0]},)"
+                  R"("b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
+                  4)},
         {"size beyond 64 bits", a(R"({"dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,8]})")},
         {"shape not a list", a(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})")},
         {"end before begin", a(R"({"dtype":"U8","shape":[4],"data_offsets":[8,4]})")},

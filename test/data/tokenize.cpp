@@ -69,6 +69,7 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
     const std::string line = "eight b\n", first(1 << 21, 'x'), small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
     while (large.size() < 3 << 20) large += line;
+    folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
     folder.write("in/a", large), folder.write("in/b", small), folder.write("in/copy", small);
     folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
     for (int i = 0; i < 8; i++) folder.write(concat("in/sub/", i), concat("text ", i));
@@ -81,7 +82,7 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
             if (i != 3) expected += concat("<|end|>text ", i);
         CHECK((corpus.decode(tokens_of(corpus.train)) == expected));
         CHECK(corpus.decode(tokens_of(corpus.validation)) == "<|end|>text 3");
-        CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 259 && corpus.vocabulary[258] == "<|end|>"));
+        CHECK((corpus.seq == 0 && corpus.vocabulary.size() == 260 && corpus.vocabulary[259] == "<|\u00e9|>"));
     }
     require_success(folder.run("--tokenizer model --out tokens in/a --hold-out 0.25"));  // 2-byte tokens
     CHECK(fs::file_size(folder / "tokens/val.bin") == 1024 + 2 * (1 + large.size() / 4));
@@ -184,12 +185,14 @@ TEST_CASE("train: learns what counts in conversations, knows their --seq, and no
           doctest::skip(NO_PYTHON)) {
     const ChatFolder folder;
     require_success(folder.tokenize(same_answers()));
-    const std::string run = "--device cpu --data tokens --batch 4 --sample-every 0 --warmup 2 --eval-every 0 "
-                            "--save-every 10 ";
+    const std::string run =
+        "--device cpu --data tokens --batch 4 --sample-every 0 --warmup 2 --eval-every 0 "
+        "--save-every 10 ";
     const Ended whole = train(folder, run + "--steps 30 --out whole");
     require_success(whole);
     CHECK(number_after(whole.out, "validation | step 0 | loss ") > 5);
-    CHECK(number_after(whole.out, "validation | step 30 | loss ") < 0.2);  // that over all tokens stays above 1
+    CHECK(number_after(whole.out, "validation | step 30 | loss ") <
+          0.2);  // that over all tokens stays above 1
     require_success(train(folder, "--device cpu --resume whole/step-000020 --out part"));
     CHECK((tensors_of(folder.path / "whole/step-000030") == tensors_of(folder.path / "part/step-000030")));
     check_rejected(folder, run + "--steps 1 --out none --seq 16", "--seq 32");
