@@ -4,13 +4,10 @@
 // Read it in this order:
 //   1. AdamW of one element
 //   2. dynamic range expansion (equation 4): expand, contract, and the scales of a group
-//   3. AdamW in any format. With the optimizer coat it updates norms and biases only, but its loop shows what
-//      is done to a group; skip the passes for one scale per tensor
-//   4. AdamW with both moments in FP8 groups: the same, at 85% of copy bandwidth (dev/ladders/adamw.cu shows
-//      the way there)
+//   3. AdamW without groups: with the optimizer coat, of norms and biases only
+//   4. AdamW with both moments in FP8 groups, at 85% of copy bandwidth (dev/ladders/adamw.cu shows the way
+//      there)
 #include "adamw.cuh"
-
-#include "gpu/report.cuh"
 
 namespace coat::gpu {
 
@@ -324,13 +321,11 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 }
 
 // ===========================================================================================================
-// 3. AdamW in any format
+// 3. AdamW without groups
 //
-// One kernel for moments in FP32, BF16, FP16 and FP8, in groups or with one scale per tensor. (Segments with
-// both moments in FP8 groups are updated by part 4; of these this kernel only measures errors.) It goes
-// through groups of 128, half a warp each. One scale per tensor (FP8-LM) needs the largest new moment before
-// the first is encoded: so the moments are computed twice, once for the maxima, which go to max[1] while
-// max[0] still decodes, and once to be stored.
+// For moments in FP32 and BF16, and for FP8 and FP16 with one scale per tensor. Such a scale (FP8-LM) needs
+// the largest new moment before the first one is encoded. So the moments are computed twice: first for the
+// maxima, which go to max[1] while max[0] still decodes, and then to be stored.
 
 struct AdamArguments {
     Factors f;
@@ -341,10 +336,8 @@ struct AdamArguments {
     Weights w;
     uint64_t rounding;
     EitherDense gradients;  // of the range
-    const GradientState* state;  // null when only measuring
-    QuantStats *m_stats = nullptr, *v_stats = nullptr;  // Pass::Measure
+    const GradientState* state;
 };
-enum class Pass { Maxima, Update, Measure };
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V>
@@ -357,158 +350,94 @@ __device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16,
     const __half2 two = __floats2half2_rn(a, b);
     return *reinterpret_cast<const uint32_t*>(&two);
 }
-__device__ float2 unpack_half(uint32_t two) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&two));
-}
 
 // Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
 __device__ bool scaled(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
-__device__ GroupScale old_scale(const MomentView& m, const MomentFormat& f, int64_t group) {
-    if (!scaled(m)) return {1, 1};
-    return {m.max[f.per_tensor ? 0 : group], f.expand ? m.k[group] : 1.0f};
-}
-template <bool SECOND>
-__device__ float load_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
-                             const float* table, Values& x) {
+// Writes eight values of a moment to x, but for a factor that it returns.
+__device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, const float* table,
+                             Values& x) {
     if (!scaled(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
     }
     if (m.format != Format::F16)
-        return decode_moment<SECOND>(f, g, get<uint2>(static_cast<uint8_t*>(m.data) + i), table, x);
+        return decode_moment<false>(f, {m.max[0], 1}, get<uint2>(static_cast<uint8_t*>(m.data) + i), table,
+                                    x);
     const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.data) + i);
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 two = unpack_half(words[j]);
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
         x[2 * j] = two.x, x[2 * j + 1] = two.y;
     }
-    return scale_of(f.max, g.max);
+    return scale_of(f.max, m.max[0]);
 }
-template <bool SECOND>
-__device__ void store_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t i,
-                             Values& x) {
-    if (!scaled(m)) {
-        EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
-    } else if (m.format == Format::F16) {
-        put(static_cast<uint16_t*>(m.data) + i,
-            make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
-                       half_pair(x[4], x[5], g.inverse), half_pair(x[6], x[7], g.inverse)));
-    } else {
-        put(static_cast<uint8_t*>(m.data) + i, encode_moment<SECOND>(f, g, x));
-    }
-}
-__device__ void store_scale(const MomentView& m, const MomentFormat& f, const GroupScale& g, int64_t group) {
-    if (scaled(m)) m.max[group] = g.max;
-    if (scaled(m) && f.expand) m.k[group] = g.k;
-}
-// What storing a moment would lose.
-template <bool SECOND>
-__device__ void measure_moment(const MomentView& m, const MomentFormat& f, const GroupScale& g,
-                               const float* table, int64_t inside, const Values& x, Counts& counts) {
-    if (!scaled(m)) return;
-    Values back;
-    uint2 codes{};
-    float scale = scale_of(f.max, g.max);
-    if (m.format == Format::F16) {
-        for (int j = 0; j < CHUNK; j++) back[j] = unpack_half(half_pair(x[j], 0, g.inverse)).x;
-    } else {
-        codes = encode_moment<SECOND>(f, g, x);
-        scale = decode_moment<SECOND>(f, g, codes, table, back);
-    }
-    for (int j = 0; j < CHUNK && j < inside; j++) {
-        const bool zero = m.format == Format::F16 ? back[j] == 0 : (code_of(codes, j) & 0x7Fu) == 0;
-        counts.add(x[j], back[j] * scale);
-        counts.flushed += x[j] != 0 && zero;
-    }
+// Rounds eight new values; max[1] is the largest of the tensor.
+__device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+    if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
+    const GroupScale g{m.max[1], 1, __frcp_rn(scale_of(f.max, m.max[1]))};
+    if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode_moment<false>(f, g, x));
+    put(static_cast<uint16_t*>(m.data) + i,
+        make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
+                   half_pair(x[4], x[5], g.inverse), half_pair(x[6], x[7], g.inverse)));
 }
 
-// Whether the kernel of part 4 takes the segment.
+// Whether the kernel of part 4 updates the segment.
 __device__ bool in_fp8_groups(const AdamArguments& a, const Segment& s) {
-    auto fp8 = [](const MomentView& m) { return m.format == Format::E4M3 || m.format == Format::E5M2; };
-    return fp8(s.m) && fp8(s.v) && !a.m.per_tensor;
+    return scaled(s.m) && !a.m.per_tensor;
 }
 
-constexpr int ADAM_THREADS = 256;
-template <class W, Pass PASS>
-__global__ void __launch_bounds__(ADAM_THREADS)
-    adamw_kernel(const AdamArguments a) {  // blockIdx.y: the segment
+constexpr int PLAIN_THREADS = 256;
+template <class W>
+__global__ void __launch_bounds__(PLAIN_THREADS)
+    adamw_plain_kernel(const AdamArguments a, bool maxima) {  // blockIdx.y: the segment
     using T = typename W::Value;
     const Segment segment = a.segments[blockIdx.y];
-    const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
-    if (a.state && a.state->skip) return;
-    if (PASS == Pass::Maxima && !scaled(segment.m) && !scaled(segment.v)) return;
-    if (PASS == Pass::Update && in_fp8_groups(a, segment)) return;
+    if (a.state->skip || in_fp8_groups(a, segment)) return;
+    if (maxima && !scaled(segment.m) && !scaled(segment.v)) return;
     __shared__ float table_m[128], table_v[128];
     fill_table(a.m, table_m);
     fill_table(a.v, table_v);
     __syncthreads();
-    const int64_t groups = (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
     const Weights weights{static_cast<T*>(a.w.values) + segment.offset + segment.to_weight,
                           a.w.remainder ? a.w.remainder + segment.offset : nullptr, a.w.format};
-    const float clip = a.state ? a.state->clip_factor : 1.0f, decay = segment.decays ? a.f.decay : 0.0f;
+    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     uint32_t top_w = 0, top_m = 0, top_v = 0;
-    Counts counts_m, counts_v;
-    const int64_t warp = (int64_t(blockIdx.x) * ADAM_THREADS + threadIdx.x) / 32,
-                  warps = int64_t(gridDim.x) * ADAM_THREADS / 32;
-    // Both groups of a warp at once: their lanes exchange values.
-    for (int64_t at = warp * TEAMS; at < groups; at += warps * TEAMS) {
-        const bool live = at + team() < groups;
-        const int64_t group = min(at + team(), groups - 1), i = group * MOMENT_GROUP + first_of_lane();
-        Values w, g, m, v;
-        W::values(W::load(weights, i), w);
+    for (int64_t i = (int64_t(blockIdx.x) * PLAIN_THREADS + threadIdx.x) * CHUNK; i < segment.size;
+         i += int64_t(gridDim.x) * PLAIN_THREADS * CHUNK) {
+        Values w = {}, g, m, v;
+        if (!maxima) W::values(W::load(weights, i), w);
         a.gradients.load_values(segment.offset - a.first + i, g);
-        const float keep_m =
-            a.f.beta1 * load_moment<false>(segment.m, a.m, old_scale(segment.m, a.m, group), i, table_m, m);
-        const float keep_v =
-            a.f.beta2 * load_moment<true>(segment.v, a.v, old_scale(segment.v, a.v, group), i, table_v, v);
+        const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, table_m, m);
+        const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, table_v, v);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
             adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            if (PASS == Pass::Maxima)
-                top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
+            top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
         }
-        if (PASS == Pass::Maxima) continue;
-        GroupScale gm{}, gv{};
-        if (!per_tensor) group_scales(a.m, a.v, m, v, gm, gv);
-        else {
-            if (scaled(segment.m)) gm = {segment.m.max[1], 1, __frcp_rn(scale_of(a.m.max, segment.m.max[1]))};
-            if (scaled(segment.v)) gv = {segment.v.max[1], 1, __frcp_rn(scale_of(a.v.max, segment.v.max[1]))};
-        }
-        if (PASS == Pass::Measure) {
-            const int64_t inside = live ? segment.size - i : 0;
-            measure_moment<false>(segment.m, a.m, gm, table_m, inside, m, counts_m);
-            measure_moment<true>(segment.v, a.v, gv, table_v, inside, v, counts_v);
-            continue;
-        }
-        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, live, top_w);
-        if (!live) continue;
-        store_moment<false>(segment.m, a.m, gm, i, m);
-        store_moment<true>(segment.v, a.v, gv, i, v);
-        if (per_tensor || threadIdx.x % TEAM != 0) continue;
-        store_scale(segment.m, a.m, gm, group);
-        store_scale(segment.v, a.v, gv, group);
+        if (maxima) continue;
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, true, top_w);
+        store_moment(segment.m, a.m, i, m);
+        store_moment(segment.v, a.v, i, v);
     }
-    if (PASS == Pass::Update && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
-    if (PASS == Pass::Maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
-    if (PASS == Pass::Maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
-    if (PASS == Pass::Measure && scaled(segment.m)) counts_m.add_to(a.m_stats);
-    if (PASS == Pass::Measure && scaled(segment.v)) counts_v.add_to(a.v_stats);
+    if (!maxima && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
+    if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
+    if (maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
 }
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
 // the maxima of the moments. After the last pass the new maxima decode the moments.
 __global__ void next_maxima_kernel(const AdamArguments a, bool after) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.number_of_segments || (a.state && a.state->skip)) return;
+    if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
-    if (!after && a.state && segment.amax) segment.amax->amax = 0;
+    if (!after && segment.amax) segment.amax->amax = 0;
     if (!a.m.per_tensor && !a.v.per_tensor) return;
     for (const MomentView& m : {segment.m, segment.v})
         if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
 }
 void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
-    gpu::launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a, after);
+    launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a, after);
 }
 
 // ===========================================================================================================
@@ -661,14 +590,12 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
     }
 }
 
-// The passes of one update, or of one measurement (where there is no state).
+// The kernels of one update.
 template <class W>
-void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream_t s) {
-    const int64_t sms = multiprocessors();
-    const bool measures = !a.state, per_tensor = optimizer.group == 0;
-    const bool fp8_groups = !measures && is_fp8(optimizer.m) && is_fp8(optimizer.v) && !per_tensor;
-    if (!measures || per_tensor) next_maxima(a, false, s);
+void update(const AdamArguments& a, bool fp8_groups, bool per_tensor, cudaStream_t s) {
+    next_maxima(a, false, s);
     if (a.groups == 0) return;
+    const int64_t sms = multiprocessors();
     if (fp8_groups) {
         // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
         // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
@@ -676,24 +603,14 @@ void launch(const AdamArguments& a, const OptimizerFormat& optimizer, cudaStream
                       rounds = std::max<int64_t>(1, a.groups / (at_once * FP8_GROUPS_PER_BLOCK));
         const unsigned grid =
             static_cast<unsigned>(std::min(ceil_div(a.groups, FP8_GROUPS), at_once * rounds));
-        gpu::launch("adamw, FP8", adamw_fp8_kernel<W>, grid, 32 * FP8_WARPS, 0, s, a);
+        launch("adamw, FP8", adamw_fp8_kernel<W>, grid, 32 * FP8_WARPS, 0, s, a);
     }
-    const int64_t wanted = ceil_div(a.groups, ADAM_THREADS / TEAM),
+    const int64_t wanted = ceil_div(a.groups * MOMENT_GROUP, PLAIN_THREADS * CHUNK),
                   each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
     const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
-    if (per_tensor)
-        gpu::launch("adamw, first pass", adamw_kernel<W, Pass::Maxima>, grid, ADAM_THREADS, 0, s, a);
-    const auto kernel = measures ? adamw_kernel<W, Pass::Measure> : adamw_kernel<W, Pass::Update>;
-    gpu::launch("adamw", kernel, grid, ADAM_THREADS, 0, s, a);
-    if (per_tensor && !measures) next_maxima(a, true, s);
-}
-void launch(const AdamW& a, const OptimizerFormat& optimizer, AdamArguments arguments, cudaStream_t s) {
-    arguments.f = factors(a);
-    arguments.m = moment_format(optimizer.m, optimizer);
-    arguments.v = moment_format(optimizer.v, optimizer);
-    if (arguments.w.format == Format::F32) launch<FloatWeights>(arguments, optimizer, s);
-    else if (arguments.w.remainder) launch<MasterWeights>(arguments, optimizer, s);
-    else launch<StochasticWeights>(arguments, optimizer, s);
+    if (per_tensor) launch("adamw, maxima", adamw_plain_kernel<W>, grid, PLAIN_THREADS, 0, s, a, true);
+    launch("adamw", adamw_plain_kernel<W>, grid, PLAIN_THREADS, 0, s, a, false);
+    if (per_tensor) next_maxima(a, true, s);
 }
 
 }  // namespace
@@ -706,24 +623,25 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
             "gradients are FP32, or in the format of the weights");
     require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
             "the rank's order is not padded to groups");
-    require(per_tensor || (optimizer.m != Format::F16 && optimizer.v != Format::F16),
-            "FP16 moments have one scale per tensor");
+    const bool fp8_groups = !per_tensor && is_fp8(optimizer.m) && is_fp8(optimizer.v);
+    require(per_tensor || fp8_groups || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v)),
+            "of moments in groups, both are FP8");
     require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
             "one scale per tensor rounds plainly");
-    launch(a, optimizer,
-           {{}, {}, {}, segments, number_of_segments, range.first, range.count / MOMENT_GROUP, w, rounding,
-            either_dense(gradients, format), state},
-           s);
-}
-
-void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
-                     const void* gradients, Format format, int64_t first, QuantStats* m_stats,
-                     QuantStats* v_stats, cudaStream_t s) {
-    if (size == 0 || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v))) return;
-    launch({1, 0.0f}, optimizer,
-           {{}, {}, {}, segment, 1, first, ceil_div(size, MOMENT_GROUP), w, 0,
-            either_dense(gradients, format), nullptr, m_stats, v_stats},
-           s);
+    const AdamArguments arguments{factors(a),
+                                  moment_format(optimizer.m, optimizer),
+                                  moment_format(optimizer.v, optimizer),
+                                  segments,
+                                  number_of_segments,
+                                  range.first,
+                                  range.count / MOMENT_GROUP,
+                                  w,
+                                  rounding,
+                                  either_dense(gradients, format),
+                                  state};
+    if (w.format == Format::F32) update<FloatWeights>(arguments, fp8_groups, per_tensor, s);
+    else if (w.remainder) update<MasterWeights>(arguments, fp8_groups, per_tensor, s);
+    else update<StochasticWeights>(arguments, fp8_groups, per_tensor, s);
 }
 
 }  // namespace coat::gpu

@@ -16,12 +16,4 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
            const Slice& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s);
 
-// For the report: computes the new moments of one parameter, and adds the error of storing them to *m_stats
-// and *v_stats. segment: its row of the table, on the device; size: its elements; first: where `gradients`
-// begin in the rank's order (Segment::offset). Nothing else is changed, but for max[1] of moments with one
-// scale per tensor.
-void measure_moments(const OptimizerFormat& optimizer, const Segment* segment, int64_t size, const Weights& w,
-                     const void* gradients, Format format, int64_t first, QuantStats* m_stats,
-                     QuantStats* v_stats, cudaStream_t s);
-
 }  // namespace coat::gpu

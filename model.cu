@@ -113,20 +113,20 @@ public:
     }
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantReport report;
+        report_ = {};
         check_and_pin(tokens, targets, batch_tokens());
         clear(device_.results->stats, sizeof(device_.results->stats), cuda_);
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
         run(0);
         peers_.make_compute_wait();
-        report.k_m = state_.expansion_factors(false);
-        report.k_v = state_.expansion_factors(true);
-        copy(report.kinds, device_.results->stats, sizeof(report.kinds), cuda_);
+        report_.k_m = state_.expansion_factors(false);
+        report_.k_v = state_.expansion_factors(true);
+        copy(report_.kinds, device_.results->stats, sizeof(device_.results->stats), cuda_);
         device_.wait();
         // Where weights travel as codes, each rank has measured those that it made.
-        QuantStats& weights = report.kinds[static_cast<int>(Kind::Weight)];
+        QuantStats& weights = report_.kinds[static_cast<int>(Kind::Weight)];
         if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
-        return report;
+        return report_;
     }
 
     // Gradients can be read from the end of a step to the next forward pass.
@@ -155,6 +155,8 @@ private:
     State state_;
     Exchange exchange_;
     LinearContext linear_;
+
+    QuantReport report_;  // while quantization is measured
 
     const bool caches_weights_;
     bool cache_is_valid_ = false;
@@ -332,7 +334,7 @@ private:
     // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
     // --gradients none the weights are updated.
     void end_bucket(int64_t bucket) {
-        if (linear_.stats) return state_.measure(bucket);
+        if (linear_.stats) return state_.measure(bucket, report_);
         if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
         if (setup_.keep_gradients) return;
         peers_.make_compute_wait();

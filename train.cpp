@@ -183,6 +183,7 @@ void print_quantization(Run& run) {
         std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(), s.elements,
                     s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
+    if (report.part_of_moments) std::printf("Of large parameters, only a part of the moments was measured.\n");
     for (const auto& [name, k] : {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
         if (k->empty()) continue;
         auto at = [&, of = k](double part) { return (*of)[size_t(part * (of->size() - 1))]; };

@@ -362,7 +362,8 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
         using T = typename Storage::Compute;
         const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
                                       dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
-        const auto kernel = n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
+        const auto kernel =
+            n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
         launch("norm_backward", kernel, grid, block, shared, s, a);
     });
     reduce_partials(workspace, grid, dweight, s);

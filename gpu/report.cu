@@ -1,6 +1,9 @@
-// gpu/report.cu - the kernel of the quantization report (interface: gpu/report.cuh).
+// gpu/report.cu - the quantization report: a kernel for tensors, and moments on the host (interface:
+// gpu/report.cuh).
 #include "report.cuh"
 
+#include "../reference.h"
+#include "cuda.cuh"
 #include "other_scaling.cuh"
 #include "tiles.cuh"
 
@@ -62,6 +65,44 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
         const bool same = transposed && out.view.data && q.granularity.symmetric();  // as the row-major ones
         if (grid.scales && !same) with_scales({nullptr, grid});
     }
+}
+
+// The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it has
+// PIECES of equal length, evenly spread; one scale per tensor is then that of the pieces.
+void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
+                     Format format, int64_t count, QuantReport& report, cudaStream_t s) {
+    constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
+    static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
+    if (count == 0 || (!is_scaled(m.format) && !is_scaled(v.format))) return;
+    const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces,
+                  n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
+    report.part_of_moments |= n < count;
+    // Copies the pieces of a tensor that has `bytes` for each `unit` elements.
+    auto fetch = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
+        const int64_t width = ceil_div(length, unit) * bytes, pitch = std::max(width, apart / unit * bytes);
+        check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, s),
+              "Reading the moments failed");
+    };
+    auto on_host = [&](const void* data, Format f, const float* max, const float* k) {
+        reference::Moment x;
+        x.init(f, k, n, o.group);
+        fetch(x.codes, data, 1, info(f).bytes);
+        if (max && o.group == 0) copy(x.max.data(), max, sizeof(float), s);
+        else if (max) fetch(x.max, max, MOMENT_GROUP, sizeof(float));
+        if (k) fetch(x.k, k, MOMENT_GROUP, sizeof(float));
+        check(cudaStreamSynchronize(s), "Reading the moments failed");
+        return x;
+    };
+    reference::Moment old_m = on_host(m.data, m.format, m.max, m.k),
+                      old_v = on_host(v.data, v.format, v.max, v.k);
+    std::vector<float> g(n), w(n), new_m(n), new_v(n);
+    on_host(gradient, format, nullptr, nullptr).load(g.data());
+    old_m.load(new_m.data());
+    old_v.load(new_v.data());
+    reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
+                     new_v.data());
+    old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(Kind::Moment1)]);
+    old_v.store(new_v.data(), o.keep_positive, &report.kinds[static_cast<int>(Kind::Moment2)]);
 }
 
 }  // namespace coat::gpu

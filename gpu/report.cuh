@@ -1,8 +1,8 @@
 // gpu/report.cuh - the quantization report (coat.h, QuantStats): what quantizing does to the values of a
-// tensor. It has a kernel of its own, so that training pays nothing for it. (Moments are measured by AdamW's
-// kernel, which then stores nothing: measure_moments in adamw.cuh.)
+// tensor. It has a kernel of its own, so that training pays nothing for it. Moments are measured on the host.
 #pragma once
 #include "../coat.cuh"
+#include "parameters.cuh"
 
 namespace coat::gpu {
 
@@ -15,6 +15,11 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
 inline void measure_groups(const Lazy& x, QuantStats* stats, cudaStream_t s) {
     measure(x, {View{nullptr, nullptr, x.rows, x.cols, Q_GROUP}}, stats, s);
 }
+
+// Adds the errors of storing the moments that a step with this gradient would give a parameter of `count`
+// elements. Of a large parameter only a part is measured; the report then says so. Waits for the stream.
+void measure_moments(const OptimizerFormat& o, const MomentView& m, const MomentView& v, const void* gradient,
+                     Format format, int64_t count, QuantReport& report, cudaStream_t s);
 
 #ifdef __CUDACC__
 

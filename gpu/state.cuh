@@ -11,6 +11,7 @@
 #include "comm.cuh"
 #include "gradients.cuh"
 #include "other_scaling.cuh"
+#include "report.cuh"
 
 namespace coat::gpu {
 
@@ -24,7 +25,7 @@ struct Results {
     Outcome outcome;
     double checked_loss;  // NaN if FP8 codes have hidden a value that is not finite
     double loss_scale;    // one over the targets that count; from the host
-    QuantStats stats[static_cast<int>(Kind::Count)];
+    QuantStats stats[static_cast<int>(Kind::Moment1)];  // of all kinds before the moments
 };
 
 // One allocation for everything, and the stream of the computation. (What travels between GPUs has a stream
@@ -221,14 +222,11 @@ public:
     }
 
     // For the quantization report: the error of storing the moments of a bucket.
-    void measure(int64_t bucket) const {
-        QuantStats* const stats = device_.results->stats;
+    void measure(int64_t bucket, QuantReport& report) const {
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
             const Slice& slice = shards[i].state;
-            measure_moments(setup.optimizer, segments_ + i, slice.count, weights_,
-                            gradient_from(i, slice.first), gradient_quant.format, shards[i].state_at,
-                            stats + static_cast<int>(Kind::Moment1), stats + static_cast<int>(Kind::Moment2),
-                            cuda_);
+            measure_moments(setup.optimizer, moment(i, false), moment(i, true),
+                            gradient_from(i, slice.first), gradient_quant.format, slice.count, report, cuda_);
         }
     }
     // All expansion factors, sorted, also for the report.

@@ -175,8 +175,6 @@ inline const OptimizerFormat OPTIMIZERS[] = {
     {"per-tensor fp16, and fp32", Format::F16, Format::F32, false, "", 0, false},
     {"bf16, and per-tensor fp16", Format::BF16, Format::F16, false, "", 0, false},
     {"fp32", Format::F32, Format::F32, false, ""},
-    {"fp32, and expanded e4m3", Format::F32, Format::E4M3, true, ""},
-    {"expanded e4m3, and bf16", Format::E4M3, Format::BF16, true, ""},
 };
 
 inline const OptimizerFormat& FP8LM = OPTIMIZERS[6];

@@ -168,6 +168,14 @@ GPU_TEST_CASE("adamw: weights, moments, codes and amax in every format of moment
             }
 }
 
+GPU_TEST_CASE("adamw: one moment in FP8 groups beside another format is an error") {
+    FRESH_RANDOM(rng);
+    for (const auto& [m, v] : {std::pair{Format::E4M3, Format::BF16}, std::pair{Format::F32, Format::E4M3}}) {
+        const AdamRun run(rng, Format::BF16, {"mixed", m, v, true, ""}, distributions()[0], true);
+        CHECK_THROWS_AS(run.step({1, 1e-3f}, 1.0f, false), Error);
+    }
+}
+
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, AdamRun::OLD_AMAX, 0, 0}});
     const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
