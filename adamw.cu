@@ -139,11 +139,11 @@ struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
 // reciprocals) and 120 instructions per element: hence the fast functions, and a table of log2(|code| / 448)
 // in shared memory. Rare cases branch off once for all eight elements.
 
-constexpr int TEAM = MOMENT_GROUP / CHUNK;  // lanes that share one group of moments
-constexpr int TEAMS = 32 / TEAM;            // groups that a warp works on at once
-static_assert(TEAM >= 4, "group_scales() shares four maxima among the lanes of a group");
-__device__ int team() { return threadIdx.x / TEAM % TEAMS; }
-__device__ int first_of_lane() { return threadIdx.x % TEAM * CHUNK; }
+constexpr int GROUP_LANES = MOMENT_GROUP / CHUNK;  // lanes that share one group of moments
+constexpr int WARP_GROUPS = 32 / GROUP_LANES;      // groups that a warp works on at once
+static_assert(GROUP_LANES >= 4, "group_scales() shares four maxima among the lanes of a group");
+__device__ int group_of_lane() { return threadIdx.x / GROUP_LANES % WARP_GROUPS; }
+__device__ int first_of_lane() { return threadIdx.x % GROUP_LANES * CHUNK; }  // its elements in the group
 
 struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
     bool e5m2 = false, expand = false, per_tensor = false, keep_positive = false;
@@ -168,7 +168,7 @@ __device__ float expansion_factor(float log_range, float max, float min_nonzero)
 // Code j of eight.
 __device__ uint32_t code_of(uint2 codes, int j) { return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu; }
 
-struct GroupScale {     // what the elements of a group share
+struct GroupScale {  // what the elements of a group share
     float max, k;
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
 };
@@ -275,17 +275,18 @@ __device__ void fill_table(const MomentFormat& f, float* table) {
 }
 
 // The scales of both moments of a group, from its new values: max = max |x|, min = min |x| without zeros, and
-// k = expansion_factor(max, min), of m and of v. That is four reductions over the group's 16 lanes. One after
-// the other they would take 16 exchanges between lanes. Here each lane drops half of its numbers in both of
-// the first two rounds, so that six exchanges do. What a lane goes on with, by its number mod 4:
+// k = expansion_factor(max, min). These are four reductions over the group's 16 lanes: max and min, of m and
+// of v. One after the other they would take 16 exchanges between lanes. Here a lane passes on half of what it
+// has in each of the first two rounds, and goes on with the other half, so that six exchanges do. What a lane
+// goes on with, by its number mod 4:
 //   after the exchange with lane    0              1              2              3
 //   ^ 1                             m: max, min    v: max, min    m: max, min    v: max, min   of 2 lanes
 //   ^ 2                             m: max         v: max         m: min         v: min        of 4 lanes
 //   ^ 4, ^ 8                        the same, of all 16 lanes
 //   ^ 2 again                       m: max, min    v: max, min    m: max, min    v: max, min
-// Then each lane computes (max, k, inverse) of its moment, and gets those of the other from lane ^ 1. Minima
-// are found as maxima of ~(bits - 1): for a zero, bits - 1 wraps around to the largest number, so zeros do
-// not count.
+// Then each lane computes (max, k, inverse) of its moment, and gets those of the other one from lane ^ 1. A
+// minimum is found as the maximum of ~(bits - 1). For a zero, bits - 1 wraps around to the largest integer,
+// so zeros do not count.
 __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, const Values& m, const Values& v,
                              GroupScale& gm, GroupScale& gv) {
     const bool has_v = threadIdx.x & 1, has_min = threadIdx.x & 2;  // the lane's column of the table
@@ -301,7 +302,7 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     const uint32_t inverted = ~min(has_v ? lows[1] : lows[0], exchange(has_v ? lows[0] : lows[1], 1));
     uint32_t largest = max(has_min ? inverted : top, exchange(has_min ? top : inverted, 2));
 #pragma unroll
-    for (int lanes = 4; lanes < TEAM; lanes *= 2) largest = max(largest, exchange(largest, lanes));
+    for (int lanes = 4; lanes < GROUP_LANES; lanes *= 2) largest = max(largest, exchange(largest, lanes));
     const uint32_t other = exchange(largest, 2);
     const float group_max = __uint_as_float(has_min ? other : largest),
                 group_min = __uint_as_float(~(has_min ? largest : other) + 1);
@@ -443,64 +444,67 @@ void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
 // ===========================================================================================================
 // 4. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
-// The same arithmetic as above. What makes it fast: the loads of the next group are in flight while this one
-// is computed; and the (max, k) of eight groups are loaded and stored together. Then eight neighbouring lanes
-// access eight neighbouring floats: 32 bytes, a whole sector of memory.
+// Two things make it fast. The next groups are being loaded while these are computed. And the scales (max, k)
+// of eight groups are loaded and stored together: eight neighbouring lanes then access eight neighbouring
+// floats, 32 bytes, which is a whole sector of memory.
 
-constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * TEAMS, FP8_BLOCKS_PER_SM = 2;
+constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * WARP_GROUPS, FP8_BLOCKS_PER_SM = 2;
 constexpr int64_t FP8_GROUPS_PER_BLOCK = 16384;  // or more, so that a block's start and end do not count
 
-// A run is 8 consecutive groups of a warp, whose two teams work on two of them at once: groups 0 and 1, then
-// 2 and 3, and so on. How the warp's lanes share the numbers max and k of the run (RunOfScales), and the
-// elements of two groups (update_segment):
-//   lane            0 ... 7        8 ... 15       16 ... 23      24 ... 31
-//   its number      max of m       k of m         max of v       k of v        lane l: of group l % 8
-//   its elements    0 ... 63       64 ... 127     0 ... 63       64 ... 127    lane l: 8 from 8 (l % 16) on
-//                   of team 0's group             of team 1's group
-constexpr int RUN = 8, SCALE_NUMBERS = 4;
-static_assert(RUN * SCALE_NUMBERS == 32 && RUN % TEAMS == 0, "every lane has one number of one group");
+// A window is 8 consecutive groups. A warp works on two of them at once, WARP_GROUPS: first on groups 0 and
+// 1, then on 2 and 3, and so on. Two things are divided among its 32 lanes. Of the scales of the window, each
+// lane has one value: max or k, of m or of v, of one group (WindowScales). Of the two groups at hand, each
+// lane has eight elements (update_segment):
+//   lane l          0 ... 7        8 ... 15       16 ... 23      24 ... 31
+//   scale           max of m       k of m         max of v       k of v        of group l % 8
+//   elements        0 ... 63       64 ... 127     0 ... 63       64 ... 127    eight, from 8 (l % 16) on
+//                   of the first group            of the second group
+constexpr int WINDOW = 8, SCALE_VALUES = 4;
+static_assert(WINDOW * SCALE_VALUES == 32 && WINDOW % WARP_GROUPS == 0, "a lane has one value of one group");
 
-struct RunOfScales {
-    float* mine;  // this lane's number of the segment's group g is mine[g]; null where there is none
+struct WindowScales {
+    float* mine;  // this lane's value of the segment's group g is mine[g]; null where there is none
     int lane, groups;
 
-    __device__ RunOfScales(const Segment& s, int number_of_groups)
+    __device__ WindowScales(const Segment& s, int number_of_groups)
         : lane(threadIdx.x % 32), groups(number_of_groups) {
-        const bool second = lane / RUN >= 2, is_k = lane / RUN % 2;
+        const bool second = lane / WINDOW >= 2, is_k = lane / WINDOW % 2;
         mine = second ? (is_k ? s.v.k : s.v.max) : (is_k ? s.m.k : s.m.max);
     }
-    // Of the run that begins with group `first`. Places beyond the last group hold that one's.
+    // This lane's value in the window that begins with group `first`. A window may reach beyond the last
+    // group; it then has that group's values there.
     __device__ float load(int first) const {
-        return mine ? get<float>(mine + min(first + lane % RUN, groups - 1)) : 1.0f;
+        return mine ? get<float>(mine + min(first + lane % WINDOW, groups - 1)) : 1.0f;
     }
-    __device__ void store(int first, float number) const {
-        const int group = first + lane % RUN;
-        if (mine && group < groups) put(mine + group, number);
+    __device__ void store(int first, float value) const {
+        const int group = first + lane % WINDOW;
+        if (mine && group < groups) put(mine + group, value);
     }
-    // The scale of one moment of this lane's team; the teams have the groups `at` ... at + TEAMS - 1 of the
-    // run.
-    static __device__ GroupScale pick(float numbers, bool second, int at) {
-        const int group = at + team(), first = second ? 2 * RUN : 0;
-        return {__shfl_sync(0xFFFFFFFFu, numbers, first + group),
-                __shfl_sync(0xFFFFFFFFu, numbers, first + RUN + group)};
+    // The scale of this lane's group, for m or (second) for v. The warp works on the groups at and at + 1 of
+    // the window.
+    static __device__ GroupScale pick(float value, bool second, int at) {
+        const int group = at + group_of_lane(), first = second ? 2 * WINDOW : 0;
+        return {__shfl_sync(0xFFFFFFFFu, value, first + group),
+                __shfl_sync(0xFFFFFFFFu, value, first + WINDOW + group)};
     }
-    // `numbers` with those of the groups at ... at + TEAMS - 1 of the run, which the teams have finished. In
-    // each team, lanes 0 ... 3 offer the numbers 0 ... 3 of its group (m's max and k, v's max and k), and
-    // further lanes the same again. This lane keeps number lane / RUN of group lane % RUN, which belongs to
-    // team lane % TEAMS: so it takes what lane lane / RUN of that team offers. For example with at = 0,
-    // lane 9 (k of m, group 1) takes it from lane 17, the second one of team 1. A lane whose group is not
-    // among these keeps its number.
-    __device__ float insert(float numbers, const GroupScale& m, const GroupScale& v, int at) const {
-        const float offered = lane % SCALE_NUMBERS < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
-        const float made = __shfl_sync(0xFFFFFFFFu, offered, TEAM * (lane % TEAMS) + lane / RUN);
-        return lane % RUN / TEAMS == at / TEAMS ? made : numbers;
+    // The inverse of pick(): returns this lane's value after groups at and at + 1 got their new scales m and
+    // v. All 16 lanes of a group know its scales. Each of them offers one of the four values, by its number
+    // mod 4: max of m, k of m, max of v, k of v. This lane keeps value number lane / WINDOW, of group lane %
+    // WINDOW. If that group is at or at + 1, the lane takes the value from the group's lane of that number.
+    // Example: lane 9 keeps k of m of group 1; with at = 0 it takes it from lane 17, which is lane 1 of the
+    // second group.
+    __device__ float insert(float value, const GroupScale& m, const GroupScale& v, int at) const {
+        const float offered = lane % SCALE_VALUES < 2 ? (lane % 2 ? m.k : m.max) : (lane % 2 ? v.k : v.max);
+        const float made =
+            __shfl_sync(0xFFFFFFFFu, offered, GROUP_LANES * (lane % WARP_GROUPS) + lane / WINDOW);
+        return lane % WINDOW / WARP_GROUPS == at / WARP_GROUPS ? made : value;
     }
 };
 
-// A warp's groups of one segment: runs that begin at `first` and then a block's length apart, as long as they
-// begin before `last`. Each team has one group at a time; a team without a group works on the last one again
-// and stores nothing. The pointers are moved to the segment and lane beforehand: then an address is one
-// multiplication.
+// Updates a warp's groups of one segment: the window that begins with group `first`, and every FP8_WARPS-th
+// window after it, as long as they begin before group `last`. If the last group has no partner, half of the
+// warp computes it a second time and stores nothing. The pointers are moved to the segment and the lane
+// beforehand: then an address is one multiplication.
 template <class W>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last,
                                    const float* table_m, const float* table_v) {
@@ -512,13 +516,13 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
                           a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + first_of_lane();
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + first_of_lane();
-    const RunOfScales scales(segment, groups);
+    const WindowScales scales(segment, groups);
     const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
     typename W::Raw next_w;
     EitherDense::Raw next_g;
     uint2 next_m, next_v;
     auto fetch = [&](int at) {
-        const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
+        const int64_t i = int64_t(min(at + group_of_lane(), groups - 1)) * MOMENT_GROUP;
         next_w = W::load(weights, i);
         next_g = a.gradients.load(to_gradients + i);
         next_m = get<uint2>(codes_m + i);
@@ -526,39 +530,39 @@ __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segmen
     };
     uint32_t top = 0;
     fetch(first);
-    float next_numbers = scales.load(first);
-    for (int run = first; run < last; run += FP8_WARPS * RUN) {
-        const int stop = min(run + RUN, groups), next_run = run + FP8_WARPS * RUN;
-        const float numbers = next_numbers;
+    float next_scale = scales.load(first);
+    for (int window = first; window < last; window += FP8_WARPS * WINDOW) {
+        const int stop = min(window + WINDOW, groups), next_window = window + FP8_WARPS * WINDOW;
+        const float scale = next_scale;
         float made = 0;
-        next_numbers = scales.load(next_run);
+        next_scale = scales.load(next_window);
 #pragma unroll 1
-        for (int at = run; at < stop; at += TEAMS) {
+        for (int at = window; at < stop; at += WARP_GROUPS) {
             Values w, g, m, v;
             W::values(next_w, w);
             a.gradients.values(next_g, g);
-            GroupScale gm = RunOfScales::pick(numbers, false, at - run),
-                       gv = RunOfScales::pick(numbers, true, at - run);
+            GroupScale gm = WindowScales::pick(scale, false, at - window),
+                       gv = WindowScales::pick(scale, true, at - window);
             const float keep_m = a.f.beta1 * decode_moment<false>(a.m, gm, next_m, table_m, m);
             const float keep_v = a.f.beta2 * decode_moment<true>(a.v, gv, next_v, table_v, v);
-            fetch(at + TEAMS < stop ? at + TEAMS : next_run);
+            fetch(at + WARP_GROUPS < stop ? at + WARP_GROUPS : next_window);
 #pragma unroll
             for (int j = 0; j < CHUNK; j++)
                 adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            const bool live = at + team() < groups;
-            const int64_t i = int64_t(min(at + team(), groups - 1)) * MOMENT_GROUP;
+            const bool live = at + group_of_lane() < groups;
+            const int64_t i = int64_t(min(at + group_of_lane(), groups - 1)) * MOMENT_GROUP;
             group_scales(a.m, a.v, m, v, gm, gv);
-            made = scales.insert(made, gm, gv, at - run);
+            made = scales.insert(made, gm, gv, at - window);
             W::store(weights, i, w, a.rounding, start + segment.to_flat + i, live, top);
             const uint2 new_m = encode_moment<false>(a.m, gm, m), new_v = encode_moment<true>(a.v, gv, v);
             if (live) put(codes_m + i, new_m), put(codes_v + i, new_v);
         }
-        scales.store(run, made);
+        scales.store(window, made);
     }
     return top;
 }
 
-// A block has consecutive groups of the range. Within each segment among them its warps take turns with runs.
+// A block has consecutive groups of the range. Within each segment among them its warps take windows in turn.
 template <class W>
 __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_kernel(const AdamArguments a) {
     __shared__ float table_m[128], table_v[128];
@@ -583,9 +587,9 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
         if (!in_fp8_groups(a, segment)) continue;
         const int64_t first = max(begin, start), last = min(end, stop);
         const int warp = threadIdx.x / 32,
-                  run = static_cast<int>((first - start + RUN - 1) / RUN + warp) * RUN;
+                  window = static_cast<int>((first - start + WINDOW - 1) / WINDOW + warp) * WINDOW;
         const uint32_t top =
-            update_segment<W>(a, segment, run, static_cast<int>(last - start), table_m, table_v);
+            update_segment<W>(a, segment, window, static_cast<int>(last - start), table_m, table_v);
         if (segment.amax) update_amax_by_warp(&segment.amax->amax, top);
     }
 }
