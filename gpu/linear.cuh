@@ -94,9 +94,6 @@ public:
         return g8;
     }
 
-    int64_t cached_bytes() const {
-        return c_.formats.w.operand_bytes(out_, in_) + c_.formats.w.operand_bytes(in_, out_);
-    }
     void make_cached_weight() {
         take_weight_amax();
         quantize(stored(c_.state.weight(param_)), cached_operand(), c_.stats_of(Kind::Weight), stream());

@@ -38,7 +38,7 @@ int64_t needed_memory(const Setup& s, int64_t allocated) {
                 " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
                 (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
                          : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
-                           "--master none, --attention groups and --gradients none") +
+                           "--master none, --attention groups, and --gradients none with --clip 0") +
                 ".");
 }
 
