@@ -158,11 +158,11 @@ MomentFormat moment_format(Format f, const OptimizerFormat& o) {
 }
 
 // Equation 4: k = log(R) / log(R_X) with R = FMAX / FMIN of the format and R_X = max / min of the group. It
-// is rounded down to a multiple of 1/16, from 1/16 to 64. A group of zeros has k = 1.
+// is rounded to a multiple of 1/256, from 1/16 to 64. A group of zeros has k = 1.
 __device__ float expansion_factor(float log_range, float max, float min_nonzero) {
     if (max == 0) return 1.0f;
     const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
-    return fminf(fmaxf(floorf(16.0f * log_range * fast_reciprocal(log_ratio)) * 0.0625f, 0.0625f), 64.0f);
+    return fminf(fmaxf(rintf(256.0f * log_range * fast_reciprocal(log_ratio)) * 0x1p-8f, 0.0625f), 64.0f);
 }
 
 // Code j of eight.
@@ -173,8 +173,8 @@ struct GroupScale {  // what the elements of a group share
     float inverse = 0;  // for encoding: 1 / max with expansion, else 1 / scale
 };
 
-// A group is wide if its magnitudes may differ by more than 2^120. Values relative to its maximum may then
-// leave the normal range of FP32: such a group takes the careful path.
+// A group is wide if its magnitudes may differ by more than about 2^120. Values relative to its maximum may
+// then leave the normal range of FP32: such a group takes the careful path.
 __device__ bool wide(const MomentFormat& f, float k) { return f.log_range > 120.0f * k; }
 // To encode fast, 1 / max must be a normal number too.
 __device__ bool encodes_fast(const MomentFormat& f, const GroupScale& g) {
@@ -237,8 +237,8 @@ __device__ uint2 encode_moment(const MomentFormat& f, const GroupScale& g, const
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     }
     uint2 codes = encode(f.e5m2, y, 1.0f);
-    // Not needed in expand()'s fast way: k is rounded down, so the group's smallest value, expanded, is at
-    // least the smallest positive code.
+    // Not needed in expand()'s fast way: k is at most 1/512 too large, so the group's smallest value,
+    // expanded, is above 0.8 times the smallest positive code and is rounded to it.
     if (SECOND && f.keep_positive && !(f.expand && encodes_fast(f, g))) {
         for (int j = 0; j < CHUNK; j++) {
             if (x[j] > 0 && code_of(codes, j) == 0) (j < 4 ? codes.x : codes.y) |= 1u << 8 * (j % 4);

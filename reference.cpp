@@ -272,14 +272,15 @@ void DelayedScale::end_step(Format fp8, int margin) {
 //   contract:  x = f^-1(decode(code) s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so that the codes, max and k are all that a group stores.
 
-// Rounded down to sixteenths, as in the released code, so that the smallest value does not become zero. In a
-// group of equal magnitudes log R_X is 0 and any k is exact: every code is FMAX, and contract gives max.
+// k is rounded to a multiple of 1/256: the GPU's logarithms differ in their last bits, and k still agrees in
+// nearly all groups. The released code rounds down to 1/16, which costs precision (dev/WALK.md, section 7).
+// In a group of equal magnitudes log R_X is 0 and any k is exact: every code is FMAX, and contract gives max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
     const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // log R_X
     if (!(log_ratio * k_max > log_range)) return k_max;                           // nearly equal magnitudes
-    return std::max(std::floor(16.0f * log_range / log_ratio) / 16.0f, 1.0f / 16.0f);
+    return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 
 // sign(x) FMAX (|x| / max)^k, in logarithms, because |x| / max alone may underflow.

@@ -60,7 +60,7 @@ struct DelayedScale {
 };
 
 // --- FP8 optimizer with dynamic range expansion (paper section 4) ---
-// Equation 4's k for a group of magnitudes from min_nonzero to max: a multiple of 1/16 in [1/16, 64].
+// Equation 4's k for a group of magnitudes from min_nonzero to max: a multiple of 1/256 in [1/16, 64].
 float expansion_factor(Format fp8, float max, float min_nonzero);
 float expand(Format fp8, float x, float max, float k);    // sign(x) FMAX (|x| / max)^k
 float contract(Format fp8, float y, float max, float k);  // its inverse: sign(y) max (|y| / FMAX)^(1/k)

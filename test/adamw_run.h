@@ -119,7 +119,7 @@ inline void check_moment(const DeviceMoment& d, const Doubles& exact, const Doub
             bad_k += k[g] != 1;
             continue;
         }
-        // k = log(FMAX / FMIN) / log(top / low), rounded down to a multiple of 1/16 (paper section 4). log2
+        // k = log(FMAX / FMIN) / log(top / low), rounded to a multiple of 1/256 (paper section 4). log2
         // is good to two units of 2^-23 of a value up to 149. `low` is off by its error; if that is half of
         // `low` or more, another element may be the smallest, or this one may be zero, and k has no lower
         // bound.
@@ -127,10 +127,10 @@ inline void check_moment(const DeviceMoment& d, const Doubles& exact, const Doub
         const double low_relative = low_error < low / 2 ? 2 * low_error / low : INFINITY;
         const double ratio_error = 2 * 150 * 0x1p-22 + (top_error / top + low_relative);
         const bool bounded = ratio - ratio_error > 0;
-        const double most = bounded ? 16 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY;
-        const double least = 16 * range / (ratio + ratio_error) * (1 - 8 * U);
-        auto rounded_k = [](double k16) { return std::min(64.0, std::max(1.0, std::floor(k16)) / 16); };
-        const bool in_steps = k[g] * 16 == std::floor(k[g] * 16);
+        const double most = bounded ? 256 * range / (ratio - ratio_error) * (1 + 8 * U) : INFINITY;
+        const double least = 256 * range / (ratio + ratio_error) * (1 - 8 * U);
+        auto rounded_k = [](double k256) { return std::min(64.0, std::max(16.0, std::rint(k256)) / 256); };
+        const bool in_steps = k[g] * 256 == std::floor(k[g] * 256);
         if (d.expand) bad_k += k[g] < rounded_k(least) || k[g] > rounded_k(most) || !in_steps;
         // The relative error of (x / max)^k = exp2(k log2(x / max)). lg2.approx is good to 2^-22 where its
         // result is below 1, and to two units of 2^-23 relative elsewhere. The division before it is good to

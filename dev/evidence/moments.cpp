@@ -187,7 +187,7 @@ std::vector<float> through_part_of_range(const std::vector<float>& x, bool secon
     for (size_t first = 0; first < x.size(); first += MOMENT_GROUP) {
         const auto [largest, smallest] = extremes(x, first);
         const float log_ratio = std::log2(largest) - std::log2(smallest);
-        const float k = std::clamp(std::floor(16 * log_range / log_ratio) / 16, 1 / 16.0f, 64.0f);
+        const float k = std::clamp(std::rint(256 * log_range / log_ratio) / 256, 1 / 16.0f, 64.0f);
         for (size_t i = first; i < std::min(x.size(), first + MOMENT_GROUP); i++) {
             const float expanded = reference::expand(format, x[i], largest, k);
             float y = reference::decode(format, reference::encode(format, expanded));

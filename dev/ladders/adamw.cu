@@ -32,7 +32,7 @@
 // case did not add work: it changed the allocation of registers, so that the loop waited for a load too early.
 //
 // Codes are compared with the CPU reference. A power that differs in its last bits may move a code to its
-// neighbour, and k, which is rounded down to sixteenths, by one sixteenth. Minimum traffic: 14.25 bytes per
+// neighbour, and k, which is rounded to a multiple of 1/256, by 1/256. Minimum traffic: 14.25 bytes per
 // parameter (weight, remainder and moments in and out, gradient in, (max, k) in and out).
 #include "ladder.h"
 
@@ -85,7 +85,7 @@ __device__ uint8_t expand(float x, float max, float k) {  // sign encode(FMAX (|
 __device__ float expansion_factor(float max, float min_nonzero) {  // (paper eq. 4)
     const float ratio = log2f(max) - log2f(min_nonzero);
     if (max == 0) return 1.0f;
-    return ratio * 64.0f > RANGE ? fmaxf(floorf(16.0f * RANGE / ratio) / 16.0f, 1 / 16.0f) : 64.0f;
+    return ratio * 64.0f > RANGE ? fmaxf(rintf(256.0f * RANGE / ratio) / 256.0f, 1 / 16.0f) : 64.0f;
 }
 
 __device__ void update(const reference::AdamWFactors& f, float g, float& m, float& v, uint16_t& weight,
@@ -289,7 +289,7 @@ private:
         for (int64_t i = 0; i < n_; i++) {
             const float off = std::abs(all[which_k * (n_ / G) + i / G] - expected.k[i / G]);
             d.moved_k += off > 0 && i % G == 0;
-            d.far += off > 1 / 16.0f;
+            d.far += off > 1 / 256.0f;
             if (off > 0) continue;
             const int by = std::abs(codes[i] - expected.codes[i]);  // codes are ordered like magnitudes
             d.codes += by != 0;
