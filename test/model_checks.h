@@ -1,5 +1,7 @@
 // model_checks.h - properties of a whole model that the tests check on the CPU reference and on the GPU.
 #pragma once
+#include <array>
+
 #include "tiny.h"
 
 namespace coat::test {
@@ -22,6 +24,34 @@ inline std::vector<std::vector<float>> gradients_of(Model& model) {
     for (const Param& p : parameters(model.setup().config))
         all.push_back(read_as<float>(model, p.name + ".gradient", p.size()));
     return all;
+}
+
+// What the report must measure of the moments: the errors of storing those that a step makes of the moments
+// in `state` and of the gradients that the report left in the model. In [0] are the first moments, in [1] the
+// second ones.
+inline std::array<QuantStats, 2> errors_of_moments(Model& model, const Snapshot& state) {
+    const OptimizerFormat& o = model.setup().optimizer;
+    std::array<QuantStats, 2> stats;
+    for (const Param& p : parameters(model.setup().config)) {
+        if (!p.role.fp8_state) continue;
+        std::array<reference::Moment, 2> moments;
+        std::array<std::vector<float>, 2> x;
+        for (size_t v : {0, 1}) {
+            const std::string name = p.name + (v ? ".v" : ".m");
+            moments[v].init(v ? o.v : o.m, o.expand, p.size(), o.group);
+            moments[v].codes = state.at(name);
+            for (auto [suffix, to] : {std::pair{".max", &moments[v].max}, {".k", &moments[v].k}})
+                if (!to->empty()) std::memcpy(to->data(), state.at(name + suffix).data(), to->size() * 4);
+            x[v].resize(size_t(p.size()));
+            moments[v].load(x[v].data());
+        }
+        std::vector<float> weight(size_t(p.size()));
+        const auto gradient = read_as<float>(model, p.name + ".gradient", p.size());
+        reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), p.size(), gradient.data(),
+                         weight.data(), x[0].data(), x[1].data());
+        for (size_t v : {0, 1}) moments[v].store(x[v].data(), v && o.keep_positive, &stats[v]);
+    }
+    return stats;
 }
 
 // A masked loss is the mean of the losses of the targets that count, each measured alone. The gradients are

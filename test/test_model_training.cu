@@ -294,7 +294,10 @@ GPU_TEST_CASE("next_logits: equal the reference's, for any length") {
 
 GPU_TEST_CASE("quantization: the report measures what the reference's measures") {
     // Both measure the same tensors. A few values that round differently change the sum of squared errors
-    // little. 1 dB is a quarter of that sum.
+    // little. 1 dB is a quarter of that sum. This does not hold for moments made of the gradients of two
+    // devices: a few second moments are most of the sum. So the errors of the moments are compared with those
+    // that the reference makes with the GPU's own state and gradients. A GPU's powers round otherwise, which
+    // may change a code by one.
     std::vector<Setup> setups = {setup_of("coat", LLAMA, true, 4, 32)};
     setups.push_back(with_mode(setups[0], "lean"));
     setups.push_back(with_optimizer(setups[0], "fp8lm"));
@@ -309,8 +312,16 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
         const QuantReport a = gpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
         const QuantReport b = cpu.model->quantization(gpu.tokens.data(), gpu.targets.data());
         CHECK((snapshot(*gpu.model) == before));
+        Setup that_keeps = setup;  // gradients are the same bits with --gradients none, but not kept
+        that_keeps.keep_gradients = true;
+        Training kept = training_on(make_gpu, that_keeps);
+        restore(*kept.model, before);
+        kept.model->quantization(gpu.tokens.data(), gpu.targets.data());
+        const auto moments = errors_of_moments(*kept.model, before);
         for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
-            const QuantStats &on_gpu = a.kinds[kind], &on_cpu = b.kinds[kind];
+            const bool moment = kind >= static_cast<int>(Kind::Moment1);
+            const QuantStats &on_gpu = a.kinds[kind],
+                             &on_cpu = moment ? moments[kind == static_cast<int>(Kind::Moment2)] : b.kinds[kind];
             INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", on_gpu.snr_db(),
                  " and ", on_cpu.snr_db(), " dB");
             CHECK(on_gpu.elements == on_cpu.elements);
@@ -319,7 +330,9 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
             if (k == Kind::Attention) quantized = setup.recipe.attention.fp8();
             if (k == Kind::NormInput || k == Kind::ActivationInput) quantized = groups;
             CHECK((on_gpu.elements > 0) == quantized);
-            if (on_gpu.elements > 0) CHECK(std::fabs(on_gpu.snr_db() - on_cpu.snr_db()) <= 1);
+            if (on_gpu.elements > 0)
+                CHECK(std::fabs(on_gpu.snr_db() - on_cpu.snr_db()) <= (moment ? 0.2 : 1));
+            if (moment) CHECK(std::fabs(on_gpu.signal - on_cpu.signal) <= 1e-4 * on_cpu.signal);
             if (!delayed) CHECK(on_gpu.saturated == 0);
         }
         CHECK(a.k_m == b.k_m);

@@ -111,6 +111,25 @@ TEST_CASE("quantization: the report measures every kind of tensor and changes no
     for (const QuantStats& s : none.kinds) CHECK((s.elements == 0 && s.noise == 0));
 }
 
+TEST_CASE("quantization: of the moments, the report measures what the next step would store") {
+    for (const OptimizerFormat& optimizer : optimizers()) {
+        Setup setup = setup_of("coat");
+        setup.optimizer = optimizer;
+        Training training(setup);
+        losses(training, 5);
+        Model& model = *training.model;
+        const QuantReport report = model.quantization(training.tokens.data(), training.targets.data());
+        const auto expected = errors_of_moments(model, snapshot(model));
+        for (size_t v : {0, 1}) {
+            const QuantStats& got = report.kinds[static_cast<size_t>(Kind::Moment1) + v];
+            INFO(std::string(optimizer.name), " ", v);
+            CHECK((got.elements == expected[v].elements && got.flushed == expected[v].flushed));
+            CHECK(std::fabs(got.signal - expected[v].signal) <= 1e-12 * expected[v].signal);
+            CHECK(std::fabs(got.noise - expected[v].noise) <= 1e-12 * expected[v].noise);
+        }
+    }
+}
+
 TEST_CASE("fp8lm optimizer: trains, saves its scale in the state, and reports what is flushed") {
     const Setup setup = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp8lm");
     Training training(setup), exact(tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32"));
