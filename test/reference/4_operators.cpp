@@ -1,15 +1,15 @@
-// test_reference_operators.cpp - the operators in reference.cpp. Forward is compared with the definition,
-// backward with finite differences in double.
+// 4_operators.cpp - the operators in reference.cpp. Forward is compared with the definition, backward with
+// finite differences in double.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <functional>
 #include <limits>
 
-#include "../reference.h"
-#include "finite_differences.h"
-#include "random.h"
-#include "tiny.h"
+#include "../../reference.h"
+#include "../help/finite_differences.h"
+#include "../random.h"
+#include "../tiny.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -1,14 +1,14 @@
-// test_reference_model.cpp - gradients of the whole model in reference.cpp. In double they are compared with
-// finite differences; those of fp32 with double; those of the other recipes with fp32.
+// 5_gradients.cpp - gradients of the whole model in reference.cpp. In double they are compared with finite
+// differences; those of fp32 with double; those of the other recipes with fp32.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 
-#include "../reference.h"
-#include "finite_differences.h"
-#include "help/oracle.h"
-#include "random.h"
-#include "tiny.h"
+#include "../../reference.h"
+#include "../help/finite_differences.h"
+#include "../help/oracle.h"
+#include "../random.h"
+#include "../tiny.h"
 
 using namespace coat;
 using namespace coat::test;

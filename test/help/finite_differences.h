@@ -5,9 +5,9 @@
 #pragma once
 #include <functional>
 
-#include "../reference.h"
-#include "random.h"
-#include "tiny.h"
+#include "../../reference.h"
+#include "../random.h"
+#include "../tiny.h"
 
 namespace coat::test::finite_differences {
 
