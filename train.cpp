@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <random>
 
 #include "data/checkpoint.h"
@@ -457,6 +458,18 @@ void load_data(Run& run) {
     run.setup.T = flags.seq;
 }
 
+// Ranks of one machine read the same files. Those of several may find others in a folder of the same name, and
+// each would train a part of another model: the first rank of each machine compares their hashes.
+std::map<std::string, std::string> hashes_of_weights(const Run& run) {
+    const std::vector<int> places = run.processes->all_gather(run.processes->local());
+    const bool several = std::count(places.begin(), places.end(), 0) > 1;
+    std::map<std::string, std::string> hashes;
+    if (run.weights.empty() || !several || run.processes->local() != 0) return hashes;
+    for (const auto& file : fs::directory_iterator(run.weights))
+        if (file.is_regular_file()) hashes[file.path().filename().string()] = hash_file(file.path().string());
+    return hashes;
+}
+
 // What every rank must have, and every run that continues this one: other flags or data would change what the
 // state means.
 void require_same(Run& run) {
@@ -464,11 +477,16 @@ void require_same(Run& run) {
     mine["resume"] = run.flags.resume;
     mine["device"] = run.flags.device;
     mine["data_found"] = run.data;
+    mine["weights_found"] = hashes_of_weights(run);
     const std::vector<std::string> all = run.processes->all_gather(mine.dump());
     for (size_t rank = 1; rank < all.size(); rank++) {
         const Json theirs = Json::parse(all[rank]), first = Json::parse(all[0]);
         for (const auto& [name, value] : first.items())
-            if (name == "data_found" && theirs[name] != value)
+            if (name == "weights_found" && (theirs[name] == value || theirs[name].empty()))
+                continue;
+            else if (name == "weights_found")
+                throw Error("Rank ", rank, " has other files in ", run.weights, " than rank 0; copy the folder.");
+            else if (name == "data_found" && theirs[name] != value)
                 throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
             else if (theirs[name] != value)
                 throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(), ", but rank 0 with ",

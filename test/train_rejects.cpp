@@ -220,4 +220,21 @@ TEST_CASE("train: ranks that are started by hand with other flags, other data or
         check_one_sentence(started(row.flags, "a"), row.says);
     }
     check_one_sentence(started("", "b"), "Rank 1 reads other --data than rank 0");
+
+    // Another machine has another model in a folder of the same name.
+    for (const std::string at : {"a", "b"})
+        require_success(train(folder, TINY + "--data a/data --steps 1 --seed " + (at == "a" ? "1" : "2") +
+                                          " --out " + at + "/m"));
+    write_file(folder.path / "b/data", text_of_lines());
+    auto on_two_machines = [&](const std::string& where) {
+        const int port = free_port();
+        std::string flags = base;
+        replace(flags, "\"$SMALL\"", "m/step-000001");
+        std::string other = rank_by_hand(1, 2, port, flags);
+        replace(other, "LOCAL_RANK=1", "LOCAL_RANK=0");
+        return shell(folder, "cd a\n" + rank_by_hand(0, 2, port, flags) + "cd ../" + where + "\n" + other +
+                                 "mv err1 ../a 2> /dev/null; cd ../a\n" + WAIT_FOR_TWO);
+    };
+    require_success(on_two_machines("a"));
+    check_one_sentence(on_two_machines("b"), "Rank 1 has other files in m/step-000001 than rank 0");
 }
