@@ -8,12 +8,12 @@ namespace {
 // Loops over the values of a chunk have eight turns: nvcc unrolls them without a pragma.
 
 // ===========================================================================================================
-// Rows: a crew, one warp or several, holds a row in registers, up to ROW_CHUNKS chunks a thread. A block has
-// one crew or several.
+// Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
+// a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
 
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
-// As few warps as hold a row of C columns; several crews in a block where a row is short.
+// As few warps as hold a row of C columns; several rows in a block where a row is short.
 dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
@@ -21,11 +21,11 @@ dim3 row_block(int64_t C) {
 }
 __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Sums over the crew in a fixed order; every thread gets the same bits. All threads of the block call it. Two
-// calls in a row need different PLACEs in shared memory, because a thread may still be reading the first when
-// another writes the second.
+// Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
+// call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
+// the first when another writes the second.
 template <int PLACE, int K>
-__device__ void crew_sum(float (&x)[K]) {
+__device__ void row_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
     for (int k = 0; k < K; k++)
@@ -56,7 +56,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        crew_sum<0>(sum);
+        row_sum<0>(sum);
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
@@ -66,7 +66,7 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
             const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(d, d, square[0]);
         }
-    crew_sum<1>(square);
+    row_sum<1>(square);
     return {mean, inverse_root(square[0], C, eps)};
 }
 
@@ -187,13 +187,13 @@ struct ColumnSums {
     }
 };
 
-// The sums of a block's crews, added in order, to row blockIdx.x of partials (blocks, C).
+// The sums of a block's threadIdx.y, added in order, to row blockIdx.x of partials (blocks, C).
 __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
     for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
          col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
-        for (int crew = 0; crew < blockDim.y; crew++) {
-            ColumnSums(sums + crew * C, C).read(col, one);
+        for (int y = 0; y < blockDim.y; y++) {
+            ColumnSums(sums + y * C, C).read(col, one);
             for (int j = 0; j < CHUNK; j++) total[j] += one[j];
         }
         partials.round_and_store(blockIdx.x * C + col, total, true);
@@ -254,7 +254,7 @@ struct BackwardRow {
 
 template <class Storage, bool RMS>
 __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
-    extern __shared__ __align__(16) float sums[];  // (crews, C): dweight; behind it, of LayerNorm: dbias
+    extern __shared__ __align__(16) float sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
     const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
         dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
 #pragma unroll
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const Nor
         float2 st{};
         if (!RMS) st = row_stats(x, a.C, false, a.eps);
         // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
-        // so that the crew exchanges both sums at once.
+        // so that the threads of a row exchange both sums at once.
         float sum[2] = {0, 0};
 #pragma unroll
         for (int c = 0; c < ROW_CHUNKS; c++) {
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const Nor
                 sum[1] += dw * x[c][j];
             }
         }
-        if (RMS && turn) crew_sum<1>(sum);  // two places in turn
-        else crew_sum<2>(sum);
+        if (RMS && turn) row_sum<1>(sum);  // two places in turn
+        else row_sum<2>(sum);
         if (RMS) st.y = inverse_root(sum[0], a.C, a.eps);
         if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
         const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
