@@ -45,7 +45,7 @@ const Flag TABLE[] = {
     {"clip", &Flags::clip, SAME, "clip gradients to this global norm; 0: do not clip"},
     {"seed", &Flags::seed, SAME, "of first weights, the order of the data, the samples"},
     {"out", &Flags::out, HERE, "folder for checkpoints; \"\": save none"},
-    {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: only at the end, or Ctrl-C"},
+    {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: about half an hour"},
     {"keep", &Flags::keep, FREE, "newest checkpoints that stay in --out", 1},
     {"resume", &Flags::resume, HERE, "continue this checkpoint, or the newest in a folder"},
     {"eval-every", &Flags::eval_every, FREE, "steps between validations; 0: first and last", 0, "150"},
@@ -73,8 +73,8 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
             const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), x);
             const bool whole = std::is_same_v<T, int64_t>, number = error == std::errc();
             if (!number || *end || !(x >= flag.least && x <= INT32_MAX))
-                throw Error("--", flag.name, " ", text, " is not ", whole ? "a whole number" : "a number", " from ",
-                            flag.least, " to ", INT32_MAX, "; give such a number.");
+                throw Error("--", flag.name, " ", text, " is not ", whole ? "a whole number" : "a number",
+                            " from ", flag.least, " to ", INT32_MAX, "; give such a number.");
             flags.*member = x;
         }
     };
@@ -90,7 +90,8 @@ void Flags::parse(int argc, char** argv) {
         const auto is_named = [&](const Flag& f) { return argument == std::string("--") + f.name; };
         const Flag* const flag = std::find_if(std::begin(TABLE), std::end(TABLE), is_named);
         if (flag == std::end(TABLE))
-            throw Error("\"", argument, "\" is not a flag; write --flag value (./train --help lists the flags).");
+            throw Error("\"", argument,
+                        "\" is not a flag; write --flag value (./train --help lists the flags).");
         if (!is_switch(*flag) && i + 1 == argc) throw Error(argument, " needs a value after it.");
         set(*this, *flag, is_switch(*flag) ? "" : argv[++i]);
         given_.insert(flag->name);
@@ -101,11 +102,11 @@ void Flags::take(const Json& saved) {
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
         const Json& theirs = saved.at(flag.name);
-        if (!given(flag.name))
-            std::visit([&](auto member) { theirs.get_to(this->*member); }, flag.member);
+        if (!given(flag.name)) std::visit([&](auto member) { theirs.get_to(this->*member); }, flag.member);
         else if (flag.resume == SAME && value(*this, flag) != theirs)
             throw Error("--", flag.name, " ", value(*this, flag).dump(), " differs from the checkpoint's ",
-                        theirs.dump(), "; leave it out to continue that run, or leave --resume out to begin another.");
+                        theirs.dump(),
+                        "; leave it out to continue that run, or leave --resume out to begin another.");
     }
 }
 
@@ -129,20 +130,24 @@ Json Flags::saved() const {
 }
 
 void print_help() {
-    std::printf("./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
-                "Without flags it trains a small model on C++ headers found on this machine. Flags and their\n"
-                "defaults (on a CPU | on a GPU, where they differ):\n\n");
+    std::printf(
+        "./train trains a Llama, Mistral, Qwen2 or GPT-2 model in FP8 with COAT (arXiv 2410.19313).\n"
+        "Without flags it trains a small model on C++ headers found on this machine. --help prints\n"
+        "this. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
     const Flags standard;
     for (const Flag& flag : TABLE) {
+        if (flag.name == std::string("help")) continue;
         const Json json = value(standard, flag);
-        const std::string text = is_switch(flag) ? "" : json.is_string() ? json.get<std::string>() : json.dump();
-        std::printf("  --%-12s %-22s %s\n", flag.name, (text + (flag.gpu ? concat(" | ", flag.gpu) : "")).c_str(),
-                    flag.about);
+        const std::string text = is_switch(flag)    ? ""
+                                 : json.is_string() ? json.get<std::string>()
+                                                    : json.dump();
+        std::printf("  --%-12s %-22s %s\n", flag.name,
+                    (text + (flag.gpu ? concat(" | ", flag.gpu) : "")).c_str(), flag.about);
     }
     std::printf("\n--model\n");
     for (const ModelConfig& c : models())
-        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name, c.L,
-                    c.C, c.max_T);
+        std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", c.name.c_str(), c.arch.name,
+                    c.L, c.C, c.max_T);
     std::printf("\n--recipe\n");
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");

@@ -19,7 +19,7 @@ struct Flags {
     void parse(int argc, char** argv);
     // Takes what is not given from a checkpoint. Error if a flag is given that would make it another run.
     void take(const nlohmann::ordered_json& saved);
-    void take_gpu_defaults();  // where nothing is given
+    void take_gpu_defaults();                                                     // where nothing is given
     bool given(const std::string& name) const { return given_.count(name) > 0; }  // on the command line
 
     nlohmann::ordered_json settings() const;  // by name, without those that only print

@@ -103,13 +103,14 @@ double validate(Run& run) {
             loss += parts[r].loss, targets += parts[r].targets;
     }
     if (targets == 0)
-        throw Error("No token of the held-out --data counts in the loss; give other data, or the --seq that "
-                    "data/tokenize.py had.");
+        throw Error(
+            "No token of the held-out --data counts in the loss; give other data, or the --seq that "
+            "data/tokenize.py had.");
     loss /= targets;
     run.unsaved &= std::isfinite(loss);
     if (!std::isfinite(loss))
-        throw Error("The validation loss is not finite after step ", run.state.step,
-                    "; begin again with ", run.state.step ? "a lower --lr." : "other weights: these overflow.");
+        throw Error("The validation loss is not finite after step ", run.state.step, "; begin again with ",
+                    run.state.step ? "a lower --lr." : "other weights: these overflow.");
     std::printf("validation | step %ld | loss %.4f\n", run.state.step, loss);
     run.print_log({{"kind", "validation"}, {"step", run.state.step}, {"loss", loss}});
     return loss;
@@ -142,9 +143,11 @@ void sample(Run& run) {
 bool save(Run& run) {
     if (run.flags.out.empty()) return true;
     try {
-        run.checkpoint = save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
+        run.checkpoint =
+            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
     } catch (const Error& error) {
-        if (run.setup.rank == 0) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
+        if (run.setup.rank == 0)
+            print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;
     }
     run.unsaved = false;
@@ -181,8 +184,8 @@ void print_quantization(Run& run) {
     for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
         const QuantStats& s = report.kinds[kind];
         if (nothing(s)) continue;
-        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(), s.elements,
-                    s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", KIND_NAMES[kind], s.snr_db(),
+                    s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
     if (report.part_of_moments) std::printf("Of large parameters, only a part of the moments was measured.\n");
     for (const auto& [name, k] : {std::pair{"first moments", &report.k_m}, {"second moments", &report.k_v}}) {
@@ -196,8 +199,8 @@ void print_quantization(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it.
 
-// What all ranks must agree upon: a signal to one rank stops all of them after the same step, and the clock of
-// rank 0 says when a checkpoint is due.
+// What all ranks must agree upon: a signal to one rank stops all of them after the same step, and the clock
+// of rank 0 says when a checkpoint is due.
 struct Agreed {
     int signal;
     bool due;
@@ -224,11 +227,12 @@ int save_last(Run& run) {
 int stop_early(Run& run, int signal, bool skipped) {
     if (skipped && !run.checkpoint.empty())
         std::printf("Step %ld was skipped; the last good checkpoint stays.\n", run.state.step);
+    else interrupted = 0, save_last(run);
+    if (run.checkpoint.empty())
+        std::printf("Interrupted after step %ld; nothing was saved.\n", run.state.step);
     else
-        interrupted = 0, save_last(run);
-    if (run.checkpoint.empty()) std::printf("Interrupted after step %ld; nothing was saved.\n", run.state.step);
-    else std::printf("Interrupted after step %ld: continue with --resume %s\n", run.state.step,
-                     printable(run.flags.out).c_str());
+        std::printf("Interrupted after step %ld: continue with --resume %s\n", run.state.step,
+                    printable(run.flags.out).c_str());
     return 128 + signal;
 }
 
@@ -252,9 +256,16 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
     std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s\n",
                 int(std::to_string(run.flags.steps).size()), run.state.step, run.flags.steps, result.loss,
                 result.grad_norm, lr, took * 1e3, rate, duration(left).c_str(),
-                !result.skipped ? "" : result.targets ? " | skipped: not finite" : " | skipped: no token counts");
-    run.print_log({{"kind", "step"}, {"step", run.state.step}, {"loss", result.loss},
-                   {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3}, {"tokens_per_second", rate},
+                !result.skipped  ? ""
+                : result.targets ? " | skipped: not finite"
+                                 : " | skipped: no token counts");
+    run.print_log({{"kind", "step"},
+                   {"step", run.state.step},
+                   {"loss", result.loss},
+                   {"grad_norm", result.grad_norm},
+                   {"lr", lr},
+                   {"ms", took * 1e3},
+                   {"tokens_per_second", rate},
                    {"skipped", result.skipped}});
 }
 
@@ -303,10 +314,15 @@ int loop(Run& run) {
     const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
     const double step_tokens = run.micro_batches() * run.batch_tokens(), seconds = now() - started;
     const double rate = steps > 1 ? step_tokens * (steps - 1) / timed : step_tokens / seconds;
-    std::printf("\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
-                steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
-    run.print_log({{"kind", "end"}, {"step", state.step}, {"first_validation", state.first_validation},
-                   {"validation", validation}, {"skipped", skipped}, {"seconds", seconds},
+    std::printf(
+        "\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
+        steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
+    run.print_log({{"kind", "end"},
+                   {"step", state.step},
+                   {"first_validation", state.first_validation},
+                   {"validation", validation},
+                   {"skipped", skipped},
+                   {"seconds", seconds},
                    {"tokens_per_second", rate}});
     return code;
 }
@@ -351,7 +367,8 @@ void choose_checkpoint(Run& run) {
     if (run.processes->rank() == 0) {
         if (resumes) run.weights = find_checkpoint(flags.resume);
         if (resumes && run.weights.empty())
-            throw Error("--resume ", flags.resume, " has no complete checkpoint; give a folder that a run wrote.");
+            throw Error("--resume ", flags.resume,
+                        " has no complete checkpoint; give a folder that a run wrote.");
         if (resumes && !flags.given("out")) flags.out = folder_above(run.weights);
         const bool saves = !flags.out.empty() && !flags.plan && !evaluates;
         if (saves) lock_folder(flags.out);
@@ -377,17 +394,18 @@ void take_checkpoint(Run& run) try {
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
     if (flags.given("accumulate") && flags.accumulate * ranks != all)
-        throw Error("--accumulate ", flags.accumulate, " on ", ranks, " ranks differs from the checkpoint's ", all,
-                    " micro-batches a step; leave it out to continue that run, or leave --resume out to begin "
-                    "another.");
+        throw Error(
+            "--accumulate ", flags.accumulate, " on ", ranks, " ranks differs from the checkpoint's ", all,
+            " micro-batches a step; leave it out to continue that run, or leave --resume out to begin "
+            "another.");
     settings["accumulate"] = all / ranks;
     flags.take(settings);
     if (flags.steps && !flags.plan && flags.steps <= run.state.step)
         throw Error("--steps ", flags.steps, " is already done: the checkpoint is at step ", run.state.step,
                     "; give a larger --steps to continue.");
 } catch (const nlohmann::json::exception& error) {
-    throw Error("--resume ", run.weights, " has other settings in its trainer.json than this program (", error.what(),
-                "); start from its weights with --model.");
+    throw Error("--resume ", run.weights, " has other settings in its trainer.json than this program (",
+                error.what(), "); start from its weights with --model.");
 }
 
 // Which of these names the value of a flag is.
@@ -412,22 +430,25 @@ void make_setup(Run& run) {
     s.master = choose("--master", flags.master, {"exact", "none"}) == 0;
     s.keep_gradients = choose("--gradients", flags.gradients, {"kept", "none"}) == 0;
     if (!s.keep_gradients && flags.clip > 0)
-        throw Error("--gradients none updates weights before the norm of all gradients is known, so it cannot "
-                    "clip; give --clip 0.");
+        throw Error(
+            "--gradients none updates weights before the norm of all gradients is known, so it cannot "
+            "clip; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
     if (run.weights.empty()) {
         const bool folder = fs::is_directory(flags.model);
         const auto& table = models();
-        const bool named = std::any_of(table.begin(), table.end(), [&](auto& c) { return c.name == flags.model; });
+        const bool named =
+            std::any_of(table.begin(), table.end(), [&](auto& c) { return c.name == flags.model; });
         if (named && folder)
-            throw Error("--model ", flags.model, " is a named model and also a folder here; write ./", flags.model,
-                        " for the folder, or rename it.");
+            throw Error("--model ", flags.model, " is a named model and also a folder here; write ./",
+                        flags.model, " for the folder, or rename it.");
         if (folder) run.weights = flags.model;
         else if (!named)
             throw Error("--model ", flags.model,
                         " is neither a folder nor a named model; ./train --help lists the names.");
     }
-    s.config = run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
+    s.config =
+        run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
     s.B = flags.batch, s.accumulate = flags.accumulate, s.seed = uint64_t(flags.seed);
 }
 
@@ -447,14 +468,16 @@ void load_data(Run& run) {
     }
     if (config.V == 0) config.V = needed ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
     if (in_use > std::min(config.V, MAX_VOCABULARY))
-        throw Error("--data contains token ", in_use - 1, ", but the vocabulary of ", config.name, " has ", config.V,
+        throw Error("--data contains token ", in_use - 1, ", but the vocabulary of ", config.name, " has ",
+                    config.V,
                     " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
     const int64_t packed = run.corpus.seq;
     if (!flags.given("seq") && flags.resume.empty())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest());
     if (packed && packed != flags.seq)
         throw Error("--data has conversations in windows of ", packed, " tokens, but --seq is ", flags.seq,
-                    "; give --seq ", packed, ", or make them again with data/tokenize.py --seq ", flags.seq, ".");
+                    "; give --seq ", packed, ", or make them again with data/tokenize.py --seq ", flags.seq,
+                    ".");
     run.setup.T = flags.seq;
 }
 
@@ -489,15 +512,16 @@ void require_same(Run& run) {
             else if (name == "data_found" && theirs[name] != value)
                 throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
             else if (theirs[name] != value)
-                throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(), ", but rank 0 with ",
-                            value.dump(), "; give every rank the same flags.");
+                throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(),
+                            ", but rank 0 with ", value.dump(), "; give every rank the same flags.");
     }
     if (!run.flags.resume.empty()) {
         const Json theirs = run.state.settings.at("data_found");
         for (const auto& [part, found] : run.data.items())
             if (theirs.at(part) != found)
-                throw Error("--data is not that of the checkpoint's run (", part, ": ", found.get<std::string>(),
-                            ", there ", theirs.at(part).get<std::string>(), "); give the same data again.");
+                throw Error("--data is not that of the checkpoint's run (", part, ": ",
+                            found.get<std::string>(), ", there ", theirs.at(part).get<std::string>(),
+                            "); give the same data again.");
     }
     Json settings = run.flags.saved();
     settings["accumulate"] = run.micro_batches();  // a checkpoint knows nothing of ranks
@@ -505,11 +529,18 @@ void require_same(Run& run) {
     run.state.settings = settings;
 }
 
+// As the last rank, which keeps most.
+Setup most_loaded(Setup s) {
+    s.rank = s.ranks - 1;
+    return s;
+}
+
 // What is good to know before the first step; --plan has more.
 void print_start(const Run& run, const std::string& device) {
     const Setup& s = run.setup;
     const ModelConfig& c = s.config;
-    const std::vector<MemoryRow> plan = memory_plan(s);
+    const bool gpu = run.flags.device == "gpu";
+    const std::vector<MemoryRow> plan = gpu ? gpu_memory_plan(most_loaded(s)) : memory_plan(most_loaded(s));
     auto mib = [&](Category category) { return double(total_bytes(plan, category)) / (1 << 20); };
     std::printf("model: %s, %ld parameters: %ld layers, hidden size %ld, %ld heads, vocabulary %ld; %s\n",
                 printable(c.name).c_str(), parameter_count(c), c.L, c.C, c.NH, c.V,
@@ -521,13 +552,15 @@ void print_start(const Run& run, const std::string& device) {
     if (run.corpus.train.size()) std::printf("text: %s\n", printable(run.corpus.description).c_str());
     std::printf("tokens: %ld a step, %ld x %ld in each of %ld micro-batches on %ld ranks\n",
                 run.micro_batches() * run.batch_tokens(), s.B, s.T, run.micro_batches(), s.ranks);
-    std::printf("memory: %.1f MiB and workspace: weights %.1f, gradients %.1f, moments and masters %.1f, saved "
-                "activations %.1f\n",
-                mib(Category::All), mib(Category::Weights), mib(Category::Gradients), mib(Category::Optimizer),
-                mib(Category::Activations));
+    std::printf(
+        "memory: %.1f MiB%s: weights %.1f, gradients %.1f, moments and masters %.1f, saved activations %.1f",
+        mib(Category::All), gpu ? "" : " and workspace", mib(Category::Weights), mib(Category::Gradients),
+        mib(Category::Optimizer), mib(Category::Activations));
+    std::printf(gpu ? ", workspace %.1f\n" : "\n", mib(Category::Workspace));
     if (run.flags.resume.empty()) std::printf("checkpoints: %s\n\n", printable(run.flags.out).c_str());
-    else std::printf("checkpoints: %s; continuing step %ld of %s\n\n", printable(run.flags.out).c_str(),
-                     run.state.step, printable(run.weights).c_str());
+    else
+        std::printf("checkpoints: %s; continuing step %ld of %s\n\n", printable(run.flags.out).c_str(),
+                    run.state.step, printable(run.weights).c_str());
 }
 
 // Files and flags are checked before the model is made, which can take minutes.
@@ -590,14 +623,13 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     if (!flags.plan) require_same(run);
     print_start(run, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
     if (flags.plan) {
-        Setup most = run.setup;
-        most.rank = run.setup.ranks - 1;  // the last rank keeps most
         print_precision_plan(run.setup);
-        print_memory_plan(most);
+        print_memory_plan(most_loaded(run.setup));
         return 0;
     }
     make_model(run, gpu);
-    Json line = {{"kind", "settings"}, {"step", run.state.step}, {"parameters", parameter_count(run.setup.config)}};
+    Json line = {
+        {"kind", "settings"}, {"step", run.state.step}, {"parameters", parameter_count(run.setup.config)}};
     line.update(flags.settings());
     line["ranks"] = run.setup.ranks;
     run.print_log(line);

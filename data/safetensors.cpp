@@ -19,19 +19,25 @@ using nlohmann::json;
 // Files
 
 MappedFile::MappedFile(const std::string& path) : path_(path) {
-    const int file =
-        ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
+    file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
     struct stat status {};
-    const bool found = file >= 0 && ::fstat(file, &status) == 0, regular = S_ISREG(status.st_mode);
+    const bool found = file_ >= 0 && ::fstat(file_, &status) == 0, regular = S_ISREG(status.st_mode);
     bytes_ = status.st_size;
-    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    if (found && regular && bytes_) memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_, 0);
     const std::string why = found && !regular ? "it is not a regular file" : std::strerror(errno);
-    if (file >= 0) ::close(file);
-    if (!found || !regular || memory_ == MAP_FAILED)
-        throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
+    if (found && regular && memory_ != MAP_FAILED) return;
+    if (file_ >= 0) ::close(file_);
+    throw Error("Cannot read ", path, " (", why, "); check path and permissions.");
+}
+
+void MappedFile::require_whole() const {
+    struct stat status {};
+    if (::fstat(file_, &status) == 0 && status.st_size < bytes_)
+        throw Error(path_, " became shorter while it was in use; restore the file.");
 }
 
 MappedFile::~MappedFile() {
+    ::close(file_);
     if (memory_) ::munmap(memory_, bytes_);
 }
 

@@ -31,7 +31,7 @@ inline std::string path_in(const std::string& folder, const std::string& file) {
 }
 
 // A whole file as memory, read only. Pages are read when they are touched, so the file may be larger than
-// memory. A file that becomes shorter meanwhile ends the program.
+// memory. To read a page that is no longer there, because the file became shorter, would end the program.
 class MappedFile {
 public:
     explicit MappedFile(const std::string& path);
@@ -40,9 +40,11 @@ public:
     const std::string& path() const { return path_; }
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
+    void require_whole() const;  // Error if the file has become shorter
 
 private:
     const std::string path_;
+    int file_;
     void* memory_ = nullptr;
     int64_t bytes_ = 0;
 };

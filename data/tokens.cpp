@@ -21,8 +21,9 @@ namespace fs = std::filesystem;
 
 constexpr uint32_t NOT_COUNTED = 1u << 31;
 
-void TokenStream::append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count) {
-    if (count) sources_.push_back({std::move(owner), data, width, count});
+void TokenStream::append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count,
+                         const MappedFile* file) {
+    if (count) sources_.push_back({std::move(owner), data, width, count, file});
     size_ += count;
 }
 
@@ -38,8 +39,8 @@ TokenStream TokenStream::take_end(int64_t count) {
     sources_.clear(), size_ = 0;
     for (const Source& s : all) {
         const int64_t stays = std::min(left, s.count);
-        append(s.owner, s.data, s.width, stays);
-        end.append(s.owner, s.data + stays * s.width, s.width, s.count - stays);
+        append(s.owner, s.data, s.width, stays, s.file);
+        end.append(s.owner, s.data + stays * s.width, s.width, s.count - stays, s.file);
         left -= stays;
     }
     return end;
@@ -57,6 +58,8 @@ void TokenStream::read_words(int64_t first, int64_t count, uint32_t* words) cons
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
+    for (const Source& s : sources_)
+        if (s.file) s.file->require_whole();
     std::vector<uint32_t> words(count);
     read_words(first, count, words.data());
     for (int64_t i = 0; i < count; i++) {
@@ -188,7 +191,7 @@ void read_token_file(const std::string& path, Corpus& c) {
     // A packed file ends with a token after its last window, which is only a target that does not count. The
     // windows of the next file follow without it.
     if (seq && stream.size()) stream.take_end(1);
-    stream.append(file, file->data() + HEADER, width, count);
+    stream.append(file, file->data() + HEADER, width, count, file.get());
 }
 
 void read_token_files(const std::vector<std::string>& files, Corpus& c) {
@@ -231,7 +234,7 @@ Corpus load_corpus(const std::string& data) {
         throw Error("--data ", data,
                     " has no text; give text files, folders of them, or token files (*.bin).");
     c.description =
-        concat(escaped(data), ": ", used, tokens ? " token files, " : " files, ", c.train.size(),
+        concat(data, ": ", used, tokens ? " token files, " : " files, ", c.train.size(),
                " tokens to train on, ", c.validation.size(), " held out (",
                named ? tokens ? "the files named val" : "every 20th file" : "the last tenth", ")");
     return c;

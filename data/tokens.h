@@ -16,11 +16,15 @@
 namespace coat {
 
 // The tokens of files, one file after the other. Copies share the mapped files.
+class MappedFile;  // safetensors.h
+
 class TokenStream {
 public:
     int64_t size() const { return size_; }
-    // Adds tokens of `width` bytes (1, 2 or 4) at any alignment; owner keeps them in memory.
-    void append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count);
+    // Adds tokens of `width` bytes (1, 2 or 4) at any alignment; owner keeps them in memory. If they lie in a
+    // file, it is that one, and a read is an Error once the file has become shorter.
+    void append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count,
+                const MappedFile* file = nullptr);
     void append(const TokenStream& other);
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
     // Targets are the same tokens, or NO_TARGET where they do not count.
@@ -38,6 +42,7 @@ private:
         const uint8_t* data;
         int width;
         int64_t count;
+        const MappedFile* file;
     };
     void read_words(int64_t first, int64_t count, uint32_t* words) const;
     std::vector<Source> sources_;

@@ -23,24 +23,27 @@ double seconds_of(const std::function<void()>& action) {
     action();
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
-// A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB, stands
-// for a full disk.
+// A checkpoint of the small model has files of more than 30 KiB. A limit on the size of a file, in KiB,
+// stands for a full disk.
 std::string on_full_disk(const std::string& flags) {
     return "ulimit -S -f 30; COAT_MINUTE=0.1 '" + program() + "' " + flags;
 }
 // Diverges after a few steps.
-const std::string WILD = TINY + "--lr 1000 --weight-decay 1000 --warmup 0 --steps 200 --eval-every 0 --out out ";
+const std::string WILD =
+    TINY + "--lr 1000 --weight-decay 1000 --warmup 0 --steps 200 --eval-every 0 --out out ";
 
 }  // namespace
 
 TEST_CASE("train: a run goes on when the reader of its output ends, under nohup, and without a log's disk") {
     RunFolder folder;
-    require_success(shell(folder, "'" + program() + "'" + TINY +
-                                      "--steps 24 --out out | head -n 1 > first; until [ -e out/step-000024 ]; do "
-                                      "sleep 0.1; n=$((n + 1)); [ $n -lt 200 ] || exit 9; done"));
+    require_success(
+        shell(folder, "'" + program() + "'" + TINY +
+                          "--steps 24 --out out | head -n 1 > first; until [ -e out/step-000024 ]; do "
+                          "sleep 0.1; n=$((n + 1)); [ $n -lt 200 ] || exit 9; done"));
     CHECK(last_step(folder) == 24);
-    const Ended logged = shell(folder, "ulimit -f 1; '" + program() + "'" + TINY + "--steps 24 --out '' --log log > "
-                                       "/dev/null");
+    const Ended logged = shell(folder, "ulimit -f 1; '" + program() + "'" + TINY +
+                                           "--steps 24 --out '' --log log > "
+                                           "/dev/null");
     CHECK(logged.code == 0);
     CHECK(contains(logged.error, "train: --log log cannot be written any more"));
     CHECK(std::count(logged.error.begin(), logged.error.end(), '\n') == 1);
@@ -53,24 +56,29 @@ TEST_CASE("train: a run goes on when the reader of its output ends, under nohup,
 
 TEST_CASE("train: a signal ends an evaluation at once") {
     RunFolder folder;
-    const Ended ended = shell(folder, "'" + program() + "' --device cpu --data text --steps 0 --batch 16 --seq 256 > "
-                                      "printed & pid=$!\nuntil grep -q 'checkpoints:' printed; do kill -0 $pid || "
-                                      "exit 78; sleep 0.02; done\nsleep 0.3; kill -TERM $pid; wait $pid");
+    const Ended ended =
+        shell(folder, "'" + program() +
+                          "' --device cpu --data text --steps 0 --batch 16 --seq 256 > "
+                          "printed & pid=$!\nuntil grep -q 'checkpoints:' printed; do kill -0 $pid || "
+                          "exit 78; sleep 0.02; done\nsleep 0.3; kill -TERM $pid; wait $pid");
     CHECK(ended.code == 143);
     CHECK(!contains(read_file(folder.path / "printed"), "validation | step 0 | loss"));
 }
 
-TEST_CASE("train: a run that diverges ends or is interrupted; its last good checkpoint stays, or there is one") {
+TEST_CASE(
+    "train: a run that diverges ends or is interrupted; its last good checkpoint stays, or there is one") {
     for (const bool interrupted : {false, true})
         for (const bool saves : {true, false}) {
             INFO(interrupted, saves);
             RunFolder folder;
             const std::string flags = WILD + (saves ? "--save-every 2" : "");
-            const Ended ended = interrupted ? run_with_action(folder, flags, "skipped: not finite", "kill -INT $pid")
-                                            : train(folder, flags);
+            const Ended ended = interrupted
+                                    ? run_with_action(folder, flags, "skipped: not finite", "kill -INT $pid")
+                                    : train(folder, flags);
             if (!interrupted) check_one_sentence(ended, "20 steps in a row");
             else CHECK(ended.code == 130);
-            const size_t skipped = ended.out.find("skipped: not finite"), last = ended.out.rfind("saved | step ");
+            const size_t skipped = ended.out.find("skipped: not finite"),
+                         last = ended.out.rfind("saved | step ");
             REQUIRE(skipped != std::string::npos);
             if (saves) {
                 CHECK(last < skipped);
@@ -83,7 +91,7 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
     require_success(tiny(folder, "--steps 1 --out good"));
     fs::copy(folder.path / "good/step-000001", folder.path / "bad");
     std::string weights = read_file(folder.path / "bad/model.safetensors");
-    for (const auto& [byte, says] : {std::pair{'\xFF', "bad/model.safetensors has NaN"},  // BF16's NaN
+    for (const auto& [byte, says] : {std::pair{'\xFF', "bad has NaN"},  // BF16's NaN
                                      {'\x7F', "these overflow"}}) {                       // BF16's maximum
         std::fill(weights.end() - 2000, weights.end(), byte);
         write_file(folder.path / "bad/model.safetensors", weights);
@@ -96,9 +104,9 @@ TEST_CASE("train: a full disk in between is reported, and training goes on; the 
     require_success(tiny(folder, "--steps 2 --out out"));
     const auto before = folder.files();
     // The run ends its steps, and tries until a signal comes.
-    const Ended ended =
-        shell(folder, on_full_disk("--device cpu --resume out --save-every 2 --steps 6 > printed & pid=$!\n") +
-                          "sleep 3; kill -INT $pid; wait $pid");
+    const Ended ended = shell(
+        folder, on_full_disk("--device cpu --resume out --save-every 2 --steps 6 > printed & pid=$!\n") +
+                    "sleep 3; kill -INT $pid; wait $pid");
     CHECK(ended.code == 130);
     CHECK(contains(ended.error, "train: Step 4 was not saved: Cannot write "));
     CHECK(contains(ended.error, "train: The run tries again every minute; Ctrl-C ends it."));
@@ -109,10 +117,19 @@ TEST_CASE("train: a full disk in between is reported, and training goes on; the 
     CHECK((contains(printed, "step 6/6") && !contains(printed, "saved |")));
     fs::remove(folder.path / "printed");
     CHECK(folder.files() == before);
+    // So it is with several ranks; the sentence is that of one of them.
+    const Ended ranks = shell(
+        folder, on_full_disk(TINY + "--ranks 3 --save-every 2 --steps 4 --out several > printed & pid=$!\n") +
+                    "sleep 3; kill -INT $pid; wait $pid");
+    CHECK(ranks.code == 130);
+    CHECK(contains(ranks.error, "train: Step 2 was not saved: Cannot write "));
+    CHECK(contains(read_file(folder.path / "printed"), "step 4/4"));
+    CHECK(find_checkpoint(folder / "several").empty());
     // Once there is room, the last save succeeds.
-    const Ended saved = shell(folder, on_full_disk("--device cpu --resume out --steps 6 2> errors & pid=$!\n") +
-                                          "until grep -q 'tries again' errors; do sleep 0.02; done\n"
-                                          "prlimit --fsize=unlimited: --pid $pid; wait $pid");
+    const Ended saved =
+        shell(folder, on_full_disk("--device cpu --resume out --steps 6 2> errors & pid=$!\n") +
+                          "until grep -q 'tries again' errors; do sleep 0.02; done\n"
+                          "prlimit --fsize=unlimited: --pid $pid; wait $pid");
     require_success(saved);
     CHECK(contains(saved.out, "saved | step 6 | "));
     // So it is after Ctrl-C; a second one ends the program.
@@ -129,7 +146,8 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     fs::create_directory(folder.path / "taken");
     const int taken = ::open((folder.path / "taken").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     REQUIRE(::flock(taken, LOCK_EX | LOCK_NB) == 0);
-    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken", "--out taken is the folder of another run");
+    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken",
+                   "--out taken is the folder of another run");
     require_success(tiny(folder, "--steps 0 --out taken"));  // saves nothing
     ::close(taken);
     check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken", "--data nowhere");
@@ -140,10 +158,12 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     CHECK(contains(read_file(folder.path / "other"), "train: --out taken is the folder of another run"));
 }
 
-TEST_CASE("train: when its data are cut or overwritten, a run saves and ends, and goes on once they are restored") {
+TEST_CASE(
+    "train: when its data are cut or overwritten, a run saves and ends, and goes on once they are restored") {
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
-          {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd", ""}}) {
+          {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd",
+           ""}}) {
         CAPTURE(action);
         RunFolder folder;
         const std::string text = read_file(folder.path / "text");  // bytes as tokens of 16 bits

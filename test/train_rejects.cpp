@@ -147,7 +147,8 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
         bytes[at] ^= 1;
         folder.write(name, bytes);
     };
-    changed("first", 0), changed("middle", n / 3), changed("held-out", n - 1), changed("held-out-first", n - n / 10);
+    changed("first", 0), changed("middle", n / 3), changed("held-out", n - 1),
+        changed("held-out-first", n - n / 10);
     folder.write("longer", text + "x");
     check_rows(folder, "--device cpu --resume ",
                {{"nowhere", "nowhere"},
@@ -198,7 +199,8 @@ TEST_CASE("train: a checkpoint that is missing, finished, of another run or dama
     // A value that is given again and is equal, also if it is written otherwise, is no other run.
     flipped.back() ^= 1;
     write_file(folder.path / one / "optimizer.state", flipped);
-    require_success(train(folder, "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat --data ./text"));
+    require_success(
+        train(folder, "--device cpu --resume out --steps 4 --lr 30e-4 --optimizer coat --data ./text"));
 }
 
 TEST_CASE("train: ranks that are started by hand with other flags, other data or a wrong flag end all") {
@@ -208,14 +210,15 @@ TEST_CASE("train: ranks that are started by hand with other flags, other data or
     auto started = [&](const std::string& flags, const char* where) {
         const int port = free_port();
         return shell(folder, "cd a\n" + rank_by_hand(0, 2, port, base) + "cd ../" + where + "\n" +
-                                 rank_by_hand(1, 2, port, base + flags) + "mv err1 ../a 2> /dev/null; cd ../a\n" +
-                                 WAIT_FOR_TWO);
+                                 rank_by_hand(1, 2, port, base + flags) +
+                                 "mv err1 ../a 2> /dev/null; cd ../a\n" + WAIT_FOR_TWO);
     };
-    for (const Row& row : std::vector<Row>{{"--lr 1", "Rank 1 was started with --lr 1.0, but rank 0 with 0.003"},
-                                           {"--bacth 4", "\"--bacth\" is not a flag"},
-                                           {"--clip 2", "--clip 2.0"},
-                                           {"--save-every 3", "--save-every 3"},
-                                           {"--steps 3", "--steps 3"}}) {
+    for (const Row& row :
+         std::vector<Row>{{"--lr 1", "Rank 1 was started with --lr 1.0, but rank 0 with 0.003"},
+                          {"--bacth 4", "\"--bacth\" is not a flag"},
+                          {"--clip 2", "--clip 2.0"},
+                          {"--save-every 3", "--save-every 3"},
+                          {"--steps 3", "--steps 3"}}) {
         CAPTURE(row.flags);
         check_one_sentence(started(row.flags, "a"), row.says);
     }

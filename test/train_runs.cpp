@@ -54,25 +54,27 @@ std::string numbers_in(const std::string& output) {
 
 TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lines that can be parsed") {
     RunFolder folder;
-    const Ended ended = tiny(folder, "--batch 4 --seq 32 --steps 12 --warmup 2 --lr 1e-2 --eval-every 5 "
-                                     "--sample-every 6 --log log");
+    const Ended ended = tiny(folder,
+                             "--batch 4 --seq 32 --steps 12 --warmup 2 --lr 1e-2 --eval-every 5 "
+                             "--sample-every 6 --log log");
     require_success(ended);
     CHECK(ended.error.empty());
     const std::string before = ended.out.substr(0, ended.out.find("validation | step 0"));
     CHECK(std::count(before.begin(), before.end(), '\n') <= 12);
-    for (const char* part : {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
+    for (const char* part :
+         {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
         CHECK(contains(before, part));
     int steps = 0;
     std::istringstream lines(ended.out);
     for (std::string line; std::getline(lines, line);) {
         int step, of;
         double loss, norm, lr, ms, rate;
-        steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s", &step,
-                             &of, &loss, &norm, &lr, &ms, &rate) == 7;
+        steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s",
+                             &step, &of, &loss, &norm, &lr, &ms, &rate) == 7;
     }
     CHECK(steps == 12);
-    for (const char* part : {"sample | step 6\n", "expansion factor k of second moments", "Validation loss 5.",
-                             "saved | step 12 | out/step-000012"})
+    for (const char* part : {"sample | step 6\n", "expansion factor k of second moments",
+                             "Validation loss 5.", "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
     for (const auto& [kind, n] :
          {std::pair{"settings", 1}, {"step", 12}, {"validation", 4}, {"sample", 2}, {"end", 1}})
@@ -117,8 +119,8 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     RunFolder folder;
     auto weights = [&](const std::string& flags, const std::string& environment = "") {
         fs::remove_all(folder.path / "out");
-        require_success(
-            shell(folder, environment + "'" + program() + "'" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
+        require_success(shell(
+            folder, environment + "'" + program() + "'" + TINY + "--warmup 1 --lr 1e-2 --steps 3 " + flags));
         return read_file(folder.path / "out/step-000003/model.safetensors");
     };
     const std::string standard = weights("");
@@ -128,10 +130,9 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
         CHECK((weights(flags) == standard));
     }
     CHECK((weights("", "OMP_NUM_THREADS=3 ") == standard));
-    for (const char* flags :
-         {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups", "--master none",
-          "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2", "--warmup 3", "--weight-decay 10", "--clip 0.1",
-          "--seed 2"}) {
+    for (const char* flags : {"--model llama-tiny", "--recipe fp32", "--optimizer fp8", "--attention groups",
+                              "--master none", "--batch 1", "--seq 32", "--accumulate 2", "--lr 2e-2",
+                              "--warmup 3", "--weight-decay 10", "--clip 0.1", "--seed 2"}) {
         CAPTURE(flags);
         CHECK((weights(flags) != standard));
     }
@@ -139,8 +140,8 @@ TEST_CASE("train: every flag that changes numbers changes the weights; threads a
     CHECK((weights("--clip 0") == weights("--clip 0 --gradients none")));
 }
 
-// Each run is made whole and in parts: the first part ends by a signal after a step, by a kill, or by --steps;
-// then it goes on, on as many ranks as the row says.
+// Each run is made whole and in parts: the first part ends by a signal after a step, by a kill, or by
+// --steps; then it goes on, on as many ranks as the row says.
 TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with the same bits") {
     struct Row {
         const char *flags, *first, *stop, *then;
@@ -156,7 +157,8 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
           {"--recipe coat --accumulate 12", "--ranks 2 --accumulate 6", "KILL", "", 137}}) {
         INFO(std::string(row.flags), ", ", std::string(row.stop));
         RunFolder folder;
-        const std::string flags = std::string("--warmup 4 --eval-every 9 --save-every 5 --steps 24 ") + row.flags;
+        const std::string flags =
+            std::string("--warmup 4 --eval-every 9 --save-every 5 --steps 24 ") + row.flags;
         require_success(tiny(folder, flags + " --out whole"));
         const Ended stopped =
             run_with_action(folder, TINY + flags + " " + row.first + " --out parts --log log", "step 11/",
@@ -172,7 +174,8 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
     }
 }
 
-TEST_CASE("train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
+TEST_CASE(
+    "train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
     RunFolder folder;
     const std::string flags = TINY + "--recipe fp32 --steps 3 --eval-every 0 --out '' ";
     const Ended one = train(folder, flags + "--accumulate 6");
@@ -181,8 +184,8 @@ TEST_CASE("train: several ranks print, validate and log the numbers of one, once
     CHECK(std::count(expected.begin(), expected.end(), '\n') == 5);
     for (const char* ranks : {"2", "3"}) {
         fs::remove(folder.path / "log");
-        const Ended ended = train(
-            folder, flags + "--log log --ranks " + ranks + " --accumulate " + std::to_string(6 / std::atoi(ranks)));
+        const Ended ended = train(folder, flags + "--log log --ranks " + ranks + " --accumulate " +
+                                              std::to_string(6 / std::atoi(ranks)));
         require_success(ended);
         CHECK((ended.error.empty() && numbers_in(ended.out) == expected));
         CHECK(logged(folder, "settings").at(0).at("ranks") == std::atoi(ranks));
@@ -192,15 +195,19 @@ TEST_CASE("train: several ranks print, validate and log the numbers of one, once
     }
     const int port = free_port();
     const std::string each = flags + "--accumulate 3";
-    require_success(shell(folder, rank_by_hand(0, 2, port, each) + rank_by_hand(1, 2, port, each) + WAIT_FOR_TWO));
+    require_success(
+        shell(folder, rank_by_hand(0, 2, port, each) + rank_by_hand(1, 2, port, each) + WAIT_FOR_TWO));
     CHECK(numbers_in(read_file(folder.path / "out0")) == expected);
     CHECK(read_file(folder.path / "out1").empty());  // rank 0 alone prints
     // The report counts the moments of all ranks.
     auto report = [&](const std::string& ranks) {
-        const std::string out = train(folder, TINY + "--recipe fp32 --optimizer coat --steps 1 --out '' " + ranks).out;
-        return std::pair{number_after(out, "first moments     |"), out.substr(out.find("first moments     |"))};
+        const std::string out =
+            train(folder, TINY + "--recipe fp32 --optimizer coat --steps 1 --out '' " + ranks).out;
+        return std::pair{number_after(out, "first moments     |"),
+                         out.substr(out.find("first moments     |"))};
     };
-    const std::string of_one = report("--accumulate 6").second, of_two = report("--ranks 2 --accumulate 3").second;
+    const std::string of_one = report("--accumulate 6").second,
+                      of_two = report("--ranks 2 --accumulate 3").second;
     CHECK(of_one.substr(0, of_one.find("\n\nDone")) == of_two.substr(0, of_two.find("\n\nDone")));
 }
 
@@ -209,10 +216,12 @@ TEST_CASE("train: the validation loss is the mean over all targets that count, o
     std::vector<uint32_t> tokens;
     for (int i = 0; i < 2000; i++) tokens.push_back(uint32_t(i * i % 251));
     folder.write("train.bin", token_file(tokens));
-    for (size_t i = 0; i < 900; i++) tokens[i] |= uint32_t(i % 7 != 0) << 31;  // batches in which fewer tokens count
+    for (size_t i = 0; i < 900; i++)
+        tokens[i] |= uint32_t(i % 7 != 0) << 31;  // batches in which fewer tokens count
     folder.write("val.bin", token_file(tokens));
-    const std::string flags = "--device cpu --model \"$SMALL\" --recipe fp32 --data train.bin,val.bin --batch 2 --seq "
-                              "16 --steps 0 --log log";
+    const std::string flags =
+        "--device cpu --model \"$SMALL\" --recipe fp32 --data train.bin,val.bin --batch 2 --seq "
+        "16 --steps 0 --log log";
     const std::unique_ptr<Model> model = small_reference(2, 16);
     const Corpus corpus = load_corpus((folder / "train.bin") + "," + (folder / "val.bin"));
     const Loader held_out(corpus.validation, 2, 16, 0);
@@ -232,12 +241,15 @@ TEST_CASE("train: the validation loss is the mean over all targets that count, o
     }
 }
 
-TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
+TEST_CASE(
+    "train: samples continue the held-out text at temperature 0.8, by seed and step, up to 256 tokens") {
     RunFolder folder;
     const std::string text = read_file(folder.path / "text");
-    const std::string flags = TINY + "--seq 256 --batch 1 --lr 0 --eval-every 0 --sample-every 1 --out '' --log log ";
-    // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the logit
-    // of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for others.
+    const std::string flags =
+        TINY + "--seq 256 --batch 1 --lr 0 --eval-every 0 --sample-every 1 --out '' --log log ";
+    // All embeddings are one vector, which no layer changes; the head's rows are multiples of it. So the
+    // logit of token v is known, whatever comes before: 0 for 'a', -1.6 for 'b', and less than -30 for
+    // others.
     const std::unique_ptr<Model> model = small_reference(1, 16);
     const ModelConfig c = small_config();
     for (const Param& p : parameters(c)) {
@@ -245,8 +257,10 @@ TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed
         for (int64_t row = 0; row < p.rows; row++)
             for (int64_t col = 0; col < p.cols; col++) {
                 const double logit = row == 'a' ? 0 : row == 'b' ? -1.6 : -32;
-                w[size_t(row * p.cols + col)] = reference::to_bf16(
-                    p.rows == 1 || p.name == "embedding" ? 1.0f : p.name == "head" ? float(logit / double(c.C)) : 0.0f);
+                w[size_t(row * p.cols + col)] =
+                    reference::to_bf16(p.rows == 1 || p.name == "embedding" ? 1.0f
+                                       : p.name == "head"                   ? float(logit / double(c.C))
+                                                                            : 0.0f);
             }
         model->write(p.name, w.data());
     }
@@ -268,7 +282,8 @@ TEST_CASE("train: samples continue the held-out text at temperature 0.8, by seed
         }
     }
     CHECK(different.size() == 6);
-    const double expected = 1 / (1 + std::exp(1.6 / 0.8)), deviation = std::sqrt(expected * (1 - expected) / drawn);
+    const double expected = 1 / (1 + std::exp(1.6 / 0.8)),
+                 deviation = std::sqrt(expected * (1 - expected) / drawn);
     CHECK(std::fabs(b / drawn - expected) < 4 * deviation);
     CHECK(contains(known.out, "\n" + text.substr(text.size() * 9 / 10, 16)));
     // Another seed draws another sample. A resumed run draws that of one that was not stopped.
@@ -284,11 +299,13 @@ TEST_CASE("train: saves after --save-every steps, else about every half hour; no
     RunFolder folder;
     const Ended often = tiny(folder, "--steps 5 --save-every 2 --out often");
     require_success(often);
-    for (const char* step : {"2", "4", "5"}) CHECK(contains(often.out, "saved | step " + std::string(step) + " | "));
+    for (const char* step : {"2", "4", "5"})
+        CHECK(contains(often.out, "saved | step " + std::string(step) + " | "));
     CHECK(!contains(often.out, "saved | step 3 "));
     CHECK(names_in(folder.path / "often").count("step-000005"));
     auto saves = [&](const std::string& minute, const std::string& flags) {
-        const std::string run = "COAT_MINUTE=" + minute + " '" + program() + "'" + TINY + "--steps 8 " + flags;
+        const std::string run =
+            "COAT_MINUTE=" + minute + " '" + program() + "'" + TINY + "--steps 8 " + flags;
         const Ended ended = shell(folder, run);
         require_success(ended);
         int found = 0;
@@ -310,28 +327,32 @@ TEST_CASE("train: starts from a model folder with its weights") {
     const double resumed =
         number_after(train(folder, "--device cpu --resume out --steps 0").out, "validation | step 8 | loss ");
     CHECK(trained < std::log(256.0) - 0.5);
-    // The folder has BF16 weights, the run FP32 masters. In recipe coat GEMMs read BF16 weights, so the losses
-    // are equal.
+    // The folder has BF16 weights, the run FP32 masters. In recipe coat GEMMs read BF16 weights, so the
+    // losses are equal.
     CHECK(trained == resumed);
 }
 
-TEST_CASE("train: steps in which no token counts are skipped; bias correction counts updates; nothing is NaN") {
+TEST_CASE(
+    "train: steps in which no token counts are skipped; bias correction counts updates; nothing is NaN") {
     Folder folder;
     std::vector<uint32_t> tokens;
-    for (int i = 0; i < 1601; i++) tokens.push_back(uint32_t(i * i % 251) | uint32_t(i >= 400) << 31);
-    for (const char* name : {"train.bin", "val.bin"}) folder.write(name, token_file(tokens));
-    const std::string run = "--device cpu --model \"$SMALL\" --data train.bin,val.bin --batch 1 --seq 16 --warmup 0 "
-                            "--eval-every 0 --sample-every 0 ";
-    const Ended ended = train(folder, run + "--steps 40 --out '' --log log");
+    for (int i = 0; i < 1601; i++) tokens.push_back(uint32_t(i * i % 251) | uint32_t(i >= 40) << 31);
+    folder.write("train.bin", token_file(tokens));
+    for (size_t i = 0; i < 400; i++) tokens[i] &= 0x7FFFFFFFu;  // the held-out text counts
+    folder.write("val.bin", token_file(tokens));
+    const std::string run =
+        "--device cpu --model \"$SMALL\" --data train.bin,val.bin --batch 1 --seq 16 --warmup 0 "
+        "--eval-every 0 --sample-every 0 ";
+    const Ended ended = train(folder, run + "--steps 80 --out '' --log log");
     require_success(ended);
     CHECK(contains(ended.out, "skipped: no token counts"));
-    int64_t skipped = 0, first = 0;
+    int64_t in_a_row = 0, most = 0, first = 0;
     for (const auto& line : logged(folder, "step")) {
         CHECK((line.at("loss").is_number() && (line.at("loss") == 0) == line.at("skipped")));
-        skipped += line.at("skipped").get<bool>();
+        in_a_row = line.at("skipped").get<bool>() ? in_a_row + 1 : 0, most = std::max(most, in_a_row);
         if (!first && !line.at("skipped").get<bool>()) first = line.at("step");
     }
-    CHECK((skipped > 20 && skipped < 40));  // more than MOST_SKIPPED: the run has not diverged
+    CHECK((most > 20 && most < 80));  // more than MOST_SKIPPED: the run has not diverged
     REQUIRE(first > 1);
     // The first update is the learning rate, because m / sqrt(v) is 1.
     require_success(train(folder, run + "--recipe fp32 --lr 1e-5 --weight-decay 0 --out after --steps " +

@@ -33,7 +33,8 @@ inline const std::string& small_model() {
     static const std::string path = folder / "model";
     if (!fs::exists(path)) {
         fs::create_directory(path);
-        const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2, 16};
+        const Setup s{small_config(), find_row(recipes(), "fp32", ""), find_row(optimizers(), "fp32", ""), 2,
+                      16};
         const std::unique_ptr<Model> model = make_reference(s);
         save_model_folder(path, s.config, {}, [&](const StateTensor& t) { return whole_tensor(*model, t); });
     }
@@ -56,7 +57,8 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     const std::string printed = folder.path.string() + "-printed";
     write_file(printed + ".sh", "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" +
                                     small_model() + "'\n" + command + "\n");
-    const std::string whole = "timeout -k 5 300 sh '" + printed + ".sh' >'" + printed + ".out' 2>'" + printed + ".err'";
+    const std::string whole =
+        "timeout -k 5 300 sh '" + printed + ".sh' >'" + printed + ".out' 2>'" + printed + ".err'";
     // The child has the default signal handlers, also if the tests run under nohup.
     using Handler = void (*)(int);
     const Handler hangup = std::signal(SIGHUP, SIG_DFL), pipe = std::signal(SIGPIPE, SIG_DFL);
@@ -137,14 +139,19 @@ inline int64_t last_step(const Folder& folder, const char* out = "out") {
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
     fs::remove(folder.path / "others");
-    return shell(folder, "mkfifo pipe; '" + program() + "' " + flags + " > pipe & pid=$!; done=\n"
-                         "while read -r line; do echo \"$line\"; [ -n \"$done\" ] ||\n"
-                         "case $line in *'" + part + "'*) done=yes\n"
-                         "others=$(echo $(cat /proc/$pid/task/$pid/children))\n"
-                         "echo $others > others; " + action + ";; esac; done < pipe\n"
-                         "rm pipe; wait $pid; code=$?; n=0\n"
-                         "for p in $others; do while kill -0 $p 2> gone && [ $n -lt 100 ]; do\n"
-                         "sleep 0.02; n=$((n + 1)); done; done; exit $code");
+    return shell(folder, "mkfifo pipe; '" + program() + "' " + flags +
+                             " > pipe & pid=$!; done=\n"
+                             "while read -r line; do echo \"$line\"; [ -n \"$done\" ] ||\n"
+                             "case $line in *'" +
+                             part +
+                             "'*) done=yes\n"
+                             "others=$(echo $(cat /proc/$pid/task/$pid/children))\n"
+                             "echo $others > others; " +
+                             action +
+                             ";; esac; done < pipe\n"
+                             "rm pipe; wait $pid; code=$?; n=0\n"
+                             "for p in $others; do while kill -0 $p 2> gone && [ $n -lt 100 ]; do\n"
+                             "sleep 0.02; n=$((n + 1)); done; done; exit $code");
 }
 
 // Whether no process that the run has started is left.
@@ -158,12 +165,13 @@ inline bool others_ended(const Folder& folder) {
 // Starts one rank by hand, in the background; its error goes to a file of its name.
 inline std::string rank_by_hand(int rank, int ranks, int port, const std::string& flags) {
     const std::string n = std::to_string(rank);
-    return "COAT_PORT=" + std::to_string(port) + " RANK=" + n + " LOCAL_RANK=" + n + " WORLD_SIZE=" +
-           std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 '" + program() + "' " + flags + " > out" + n +
-           " 2> err" + n + " & pid" + n + "=$!\n";
+    return "COAT_PORT=" + std::to_string(port) + " RANK=" + n + " LOCAL_RANK=" + n +
+           " WORLD_SIZE=" + std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 '" + program() + "' " + flags +
+           " > out" + n + " 2> err" + n + " & pid" + n + "=$!\n";
 }
 // Waits for these two ranks, prints what they said, and returns the exit code of rank 0.
-inline const std::string WAIT_FOR_TWO = "wait $pid1; other=$?; wait $pid0; code=$?; cat err0 err1 >&2\n"
-                                        "[ $code = $other ] || exit 77; exit $code";
+inline const std::string WAIT_FOR_TWO =
+    "wait $pid1; other=$?; wait $pid0; code=$?; cat err0 err1 >&2\n"
+    "[ $code = $other ] || exit 77; exit $code";
 
 }  // namespace coat::test
