@@ -26,7 +26,7 @@
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
 #include "coat.cuh"
 
-#include "gpu/layers.cuh"
+#include "gpu/norm.cuh"
 #include "gpu/other_scaling.cuh"
 #include "gpu/report.cuh"
 #include "gpu/tiles.cuh"
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 }
 
 // Column sums in two stages. One: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the
-// amax in passing. Two: reduce_partials (gpu/layers.cuh) adds up these sums, in order.
+// amax in passing. Two: reduce_partials (gpu/norm.cuh) adds up these sums, in order.
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)

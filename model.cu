@@ -23,6 +23,7 @@
 #include "gpu/attention.cuh"
 #include "gpu/layers.cuh"
 #include "gpu/linear.cuh"
+#include "gpu/norm.cuh"
 #include "gpu/report.cuh"
 
 namespace coat {

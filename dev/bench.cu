@@ -31,6 +31,7 @@
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../gpu/layers.cuh"
+#include "../gpu/norm.cuh"
 #include "../plan.h"
 
 namespace {

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "../gpu/layers.cuh"
+#include "../gpu/norm.cuh"
 #include "device_tensors.h"
 #include "gpu.h"
 #include "quantized_outputs.h"

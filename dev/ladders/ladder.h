@@ -9,7 +9,7 @@
 
 #include "../../adamw.cuh"
 #include "../../coat.cuh"
-#include "../../gpu/layers.cuh"
+#include "../../gpu/norm.cuh"
 #include "../../reference.h"
 
 namespace ladder {

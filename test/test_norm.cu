@@ -1,9 +1,9 @@
-// test_layers_norm.cu - residual_add, norm and norm_backward against double, and their quantized
-// outputs against the CPU reference.
+// test_norm.cu - residual_add, norm and norm_backward against double, and their quantized outputs against the
+// CPU reference.
 #include <cmath>
 
 #include "../coat.cuh"
-#include "../gpu/layers.cuh"
+#include "../gpu/norm.cuh"
 #include "device_tensors.h"
 #include "gpu.h"
 #include "quantized_outputs.h"

@@ -1,0 +1,376 @@
+// gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
+// the paper needs of them (interface: norm.cuh; how tensors are read and written: tensor.cuh).
+//
+// Forward, the kernel that adds has whole rows in registers. So it also quantizes them for the norm, and
+// takes their statistics and the amax of the norm's output. It does not store that output: the quantizer of
+// the next GEMM's operand computes it (coat.cu). Backward, one kernel goes through the rows and sums the
+// gradients of weight and bias in passing.
+#include "norm.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// ===========================================================================================================
+// Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
+// a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
+
+constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
+
+// As few warps as hold a row of C columns; several rows in a block where a row is short.
+dim3 row_block(int64_t C) {
+    const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
+    require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
+    return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
+}
+__device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
+
+// Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
+// call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
+// the first when another writes the second.
+template <int PLACE, int K>
+__device__ void row_sum(float (&x)[K]) {
+    __shared__ float parts[K][ROW_WARPS];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], lanes);
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (warps == 1) return;
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int k = 0; k < K; k++) parts[k][first + threadIdx.x / 32] = x[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        x[k] = 0;
+        for (int w = 0; w < warps; w++) x[k] += parts[k][first + w];
+    }
+}
+
+__device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqrt(squares / C + eps)
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
+}
+
+// {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
+// the same bits.
+__device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+    float sum[1] = {0};
+    if (!rms) {
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++)
+            for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
+        row_sum<0>(sum);
+    }
+    const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
+    float square[1] = {0};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++)
+        for (int j = 0; j < CHUNK; j++) {
+            const float d = row_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            square[0] = __fmaf_rn(d, d, square[0]);
+        }
+    row_sum<1>(square);
+    return {mean, inverse_root(square[0], C, eps)};
+}
+
+// ===========================================================================================================
+// Residual and norm, forward
+
+// What is added. residual_add: x + y by rows (N, C), the residual stream and a branch. embedding_forward:
+// x[token] + y[position].
+template <class Compute>
+struct Addends {
+    Dense<Compute> x, y;          // y may be no tensor
+    const int32_t* tokens;  // (N); null: rows of x and y have the same number
+    int64_t T, rows, C;     // the position of a row is row % T
+};
+
+// Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
+// statistics and the amax of its output.
+template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+    residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
+                    bool rms, float eps, AmaxAndScale* y_amax) {
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
+    const int64_t x_row = a.tokens && row < a.rows ? a.tokens[row] : row,
+                  y_row = a.tokens ? uint32_t(row) % uint32_t(a.T) : row;
+    typename Dense<T>::Raw raw_x[ROW_CHUNKS] = {}, raw_y[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= a.rows || row_column(c) >= C) continue;
+        raw_x[c] = a.x.load(x_row * C + row_column(c));
+        if (a.y.data) raw_y[c] = a.y.load(y_row * C + row_column(c));
+    }
+    Values v[ROW_CHUNKS] = {};
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        const int64_t col = row_column(c), i = row * C + col;
+        const bool live = row < a.rows && col < C;
+        Values sum, y;
+        a.x.values(raw_x[c], sum);
+        a.y.values(raw_y[c], y);
+        if (a.y.data)
+            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], y[j]);
+        for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
+        if (x_out.data) x_out.round_and_store(i, sum, live);
+        in.round_and_store(i, v[c], live);  // v becomes what is saved; and sum is what x_out holds
+        if (!READS_SAVED)
+            for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
+    }
+    const float2 st = row_stats(v, C, rms, eps);
+    if (row < a.rows && threadIdx.x == 0) stats[row] = st;
+    if (!y_amax) return;
+    uint32_t top = 0;
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row >= a.rows || row_column(c) >= C) continue;
+        Values weight, bias;
+        parameters.load(row_column(c), weight, bias);
+        for (int j = 0; j < CHUNK; j++)
+            top = max(top, magnitude(normalized(v[c][j], st, weight[j], bias[j])));
+    }
+    update_amax_by_warp(&y_amax->amax, top);
+}
+
+void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
+                     const Norm& n, bool reads_saved, AmaxAndScale* y_amax, cudaStream_t s) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    if (rows == 0) return;
+    require(reads_saved || in_groups(n.in.quant), "only groups differ from the residual stream");
+    const dim3 block = row_block(C);
+    with_storage(n.in, [&](auto in) {
+        using F = typename decltype(in)::Compute;
+        const Addends<F> sum{dense<F>(x.data), dense<F>(y.data), tokens, T, rows, C};
+        const NormParameters<F> parameters{dense<F>(n.weight), dense<F>(n.bias)};
+        auto kernel = residual_kernel<decltype(in), true>;
+        if constexpr (std::is_same_v<decltype(in), Groups>)
+            if (!reads_saved) kernel = residual_kernel<Groups, false>;
+        launch("residual", kernel, blocks(rows, block.y), block, 0, s, sum, dense<F>(x_out.data), in,
+               parameters, n.stats, n.rms, n.eps, y_amax);
+    });
+}
+
+}  // namespace
+
+void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
+                  AmaxAndScale* y_amax, cudaStream_t s) {
+    launch_residual(x, branch, nullptr, 1, x_out, next, reads_saved, y_amax, s);
+}
+void embedding_forward(const int32_t* tokens, const View& embedding, const View& positions, int64_t T,
+                       const View& x_out, const Norm& next, bool reads_saved, AmaxAndScale* y_amax,
+                       cudaStream_t s) {
+    launch_residual(embedding, positions, tokens, T, x_out, next, reads_saved, y_amax, s);
+}
+
+// ===========================================================================================================
+// Norm, backward. With xhat = (x - mean) / std and d = dy * weight:
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
+//   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
+//   both       dweight += dy xhat, dbias += dy
+// A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
+// in order.
+
+namespace {
+
+// A thread's own columns of a parameter gradient, in shared memory. The two halves of a chunk lie apart, so
+// that neighbouring threads use different banks.
+struct ColumnSums {
+    float4* sums;
+    int64_t apart;  // from the first half of a chunk to the second
+    __device__ ColumnSums(float* sums, int64_t C) : sums(reinterpret_cast<float4*>(sums)), apart(C / CHUNK) {}
+    __device__ void zero(int64_t col) const { sums[col / CHUNK] = sums[col / CHUNK + apart] = float4{}; }
+    __device__ void add(int64_t col, const Values& v) const {
+        float4 &a = sums[col / CHUNK], &b = sums[col / CHUNK + apart];
+        a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
+        b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
+    }
+    __device__ void read(int64_t col, Values& v) const {
+        const float4 a = sums[col / CHUNK], b = sums[col / CHUNK + apart];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    }
+};
+
+// The sums of a block's threadIdx.y, added in order, to row blockIdx.x of partials (blocks, C).
+__device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
+    for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
+         col += blockDim.x * blockDim.y * CHUNK) {
+        Values total = {}, one;
+        for (int y = 0; y < blockDim.y; y++) {
+            ColumnSums(sums + y * C, C).read(col, one);
+            for (int j = 0; j < CHUNK; j++) total[j] += one[j];
+        }
+        partials.round_and_store(blockIdx.x * C + col, total, true);
+    }
+}
+
+template <class Storage>
+struct NormBackward {  // the arguments of the kernel
+    using T = typename Storage::Compute;
+    Storage in;
+    Dense<T> weight, dy, g_in, g_out;
+    int64_t rows, C;
+    float eps;
+    float2* stats;
+    AmaxAndScale* g_amax;
+    float* partials;
+};
+
+// What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the
+// rest, unless FP32 rows leave no registers for it.
+template <class Storage>
+struct BackwardRow {
+    using T = typename Storage::Compute;
+    static constexpr bool EARLY = sizeof(T) < 4;
+    const NormBackward<Storage>& a;
+    int64_t row, first;  // element of the thread's first chunk
+    typename Storage::Raw raw_x[ROW_CHUNKS] = {};
+    typename Dense<T>::Raw raw_dy[ROW_CHUNKS] = {}, raw_g[ROW_CHUNKS] = {};
+
+    __device__ BackwardRow(const NormBackward<Storage>& a, int64_t row)
+        : a(a), row(row), first(row * a.C + threadIdx.x * CHUNK) {
+        const Storage x = a.in.from(first);
+        const Dense<T> dy = a.dy.from(first), g = a.g_in.from(first);
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!live(c)) continue;
+            raw_x[c] = x.load(offset(c));
+            raw_dy[c] = dy.load(offset(c));
+            if (EARLY && a.g_in.data) raw_g[c] = g.load(offset(c));
+        }
+    }
+    __device__ bool live(int c) const { return row < a.rows && row_column(c) < a.C; }
+    __device__ uint32_t offset(int c) const { return c * blockDim.x * CHUNK; }
+    __device__ void x(int c, Values& v) const { a.in.values(raw_x[c], v); }
+    __device__ void dy_and_weight(int c, Values& d, Values& w) const {
+        a.dy.values(raw_dy[c], d);
+        a.weight.values(a.weight.load(row_column(c)), w);
+    }
+    __device__ void g(int c, Values& v) {
+        if (!EARLY && a.g_in.data) raw_g[c] = a.g_in.from(first).load(offset(c));
+        a.g_in.values(raw_g[c], v);
+    }
+    __device__ void store(int c, Values& v, float& top) const {
+        a.g_out.round_and_store(first + offset(c), v, true);
+        for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[j]);
+    }
+};
+
+template <class Storage, bool RMS>
+__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
+    extern __shared__ __align__(16) float sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
+    const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
+        dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
+#pragma unroll
+    for (int c = 0; c < ROW_CHUNKS; c++) {
+        if (row_column(c) >= a.C) continue;
+        dweight.zero(row_column(c));
+        if (!RMS) dbias.zero(row_column(c));
+    }
+    const float per_column = __fdiv_rn(1.0f, static_cast<float>(a.C));
+    float top = 0;
+    bool turn = false;
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < a.rows;
+         first += int64_t(gridDim.x) * blockDim.y, turn = !turn) {
+        BackwardRow<Storage> r(a, first + threadIdx.y);
+        Values x[ROW_CHUNKS];
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) r.x(c, x[c]);
+        float2 st{};
+        if (!RMS) st = row_stats(x, a.C, false, a.eps);
+        // LayerNorm: of d, and of d xhat. RMSNorm: of x^2, and of d x. There mean(d xhat) = mean(d x) / rms,
+        // so that the threads of a row exchange both sums at once.
+        float sum[2] = {0, 0};
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!r.live(c)) continue;
+            Values d, w;
+            r.dy_and_weight(c, d, w);
+            for (int j = 0; j < CHUNK; j++) {
+                if (!RMS) x[c][j] = (x[c][j] - st.x) * st.y;
+                const float dw = d[j] * w[j];
+                sum[0] = RMS ? __fmaf_rn(x[c][j], x[c][j], sum[0]) : sum[0] + dw;
+                sum[1] += dw * x[c][j];
+            }
+        }
+        if (RMS && turn) row_sum<1>(sum);  // two places in turn
+        else row_sum<2>(sum);
+        if (RMS) st.y = inverse_root(sum[0], a.C, a.eps);
+        if (r.row < a.rows && threadIdx.x == 0) a.stats[r.row] = st;
+        const float mean = sum[0] * per_column, mean_xhat = sum[1] * per_column * (RMS ? st.y : 1.0f);
+#pragma unroll
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!r.live(c)) continue;
+            Values d, w, g;
+            r.dy_and_weight(c, d, w);
+            r.g(c, g);
+            if (!RMS) dbias.add(row_column(c), d);
+            for (int j = 0; j < CHUNK; j++) {
+                const float xhat = RMS ? x[c][j] * st.y : x[c][j], dw = d[j] * w[j];
+                g[j] += st.y * ((RMS ? dw : dw - mean) - xhat * mean_xhat);
+                d[j] *= xhat;
+            }
+            dweight.add(row_column(c), d);
+            r.store(c, g, top);
+        }
+    }
+    if (a.g_amax) update_amax_by_warp(&a.g_amax->amax, magnitude(top));
+    __syncthreads();
+    write_partials(sums, a.C, {a.partials});
+    if (!RMS) write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
+}
+
+// The second stage of a sum over rows: the partial sums of blocks, in order. A block has 32 columns: thread
+// (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
+constexpr int REDUCE_ROWS = 16;
+__global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient.add(col, total);
+}
+
+// A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
+constexpr int NORM_BLOCKS_PER_SM = 4;
+
+}  // namespace
+
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+    const int64_t n = gradient.rows * gradient.cols;
+    launch("reduce_partials", reduce_partials_kernel, blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s, partials,
+           rows, n, either_dense(gradient));
+}
+
+size_t norm_backward_workspace(int64_t C) {
+    return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
+}
+
+void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
+                   const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
+    const int64_t rows = n.in.rows, C = n.in.cols;
+    if (rows == 0) return;
+    const dim3 block = row_block(C);
+    const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
+    const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));
+    with_storage(n.in, [&](auto in) {
+        using Storage = decltype(in);
+        using T = typename Storage::Compute;
+        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
+                                      dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
+        const auto kernel =
+            n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
+        launch("norm_backward", kernel, grid, block, shared, s, a);
+    });
+    reduce_partials(workspace, grid, dweight, s);
+    if (!n.rms) reduce_partials(workspace + grid * C, grid, dbias, s);
+}
+
+}  // namespace coat::gpu
