@@ -213,7 +213,7 @@ const auto& find_row(const Table& table, std::string_view name, const char* flag
         if (name == row.name) return row;
         known += (known.empty() ? "" : ", ") + std::string(row.name);
     }
-    throw Error(flag + (" " + escaped(std::string(name))) + " is not known; choose one of " + known + ".");
+    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
 }
 
 // -----------------------------------------------------------------------------------------------------------

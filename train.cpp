@@ -134,7 +134,7 @@ void sample(Run& run) {
     }
     if (tokens.size() == PROMPT) return;
     std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,
-                printable(run.corpus.decode(tokens), Lines::Many).c_str());
+                printable(run.corpus.decode(tokens), "\n\t").c_str());
     run.print_log({{"kind", "sample"}, {"step", run.state.step}, {"tokens", tokens}});
 }
 
