@@ -235,14 +235,13 @@ inline constexpr Architecture GPT2{"gpt2", false, false, false, true, true};
 // RoPE rotates pair i of a head at position t by the angle t f_i, f_i = theta^(-2i / HS). A model may scale
 // f_i, to read longer texts than it was first trained on. The names are those of config.json.
 struct RopeScaling {
-    // Linear: all f_i are divided by the factor. Llama3 (Llama 3.1 and later): f_i with fewer than
-    // low_freq_factor rotations in the original positions are divided, those with more than high_freq_factor
-    // are kept, and the values between are interpolated.
-    enum Type : uint8_t { Default, Linear, Llama3 } type = Default;
+    // Llama3 (Llama 3.1 and later): f_i with fewer than low_freq_factor rotations in the original positions
+    // are divided by the factor, those with more than high_freq_factor are kept, and the values between are
+    // interpolated.
+    enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int64_t original_positions = 8192;
 };
-inline constexpr const char* ROPE_TYPES[] = {"default", "linear", "llama3"};  // by RopeScaling::Type
 
 struct ModelConfig {
     std::string name;

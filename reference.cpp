@@ -529,7 +529,6 @@ double rope_frequency(const ModelConfig& c, int64_t i) {
     const RopeScaling& s = c.rope_scaling;
     const double f = std::pow(double(c.rope_theta), -2.0 * double(i) / double(c.HS()));
     if (s.type == RopeScaling::Default) return f;
-    if (s.type == RopeScaling::Linear) return f / s.factor;
     const double wavelength = 2 * 3.14159265358979323846 / f, original = double(s.original_positions);
     if (wavelength > original / s.low_freq_factor) return f / s.factor;
     if (wavelength < original / s.high_freq_factor) return f;

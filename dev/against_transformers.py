@@ -1,5 +1,5 @@
 """Compares ./train with transformers and with torch.optim.AdamW: GPT-2, Llama (with grouped-query attention;
-with scaled frequencies of type llama3 and linear; with odd sizes), Mistral and Qwen2, tied and untied.
+with scaled frequencies of type llama3; with odd sizes), Mistral and Qwen2, tied and untied.
 
   python3 dev/against_transformers.py [--device gpu]          needs torch, transformers and safetensors
 
@@ -29,7 +29,6 @@ LOSS_BAND, WEIGHT_BAND = 2e-3, 1e-2
 SHARDS = "300KB"  # several for each of these models
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=0.5, high_freq_factor=2.0,
               original_max_position_embeddings=16, rope_theta=10000.0)
-LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10000.0)
 
 
 def sizes(**changed):
@@ -43,7 +42,7 @@ CONFIGS = {
     "llama": LlamaConfig(**sizes()),
     "llama, llama3 frequencies, tied": LlamaConfig(**sizes(vocab_size=259, tie_word_embeddings=True,
                                                            rope_parameters=LLAMA3)),
-    "llama, linear frequencies": LlamaConfig(**sizes(rope_parameters=LINEAR)),
+    "llama, older spelling": LlamaConfig(**sizes(rope_parameters=LLAMA3)),
     "llama, odd sizes": LlamaConfig(**sizes(vocab_size=311, hidden_size=112, intermediate_size=208,
                                             num_attention_heads=7, num_key_value_heads=1, head_dim=48)),
     "mistral, window of --seq": MistralConfig(**sizes(num_key_value_heads=1, sliding_window=T)),
@@ -154,7 +153,7 @@ def both_directions(name, device, folder, data, tokens, where):
     model = random_model(name, 1).to(torch.bfloat16)
     model.save_pretrained(theirs, max_shard_size=SHARDS if name in SHARDED else "50GB")
     save_tokenizer(theirs)
-    if "linear" in name:
+    if "older" in name:
         old_spelling(theirs)
     (before, after), _ = train(device, folder, "--model", theirs, "--data", data, "--recipe", "bf16",
                                "--steps", "20", "--warmup", "0", "--lr", "1e-3", "--out", out)

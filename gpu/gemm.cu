@@ -10,7 +10,6 @@
 #include "gemm.cuh"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "cuda.cuh"

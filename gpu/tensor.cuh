@@ -16,8 +16,6 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "../coat.h"
 
 namespace coat::gpu {

@@ -86,7 +86,6 @@ GPU_TEST_CASE("rope_forward and rope_backward: against double") {
             ModelConfig c{"rope", LLAMA, 1, 4 * HS, 4, 2, 64, 64, 256, true};
             // A head of 64 has frequencies of each kind: kept, interpolated and divided.
             if (HS == 64) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
-            if (HS == 80) c.rope_scaling = {RopeScaling::Linear, 2.5f};
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
             const Floats x = heavy(rng, compute, N * cols);
             Buffer<float2> table(T * HS / 2);
