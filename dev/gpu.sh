@@ -10,6 +10,8 @@
 #                                   its kernels. A wait that is missing for a copy, or for another warpgroup,
 #                                   seldom changes a value in a normal run. Racecheck reports those in shared
 #                                   memory; others may give wrong values in its slower timing
+#   dev/gpu.sh seeds [N]            each kernel test, except the long ones, with the random inputs of N seeds
+#                                   (20), eight at a time; COAT_SEED=... repeats one
 # Logs go to the folder $OUT, or to build/logs.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -67,12 +69,23 @@ sanitize() {  # tools, source files, pattern (in place of these files)
     failed=$(grep -vc '^0 ' "$logs/sanitize.txt" || true)
 }
 
-kernels='*test_coat_*.cu,*test_adamw*.cu,*test_parameters.cu,*test_gradients.cu,*test_layers.cu'
-kernels+=',*test_norm.cu,*test_attention*.cu,*test_other_scaling.cu,*test_report.cu'
+seeds() {  # how many
+    export logs
+    seq "$1" | xargs -P 8 -I{} bash -c '
+        COAT_SEED={} OMP_NUM_THREADS=2 build/tests --source-file="$kernels" --test-case="gpu: *" \
+            --test-case-exclude="gpu: long *" > "$logs/seed-{}.log" 2>&1
+        echo "$? seed {}, $SECONDS s: $(tail -n 1 "$logs/seed-{}.log")"' | tee "$logs/seeds.txt"
+    note "$(grep -c '^0 ' "$logs/seeds.txt") of $1 seeds passed"
+    failed=$(grep -vc '^0 ' "$logs/seeds.txt" || true)
+}
+
+export kernels='*test/coat.cu,*test/adamw.cu,*test_adamw*.cu,*test/gpu/layers.cu,*test_parameters.cu'
+kernels+=',*test_gradients.cu,*test_attention.cu,*test_other_scaling.cu'
 case ${1:-gpu} in
     all) run tests make test ;;
     sanitize) sanitize 'racecheck memcheck initcheck' "$kernels" "${2:-}" ;;
-    races) sanitize racecheck '*test_attention*.cu' '' ;;
+    races) sanitize racecheck '*test_attention.cu' '' ;;
+    seeds) seeds "${2:-20}" ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;
 esac

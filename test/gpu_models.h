@@ -6,7 +6,7 @@
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../plan.h"
-#include "gpu.h"
+#include "help/gpu.h"
 #include "tiny.h"
 
 namespace coat::test::gpu_models {

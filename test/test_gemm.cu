@@ -5,7 +5,7 @@
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../plan.h"
-#include "gpu.h"
+#include "help/gpu.h"
 #include "random.h"
 #include "tiny.h"
 
@@ -68,10 +68,6 @@ std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
             {Gemm::Wgrad, "wgrad", tokens, out, tokens, in, out, in, tokens, 1, out, in, 1}};
 }
 
-Floats rounded(Format f, Floats x) {
-    for (float& v : x) v = reference::round_to(f, v);
-    return x;
-}
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.
@@ -86,7 +82,6 @@ void check_gemm(gpu::Gemms& gemms, Random& rng, const GemmCase& p, Quant qa, Qua
     gemms.run(p.kind, a.operand(), b.operand(), {out.get(), nullptr, p.M, p.N, Quant{out_format}}, accumulate,
               with_bias ? device_bias.get() : nullptr, nullptr);
     succeeded(cudaDeviceSynchronize());
-    CHECK(out.intact());
 
     Doubles av = a.values(p.kind == Gemm::Wgrad), bv = b.values(p.kind != Gemm::Fprop);
     auto matmul = [&] {
@@ -167,8 +162,8 @@ GPU_TEST_CASE("Gemms::run: fprop, dgrad and wgrad in every format equal the refe
 }
 
 // All terms lie between 1 and 3.1 and have four binary places. So the sum of 128 of them is exact in the 14
-// bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all K
-// terms is not exact in 14 bits: with fast accumulation it loses some percent.
+// bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all
+// K terms is not exact in 14 bits: with fast accumulation it loses some percent.
 GPU_TEST_CASE("Gemms::run: dgrad and wgrad of recipe coat add without fast accumulation, at a large K") {
     FRESH_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::Gemms::SCRATCH);

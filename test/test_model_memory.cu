@@ -6,7 +6,7 @@
 
 #include "../gpu/gemm.cuh"
 #include "../plan.h"
-#include "gpu.h"
+#include "help/gpu.h"
 #include "gpu_models.h"
 #include "random.h"
 #include "tiny.h"

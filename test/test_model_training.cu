@@ -7,7 +7,7 @@
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../plan.h"
-#include "gpu.h"
+#include "help/gpu.h"
 #include "gpu_models.h"
 #include "model_checks.h"
 #include "random.h"

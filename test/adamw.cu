@@ -1,0 +1,661 @@
+// adamw.cu - AdamW on the GPU (../adamw.cu) against the same step in double and in the CPU reference.
+//
+// How far the reference, in float, is from the exact step shows what FP32 loses. From that follow the limits
+// of a weight, and of the number that a moment has before it becomes a code: the code must be one of those
+// between the codes of the limits.
+#include "../adamw.cuh"
+
+#include <array>
+#include <memory>
+
+#include "../gpu/report.cuh"
+#include "../plan.h"
+#include "help/gpu.h"
+#include "tiny.h"
+
+using namespace coat;
+using namespace coat::test;
+using reference::Moment;
+
+namespace {
+
+constexpr uint64_t ROUNDING = 0x123456789ABCDEF;
+constexpr float OLD_AMAX = 1e30f;  // of the weights before the step
+
+// The rows of a moment that share a scale: [first, last).
+struct Group {
+    int64_t first, last;
+    size_t number;
+};
+std::vector<Group> groups(const Moment& m) {
+    std::vector<Group> all;
+    const int64_t size = m.group ? m.group : m.n;
+    for (int64_t first = 0; first < m.n; first += size)
+        all.push_back({first, std::min(m.n, first + size), all.size()});
+    return all;
+}
+uint16_t code_of(const Moment& m, int64_t i) {
+    return info(m.format).bytes == 1 ? m.codes[i] : uint16_t(m.codes[2 * i] | m.codes[2 * i + 1] << 8);
+}
+
+Floats load(const Moment& m) {
+    Floats x(m.n);
+    m.load(x.data());
+    return x;
+}
+Doubles load_exactly(const Moment& m) {
+    Doubles x = doubles(load(m));
+    if (!is_scaled(m.format)) return x;
+    const double fmax = info(m.format).max;
+    for (const Group& g : groups(m))
+        for (int64_t i = g.first; i < g.last; i++) {
+            const double code = reference::decode(m.format, code_of(m, i)), k = m.expands ? m.k[g.number] : 1;
+            x[i] = std::copysign(m.max[g.number] * std::pow(std::abs(code) / fmax, 1 / k), code);
+        }
+    return x;
+}
+
+struct HostParam {
+    int64_t size, offset;
+    bool decays;
+    Moment m, v;
+    int64_t padded() const { return round_up(size, MOMENT_GROUP); }
+};
+
+// A moment of a parameter on the device.
+struct DeviceMoment {
+    const Moment& of;
+    Buffer<uint8_t> codes;
+    Buffer<float> max, k;
+    DeviceMoment(const Moment& m, int64_t padded)
+        : of(m),
+          codes(padded * info(m.format).bytes),
+          max(int64_t(m.max.size()) * (m.group ? 1 : 2)),  // one scale per tensor: room for the new one
+          k(int64_t(m.k.size())) {
+        codes.zero();
+        codes.write(m.codes);
+        max.write(m.max);
+        k.write(m.k);
+    }
+    gpu::MomentView view() const {
+        return {codes.get(), max.get(), of.expands ? k.get() : nullptr, of.format};
+    }
+    Moment read() const {
+        Moment m = of;
+        m.codes = codes.read(), m.max = max.read(), m.k = k.read();
+        CHECK(
+            std::all_of(m.codes.begin() + of.codes.size(), m.codes.end(), [](uint8_t c) { return c == 0; }));
+        m.codes.resize(of.codes.size());
+        m.max.resize(of.max.size());
+        return m;
+    }
+};
+bool same_moment(const Moment& a, const Moment& b) {
+    return a.codes == b.codes && same_bytes(a.max, b.max) && same_bytes(a.k, b.k);
+}
+
+// Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
+struct Run {
+    std::vector<HostParam> params;
+    OptimizerFormat optimizer;
+    Format compute, gradients;  // formats of the weights and of the gradients
+    bool has_master;
+    Floats master, gradient;   // flat, padded
+    std::vector<size_t> cuts;  // parameters at which a new launch starts
+    float clip = 0.25f;
+
+    Run(Random& rng, const OptimizerFormat& o, Format compute, bool has_master, const Distribution& d)
+        : optimizer(o), compute(compute), gradients(compute), has_master(has_master) {
+        for (int64_t size : {1, 127, 128, 129, 1000, 20000, 128, 130, 50000}) {
+            HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
+            const bool fp32 = size == 130 || size == 127;  // as for norm weights
+            p.m.init(fp32 ? Format::F32 : o.m, o.expand, size, o.group);
+            p.v.init(fp32 ? Format::F32 : o.v, o.expand, size, o.group);
+            Floats m(size), v(size);
+            for (int64_t i = 0; i < size; i++) {
+                v[i] = float(1e-6 * std::exp(2 * rng.normal()));
+                m[i] = float(std::sqrt(v[i]) * 0.3 * rng.normal());
+                if (size == 20000) make_unusual(rng, i / MOMENT_GROUP, &m[i], &v[i]);
+            }
+            p.m.store(m.data(), false);
+            p.v.store(v.data(), o.keep_positive);
+            master.resize(p.offset + p.padded());
+            gradient.resize(master.size());
+            for (int64_t i = p.offset; i < p.offset + size; i++) {
+                const float weight = float(0.02 * rng.normal());
+                master[i] = has_master ? weight : reference::round_to(Format::BF16, weight);
+                gradient[i] = reference::round_to(compute, d.draw(rng, i - p.offset));
+            }
+            params.push_back(std::move(p));
+        }
+    }
+    // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145: such a group is
+    // wide. Relative to its maximum, its smallest values are below the normal range of FP32, so that only the
+    // careful path of expand() and contract() keeps them.
+    static void make_unusual(Random& rng, int64_t group, float* m, float* v) {
+        if (group % 3 == 0) *m = *v = 0;
+        if (group % 3 != 1) return;
+        *v = float(std::exp2(20 - 145 * rng.uniform()));
+        *m = float(rng.sign() * std::exp2(20 - 145 * rng.uniform()));
+    }
+
+    struct Result {
+        Floats master, stored, amax;  // stored: the weights as they lie in memory
+        std::vector<Moment> m, v;
+        bool operator==(const Result& o) const {
+            return same_bytes(master, o.master) && same_bytes(amax, o.amax) &&
+                   std::equal(m.begin(), m.end(), o.m.begin(), o.m.end(), same_moment) &&
+                   std::equal(v.begin(), v.end(), o.v.begin(), o.v.end(), same_moment);
+        }
+    };
+    Result on_gpu(const AdamW& a, bool skip = false) const {
+        const int64_t total = int64_t(master.size());
+        const Buffer<AmaxAndScale> amaxes(std::vector<AmaxAndScale>(params.size(), {1, OLD_AMAX, 0, 0}));
+        std::vector<std::unique_ptr<DeviceMoment>> m, v;
+        std::vector<gpu::Segment> table;
+        for (const HostParam& p : params) {
+            m.push_back(std::make_unique<DeviceMoment>(p.m, p.padded()));
+            v.push_back(std::make_unique<DeviceMoment>(p.v, p.padded()));
+            AmaxAndScale* const amax = amaxes.get() + table.size();
+            table.push_back({p.offset, p.size, m.back()->view(), v.back()->view(), p.decays, amax});
+        }
+        const Buffer<gpu::Segment> segments(table);
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
+        const Tensor g(gradient, gradients);
+        std::vector<uint16_t> upper(total);
+        std::vector<int16_t> lower(total);
+        for (int64_t i = 0; i < total; i++) reference::split_master(master[i], &upper[i], &lower[i]);
+        const Buffer<float> fp32(master);
+        const Buffer<uint16_t> weight(upper);
+        const Buffer<int16_t> remainder(lower);
+        gpu::Weights weights{weight.get(), has_master ? remainder.get() : nullptr, compute};
+        if (compute == Format::F32) weights = {fp32.get(), nullptr, compute};
+        std::vector<size_t> ends = cuts;
+        ends.push_back(params.size());
+        size_t first = 0;
+        for (size_t end : ends) {
+            const int64_t begin = params[first].offset;
+            const int64_t n = (end < params.size() ? params[end].offset : total) - begin;
+            gpu::adamw(a, optimizer, segments.get() + first, int(end - first), {begin, n}, weights, ROUNDING,
+                       g.codes.get() + begin * info(gradients).bytes, gradients, state.get(), 0);
+            first = end;
+        }
+        Result r;
+        r.master = r.stored = fp32.read();
+        upper = weight.read();
+        lower = remainder.read();
+        for (int64_t i = 0; compute != Format::F32 && i < total; i++) {
+            r.master[i] = reference::join_master(upper[i], has_master ? lower[i] : int16_t(0));
+            r.stored[i] = reference::from_bf16(upper[i]);
+        }
+        for (const AmaxAndScale& s : amaxes.read()) r.amax.push_back(s.amax);
+        for (const auto& moment : m) r.m.push_back(moment->read());
+        for (const auto& moment : v) r.v.push_back(moment->read());
+        return r;
+    }
+};
+
+// What a step gives before anything is stored, exactly and in float.
+struct Exact {
+    Doubles w, m, v;
+    Floats w_float, m_float, v_float;
+
+    Exact(const Run& run, const HostParam& p, const AdamW& a)
+        : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
+        reference::AdamWFactors f = reference::adamw_factors(a, p.decays, 0);
+        f.gradient_scale = run.clip;
+        const float* g = &run.gradient[p.offset];
+        w_float.assign(run.master.begin() + p.offset, run.master.begin() + p.offset + p.size);
+        w = doubles(w_float);
+        reference::adamw(f, p.size, g, w_float.data(), m_float.data(), v_float.data());
+        for (int64_t i = 0; i < p.size; i++) {
+            const double scaled = double(g[i]) * run.clip;
+            m[i] = f.beta1 * m[i] + f.one_minus_beta1 * scaled;
+            v[i] = f.beta2 * v[i] + f.one_minus_beta2 * scaled * scaled;
+            for (double* x : {&m[i], &v[i]})
+                if (std::abs(*x) < 0x1p-150) *x = 0;  // FP32 has no such numbers
+            w[i] -= f.lr * (m[i] / f.bias1 / (std::sqrt(v[i]) / f.bias2_root + f.eps) + f.decay * w[i]);
+        }
+    }
+};
+
+// The largest relative difference, of values that are not zero, of a group.
+double lost_in(const Group& g, const Doubles& exact, const Floats& in_float) {
+    double lost = 0;
+    for (int64_t i = g.first; i < g.last; i++)
+        if (exact[i] != 0) lost = std::max(lost, std::abs(in_float[i] / exact[i] - 1));
+    return lost;
+}
+
+// A group's max and k. `lost` is relative.
+void check_scale(const Moment& got, const Group& g, const Doubles& exact, double lost) {
+    double top = 0, low = INFINITY;
+    for (int64_t i = g.first; i < g.last; i++) {
+        top = std::max(top, std::abs(exact[i]));
+        if (exact[i] != 0) low = std::min(low, std::abs(exact[i]));
+    }
+    REQUIRE(std::abs(got.max[g.number] - top) <= SLACK * (lost + U) * top + 0x1p-149);
+    if (!got.expands) return;
+    const double k = got.k[g.number];
+    if (got.max[g.number] == 0) {
+        REQUIRE(k == 1);
+        return;
+    }
+    // FP32 has the logarithms of top and low within a few roundings, and k falls as their difference grows:
+    // k is between those of the limits of top / low. Nearly always these are the same multiple of its step.
+    const double error = SLACK * (2 * lost + U * (1 + std::abs(std::log2(top)) + std::abs(std::log2(low))));
+    const auto limit = [&](double exponent) {
+        return reference::expansion_factor(got.format, float(top * std::exp2(exponent)), float(low));
+    };
+    REQUIRE(k >= limit(error));
+    REQUIRE(k <= limit(-error));
+}
+
+// A moment as it was stored, where exact values and those of the reference are given.
+void check_moment(const Moment& got, const Doubles& exact, const Floats& in_float, bool keep_positive) {
+    if (!is_scaled(got.format)) {
+        check_as_float(load(got), exact, in_float, MOMENT_GROUP, got.format);
+        return;
+    }
+    const double fmax = info(got.format).max;
+    const uint16_t sign = info(got.format).bytes == 1 ? 0x80 : 0x8000;
+    int64_t wrong = 0, vanished = 0;
+    for (const Group& g : groups(got)) {
+        check_scale(got, g, exact, lost_in(g, exact, in_float));
+        const float max = got.max[g.number], k = got.expands ? got.k[g.number] : 1;
+        const float scale = reference::scale_of(Quant{got.format}, max);
+        Doubles y;  // magnitudes as they become codes, and how far float is from them
+        double lost = 0;
+        for (int64_t i = g.first; i < g.last; i++) {
+            const double magnitude = std::abs(exact[i]);
+            const float x = std::abs(in_float[i]);
+            y.push_back(got.expands && max > 0 ? fmax * std::pow(magnitude / max, k) : magnitude / scale);
+            const float in_float_y =
+                got.expands && max > 0 ? reference::expand(got.format, x, max, k) : x / scale;
+            if (y.back() != 0) lost = std::max(lost, std::abs(in_float_y / y.back() - 1));
+        }
+        const double error = SLACK * (lost + U * (1 + k));
+        for (int64_t i = g.first; i < g.last; i++) {
+            const auto encoded = [&](double factor) {
+                return reference::encode(got.format, float(std::min(fmax, y[i - g.first] * factor)));
+            };
+            const uint16_t code = code_of(got, i), magnitude = code & (sign - 1);
+            const bool kept = keep_positive && exact[i] > 0 && magnitude == 1;
+            wrong += magnitude > encoded(1 + error) && !kept;
+            wrong += magnitude < encoded(std::max(0.0, 1 - error));
+            wrong += error < 1 && magnitude > 0 && (code & sign) != (exact[i] < 0 ? sign : 0);
+            vanished += keep_positive && exact[i] > 0 && in_float[i] > 0 && magnitude == 0;
+        }
+    }
+    CHECK(wrong == 0);
+    CHECK(vanished == 0);
+}
+
+// Weights without a master. Rounding with the same random bits is monotone, so the results for the limits of
+// a value are the limits of its result.
+void check_stochastic(const Floats& got, const Exact& exact, int64_t offset) {
+    int64_t wrong = 0;
+    for (size_t first = 0; first < got.size(); first += MOMENT_GROUP) {
+        const size_t last = std::min(got.size(), first + MOMENT_GROUP);
+        double lost = 0, largest = 0;
+        for (size_t i = first; i < last; i++) {
+            lost = std::max(lost, std::abs(exact.w_float[i] - exact.w[i]));
+            largest = std::max(largest, std::abs(exact.w[i]));
+        }
+        for (size_t i = first; i < last; i++) {
+            const auto limit = [&](double error) {
+                const float w = float(exact.w[i] + error * SLACK * (lost + U * largest));
+                return reference::from_bf16(
+                    reference::round_stochastically(w, ROUNDING, offset + int64_t(i)));
+            };
+            wrong += !(limit(-1) <= got[i] && got[i] <= limit(1));
+        }
+    }
+    CHECK(wrong == 0);
+}
+
+void check_adamw(const Run& run, const AdamW& a) {
+    INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
+    const Run::Result r = run.on_gpu(a);
+    CHECK(r == run.on_gpu(a));
+    for (size_t i = 0; i < run.params.size(); i++) {
+        const HostParam& p = run.params[i];
+        CAPTURE(p.size);
+        const Exact exact(run, p, a);
+        const auto begin = r.master.begin() + p.offset, end = begin + p.size;
+        if (run.has_master) check_as_float(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP);
+        else check_stochastic(Floats(begin, end), exact, p.offset);
+        CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
+        CHECK(r.amax[i] == reference::amax(&r.stored[p.offset], p.size));
+        check_moment(r.m[i], exact.m, exact.m_float, false);
+        check_moment(r.v[i], exact.v, exact.v_float, run.optimizer.keep_positive);
+    }
+}
+
+constexpr std::pair<Format, bool> WEIGHTS[] = {  // their format, and whether there is a master
+    {Format::BF16, true},
+    {Format::F32, true},
+    {Format::BF16, false}};
+const AdamW STEP{3, 1e-2f};
+
+}  // namespace
+
+GPU_TEST_CASE("adamw: weights, moments, codes, scales and amax of every optimizer") {
+    FRESH_RANDOM(rng);
+    for (const auto& [compute, has_master] : WEIGHTS)
+        for (const OptimizerFormat& o : optimizers())
+            for (const Distribution& d : distributions()) {
+                if (d.name == "huge" || d.name == "any magnitude") continue;        // squares overflow
+                if (compute == Format::F32 && d.name != "exp of normal") continue;  // the same moments
+                if (!has_master && d.name != "mostly zeros") continue;
+                CAPTURE(d.name);
+                check_adamw(Run(rng, o, compute, has_master, d), STEP);
+            }
+}
+
+GPU_TEST_CASE("adamw: a second moment far below its tensor's largest becomes 0 with fp8lm alone") {
+    FRESH_RANDOM(rng);
+    for (const char* name : {"coat", "fp8", "fp8lm"}) {
+        CAPTURE(name);
+        const OptimizerFormat& o = find_row(optimizers(), name, "--optimizer");
+        const Run run(rng, o, Format::BF16, true, find_row(distributions(), "all zero", ""));
+        const auto zeros = [](const Floats& x) { return std::count(x.begin(), x.end(), 0.0f); };
+        Floats before = load(run.params[5].v);  // 20000 elements, a third of them zeros
+        const Run::Result r = run.on_gpu(STEP);
+        CHECK(zeros(before) > 6000);
+        CHECK((zeros(before) > 7000) == (o.group == 0));
+        CHECK(zeros(load(r.v[5])) == zeros(before));
+    }
+}
+
+GPU_TEST_CASE("adamw: several launches; FP32 gradients of BF16 weights; a skipped step") {
+    FRESH_RANDOM(rng);
+    for (const auto& [compute, has_master] : WEIGHTS)
+        for (const OptimizerFormat& o : optimizers()) {
+            CAPTURE(o.name);
+            Run run(rng, o, compute, has_master, distributions()[0]);
+            const Run::Result whole = run.on_gpu(STEP);
+            run.cuts = {2, 3, 8};
+            run.gradients = Format::F32;
+            CHECK(run.on_gpu(STEP) == whole);
+            const Run::Result skipped = run.on_gpu(STEP, true);
+            for (size_t i = 0; i < run.params.size(); i++) {
+                CHECK(same_moment(skipped.m[i], run.params[i].m));
+                CHECK(same_moment(skipped.v[i], run.params[i].v));
+                CHECK(skipped.amax[i] == OLD_AMAX);
+            }
+            CHECK(same_bytes(skipped.master, run.master));
+            for (float& g : run.gradient) g *= 1 + 0x1p-9f;  // a change that BF16 would round away
+            check_adamw(run, STEP);
+        }
+}
+
+GPU_TEST_CASE("adamw: one moment in FP8 groups beside another format is an error") {
+    FRESH_RANDOM(rng);
+    for (const auto& [m, v] : {std::pair{Format::E4M3, Format::BF16}, std::pair{Format::F32, Format::E4M3}}) {
+        const Run run(rng, {"mixed", m, v, true, ""}, Format::BF16, true, distributions()[0]);
+        CHECK_THROWS_AS(run.on_gpu(STEP), Error);
+    }
+}
+
+GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
+    const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
+    const Buffer<gpu::Segment> segment({gpu::Segment{0, 0, {}, {}, true, amax.get()}});
+    for (bool skip : {true, false}) {
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});
+        gpu::adamw(STEP, optimizers()[0], segment.get(), 1, {0, 0}, {nullptr, nullptr, Format::BF16}, 0,
+                   nullptr, Format::BF16, state.get(), 0);
+        CHECK(amax.read()[0].amax == (skip ? OLD_AMAX : 0.0f));
+    }
+}
+
+// On the GPU are the old moments and the gradient. The errors are exactly the reference's, because it is the
+// reference that measures; of a large parameter it has 128 pieces of 2048 elements, evenly spread.
+GPU_TEST_CASE("measure_moments: errors of the moments equal the reference's") {
+    FRESH_RANDOM(rng);
+    for (const char* name : {"coat", "fp8", "fp8lm"}) {
+        const OptimizerFormat& o = find_row(optimizers(), name, "--optimizer");
+        for (int64_t n : {50000, 600077}) {
+            CAPTURE(name);
+            CAPTURE(n);
+            Floats m(n), v(n), weights(n);
+            for (int64_t i = 0; i < n; i++) {
+                v[i] = static_cast<float>(1e-6 * std::exp(2 * rng.normal()));
+                m[i] = static_cast<float>(std::sqrt(v[i]) * 0.3 * rng.normal());
+            }
+            const Floats gradient = normals(rng, Format::BF16, n, 1e-3);
+            Moment old_m, old_v;
+            old_m.init(o.m, o.expand, n, o.group), old_v.init(o.v, o.expand, n, o.group);
+            old_m.store(m.data(), false), old_v.store(v.data(), o.keep_positive);
+            const DeviceMoment on_gpu_m(old_m, round_up(n, MOMENT_GROUP)),
+                on_gpu_v(old_v, round_up(n, MOMENT_GROUP));
+            const Tensor g(gradient, Format::BF16);
+            QuantReport report;
+            gpu::measure_moments(o, on_gpu_m.view(), on_gpu_v.view(), g.codes.get(), Format::BF16, n, report,
+                                 0);
+
+            old_m.load(m.data()), old_v.load(v.data());
+            reference::adamw(reference::adamw_factors({1, 0.0f}, false, 0), n, gradient.data(),
+                             weights.data(), m.data(), v.data());
+            const bool in_part = n > 1 << 18;
+            Floats measured[2];
+            for (int64_t i = 0; i < n; i++) {
+                const int64_t apart = n / 128 / MOMENT_GROUP * MOMENT_GROUP;
+                if (in_part && (i / apart >= 128 || i % apart >= 2048)) continue;
+                measured[0].push_back(m[i]), measured[1].push_back(v[i]);
+            }
+            CHECK(report.part_of_moments == in_part);
+            for (bool second : {false, true}) {
+                const auto count = static_cast<int64_t>(measured[second].size());
+                Moment expected;
+                expected.init(second ? o.v : o.m, o.expand, count, o.group);
+                QuantStats stats;
+                expected.store(measured[second].data(), second && o.keep_positive, &stats);
+                const Kind kind = second ? Kind::Moment2 : Kind::Moment1;
+                const QuantStats& got = report.kinds[static_cast<int>(kind)];
+                CHECK(got.elements == (in_part ? 1 << 18 : n));
+                CHECK(got.elements == stats.elements);
+                CHECK(got.flushed == stats.flushed);
+                CHECK(got.signal == stats.signal);
+                CHECK(got.noise == stats.noise);
+            }
+        }
+    }
+}
+
+namespace {
+
+// Parameters whose sizes do not divide by the ranks: a vector, less than a unit, whole units, and more.
+std::vector<Param> some_params() {
+    std::vector<Param> params;
+    int64_t offset = 0;
+    for (auto [role, rows, cols] : {std::tuple{NORM_WEIGHT, 1, 80},
+                                    {LINEAR, 16, 48},
+                                    {LINEAR, 64, 384},
+                                    {BIAS, 1, 4096},
+                                    {LINEAR, 144, 400}}) {
+        params.push_back({"", role, rows, cols, 0.02f, offset, 0});
+        offset += params.back().padded_size();
+    }
+    return params;
+}
+
+Setup setup_of_rank(int64_t rank, int64_t ranks) {
+    Setup s = tiny_setup(tiny_config(LLAMA, true), "coat", "coat");
+    s.rank = rank;
+    s.ranks = ranks;
+    return s;
+}
+
+// Weights, masters, moments (both, one after the other) and gradients of what one rank keeps.
+struct RankState {
+    const std::vector<Param> params = some_params();
+    std::vector<ShardPlace> at;
+    int64_t weights = 0, states = 0, units = 0;
+    std::unique_ptr<Buffer<uint16_t>> weight, gradient;
+    std::unique_ptr<Buffer<int16_t>> remainder;
+    std::unique_ptr<Buffer<float>> plain, scales;  // FP32 moments, and (max, k) of FP8 moments
+    std::unique_ptr<Buffer<uint8_t>> codes;
+    std::unique_ptr<Buffer<gpu::Segment>> segments;
+    Buffer<AmaxAndScale> amax;
+
+    RankState(const Setup& s, bool master) : amax(int64_t(params.size())) {
+        for (const Param& p : params) {
+            at.push_back({kept_weight(s, p), owned(s, p), weights, states, units});
+            weights += round_up(at.back().weight.count, MOMENT_GROUP);
+            states += round_up(at.back().state.count, MOMENT_GROUP);
+            units += ceil_div(p.size(), SHARD_UNIT);
+        }
+        const int64_t groups = states / MOMENT_GROUP;
+        weight = std::make_unique<Buffer<uint16_t>>(weights);
+        gradient = std::make_unique<Buffer<uint16_t>>(states);
+        if (master) remainder = std::make_unique<Buffer<int16_t>>(states);
+        plain = std::make_unique<Buffer<float>>(Floats(2 * states));
+        codes = std::make_unique<Buffer<uint8_t>>(Bytes(2 * states));
+        scales = std::make_unique<Buffer<float>>(Floats(4 * groups, 1.0f));
+        amax.zero();
+        std::vector<gpu::Segment> table;
+        for (size_t i = 0; i < params.size(); i++) {
+            gpu::initialize(device_weights(), params[i], at[i], i, params[i].size(), 3, 0);
+            const int64_t first = at[i].state_at, group = first / MOMENT_GROUP;
+            const auto moment = [&](int second) -> gpu::MomentView {
+                if (!params[i].role.fp8_state)
+                    return {plain->get() + second * states + first, nullptr, nullptr, Format::F32};
+                float* const max = scales->get() + 2 * second * groups + group;
+                return {codes->get() + second * states + first, max, max + groups, Format::E4M3};
+            };
+            gpu::Segment s{first,     at[i].state.count,    moment(0),
+                           moment(1), params[i].role.decay, amax.get() + i};
+            s.to_weight = at[i].weight_at + at[i].state.first - at[i].weight.first - first;
+            s.to_flat = params[i].offset + at[i].state.first - first;
+            s.shard_unit = at[i].shard_unit + at[i].state.first / SHARD_UNIT;
+            table.push_back(s);
+        }
+        segments = std::make_unique<Buffer<gpu::Segment>>(table);
+    }
+    gpu::Weights device_weights() const {
+        return {weight->get(), remainder ? remainder->get() : nullptr, Format::BF16};
+    }
+    // Gradients by their place in the flat order.
+    void write_gradients(const std::vector<uint16_t>& flat) {
+        std::vector<uint16_t> mine(states);
+        for (size_t i = 0; i < params.size(); i++)
+            std::copy_n(flat.begin() + params[i].offset + at[i].state.first, at[i].state.count,
+                        mine.begin() + at[i].state_at);
+        gradient->write(mine);
+    }
+    // Adds what is kept to `flat`, by its place in the flat order. place: of each parameter's first element.
+    template <class T, class Place>
+    void collect(const Buffer<T>& from, Place place, std::vector<T>* flat) const {
+        const std::vector<T> all = from.read();
+        for (size_t i = 0; i < params.size(); i++)
+            std::copy_n(all.begin() + place(at[i]), at[i].state.count,
+                        flat->begin() + params[i].offset + at[i].state.first);
+    }
+};
+
+// Two buckets: their gradients are squared and added to the norm one after the other.
+constexpr size_t BUCKETS[][2] = {{0, 2}, {2, 5}};
+
+// The state of all ranks after two steps, in the flat order.
+struct Flat {
+    std::vector<uint16_t> weight;
+    std::vector<int16_t> remainder;
+    Bytes m, v;
+    Floats plain_m, plain_v;
+    std::vector<AmaxAndScale> amax;
+    double norm;
+};
+Flat two_steps(int64_t ranks, bool master, const std::array<std::vector<uint16_t>, 2>& gradients) {
+    std::vector<std::unique_ptr<RankState>> states;
+    for (int64_t r = 0; r < ranks; r++)
+        states.push_back(std::make_unique<RankState>(setup_of_rank(r, ranks), master));
+    const RankState& one = *states[0];
+    Buffer<gpu::GradientState> state(1);
+    for (int64_t step = 1; step <= 2; step++) {
+        state.zero();
+        for (const auto& s : states) s->write_gradients(gradients[step - 1]);
+        for (const auto& [first, last] : BUCKETS) {
+            const int64_t first_unit = one.at[first].shard_unit;
+            const int64_t units = (last < one.at.size() ? one.at[last].shard_unit : one.units) - first_unit;
+            const Buffer<double> sums(ranks * (1 + units));
+            for (int64_t r = 0; r < ranks; r++) {
+                const RankState& s = *states[r];
+                gpu::gradient_squares(s.segments->get() + first, int(last - first),
+                                      s.gradient->get() + s.at[first].state_at, Format::BF16,
+                                      s.at[first].state_at, first_unit, units, nullptr,
+                                      sums.get() + r * (1 + units), 0);
+            }
+            gpu::gradient_norm(sums.get(), units, ranks, 1.0f, state.get(), 0);
+        }
+        for (const auto& s : states)
+            gpu::adamw({step, 1e-2f}, find_row(optimizers(), "coat", ""), s->segments->get(),
+                       int(s->params.size()), {0, s->states}, s->device_weights(), rounding_key(5, step),
+                       s->gradient->get(), Format::BF16, state.get(), 0);
+    }
+    const size_t total = gradients[0].size(), params = one.params.size();
+    Flat flat{std::vector<uint16_t>(total),
+              std::vector<int16_t>(total),
+              Bytes(total),
+              Bytes(total),
+              Floats(total),
+              Floats(total),
+              {},
+              state.read()[0].norm};
+    std::vector<AmaxAndScale> amaxes;
+    for (const auto& s : states) {
+        const auto state_at = [](const ShardPlace& at) { return at.state_at; };
+        const auto second_at = [&](const ShardPlace& at) { return s->states + at.state_at; };
+        const auto weight_at = [](const ShardPlace& at) {
+            return at.weight_at + at.state.first - at.weight.first;
+        };
+        s->collect(*s->weight, weight_at, &flat.weight);
+        if (master) s->collect(*s->remainder, state_at, &flat.remainder);
+        s->collect(*s->codes, state_at, &flat.m);
+        s->collect(*s->codes, second_at, &flat.v);
+        s->collect(*s->plain, state_at, &flat.plain_m);
+        s->collect(*s->plain, second_at, &flat.plain_v);
+        for (const AmaxAndScale& a : s->amax.read()) amaxes.push_back(a);
+    }
+    const Buffer<AmaxAndScale> theirs(amaxes), combined{int64_t(params)};
+    gpu::combine_amaxes(combined.get(), theirs.get(), int64_t(params), ranks, Format::E4M3, 0);
+    flat.amax = combined.read();
+    return flat;
+}
+
+}  // namespace
+
+// One GPU plays all ranks, one after the other.
+GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have the bits of one with all") {
+    FRESH_RANDOM(rng);
+    const std::vector<Param> params = some_params();
+    std::array<std::vector<uint16_t>, 2> gradients;
+    for (auto& g : gradients)
+        for (int64_t i = 0; i < params.back().offset + params.back().padded_size(); i++)
+            g.push_back(reference::to_bf16(float(rng.normal())));
+    double squares = 0;
+    for (const Param& p : params)
+        for (int64_t i = p.offset; i < p.offset + p.size(); i++) {
+            const double g = reference::from_bf16(gradients[1][i]);
+            squares += g * g;
+        }
+    for (bool master : {true, false}) {
+        const Flat one = two_steps(1, master, gradients);
+        CHECK(one.norm == doctest::Approx(std::sqrt(squares)).epsilon(1e-6));
+        for (int64_t ranks : {2, 3, 4, 7}) {
+            CAPTURE(ranks);
+            const Flat several = two_steps(ranks, master, gradients);
+            CHECK(several.norm == one.norm);
+            CHECK(several.weight == one.weight);
+            CHECK(several.remainder == one.remainder);
+            CHECK(several.m == one.m);
+            CHECK(several.v == one.v);
+            CHECK(several.plain_m == one.plain_m);
+            CHECK(several.plain_v == one.plain_v);
+            for (size_t i = 0; i < params.size(); i++) {
+                CHECK(several.amax[i].amax == one.amax[i].amax);
+                CHECK(several.amax[i].scale == reference::scale_of(Q_E4M3, one.amax[i].amax));
+            }
+        }
+    }
+}

@@ -1,0 +1,283 @@
+// coat.cu - the quantizers and fused kernels of ../coat.cu against the CPU reference, byte for byte (but for
+// codes of NaN); with the scales of gpu/other_scaling.cu and the statistics of gpu/report.cu.
+#include "help/gpu.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+const Shape SHAPES[] = {{1, 16},    {7, 48},    {16, 128},  {100, 112},
+                        {129, 144}, {128, 256}, {257, 400}, {384, 512}};
+
+// Statistics of errors. They are added to what is there: to that of another tensor, which `got` starts from.
+constexpr QuantStats BEFORE{0.5, 0.25, 3, 2, 1};
+void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted) {
+    const QuantStats got = stats.read()[0];
+    CHECK(got.elements == BEFORE.elements + wanted.elements);
+    CHECK(got.saturated == BEFORE.saturated + wanted.saturated);
+    CHECK(got.flushed == BEFORE.flushed + wanted.flushed);
+    if (!std::isfinite(wanted.noise)) return;  // else sums of doubles, in another order
+    CHECK(got.signal == doctest::Approx(BEFORE.signal + wanted.signal).epsilon(1e-10));
+    CHECK(got.noise == doctest::Approx(BEFORE.noise + wanted.noise).epsilon(1e-10));
+}
+
+void quantize(const View& x, const Tensor& out, QuantStats* stats = nullptr) {
+    if (out.per_tensor()) gpu::amax(gpu::stored(x), out.slot.get(), 0);
+    gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
+}
+
+// 1x16 groups: what they hold is decoded, written back, and quantized again.
+void check_groups(const Floats& x, const Tensor& groups) {
+    const Floats values = groups.values();
+    const Tensor fp32(groups.rows, groups.cols, Q_F32), bf16(groups.rows, groups.cols, Q_BF16);
+    gpu::convert(groups.view(), fp32.view(), 0);
+    gpu::convert(groups.view(), bf16.view(), 0);
+    CHECK(same_values(fp32.values(), values));
+    CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
+    const Tensor in(x, groups.rows, groups.cols, Q_BF16), again(groups.rows, groups.cols, Q_GROUP);
+    gpu::quantize_groups(in.view(), again.view(), true, nullptr, 0);
+    check_quantized(again, x);
+    CHECK(same_bytes(in.values(), bf16.values()));
+    // An operand is quantized from the groups' values, not from these rounded to BF16.
+    const Tensor operand(groups.rows, groups.cols, Q_E4M3);
+    quantize(groups.view(), operand);
+    check_quantized(operand, values);
+}
+
+// Codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
+void check_all_formats(const Floats& x, Shape s) {
+    const Tensor in(x, s.rows, s.cols, Q_BF16);
+    std::vector<Quant> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
+    formats.push_back(Q_GROUP);
+    for (Quant q : formats) {
+        const Tensor out(s.rows, s.cols, q);
+        const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
+        quantize(in.view(), out, stats.get());
+        check_quantized(out, x);
+        QuantStats wanted;
+        reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
+        if (out.for_gemm() && !q.granularity.symmetric())  // the transpose has its own scales and errors
+            reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
+        check_statistics(stats, wanted);
+        if (q == Q_GROUP) check_groups(x, out);
+        if (!(q == Q_E4M3)) continue;
+        const Buffer<uint8_t> turned(s.rows * s.cols);
+        gpu::transpose_codes(out.view(), turned.get(), 0);
+        CHECK(same_bytes(turned.read(), out.transposed.read()));
+    }
+}
+
+}  // namespace
+
+GPU_TEST_CASE("quantize: codes, scales, transposes, amaxes and statistics in every format") {
+    FRESH_RANDOM(rng);
+    for (Shape s : SHAPES) {
+        if (too_long(s.rows * s.cols)) continue;
+        for (const Distribution& d : distributions()) {
+            CAPTURE(d.name);
+            check_all_formats(rounded(Format::BF16, sample(d, rng, s.rows * s.cols)), s);
+        }
+        for (float bad : {INFINITY, -INFINITY, NAN}) {
+            CAPTURE(bad);
+            Floats x = normals(rng, Format::BF16, s.rows * s.cols);
+            x[rng.below(s.rows * s.cols)] = bad;
+            check_all_formats(x, s);
+        }
+    }
+    Floats every;  // BF16 value up to 448: the scale is 1
+    for (uint32_t bits = 0; bits < 65536; bits++)
+        if (const float x = reference::from_bf16(uint16_t(bits)); std::abs(x) <= 448) every.push_back(x);
+    every.resize(round_up(int64_t(every.size()), 16), 0.0f);
+    check_all_formats(every, {1, int64_t(every.size())});
+}
+
+GPU_TEST_CASE("quantize: FP32 values to FP32 and BF16; FP32 values to FP8 are an error") {
+    FRESH_RANDOM(rng);
+    for (Shape s : SHAPES) {
+        if (too_long(s.rows * s.cols)) continue;
+        const Floats x = heavy(rng, Format::F32, s.rows * s.cols);
+        const Tensor in(x, s.rows, s.cols, Q_F32);
+        for (Quant q : {Q_F32, Q_BF16, Q_E4M3, Q_GROUP, Q_ROW}) {
+            const Tensor out(s.rows, s.cols, q);
+            if (q.fp8()) {
+                CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0), Error);
+                continue;
+            }
+            gpu::quantize(gpu::stored(in.view()), out.operand(), nullptr, 0);
+            check_quantized(out, x);
+        }
+    }
+}
+
+// With a delayed scale, values beyond FMAX saturate. Those up to almost half a step beyond it are rounded to
+// it, as any value is to its neighbour; they do not count as saturated.
+GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
+    FRESH_RANDOM(rng);
+    const int64_t rows = 300, cols = 272;
+    for (Quant q : {Q_E4M3, Q_E5M2}) {
+        CAPTURE(q.text());
+        const float fmax = info(q.format).max, scale = 0x1p-8f;
+        const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa - 1);
+        Floats x = heavy(rng, Format::BF16, rows * cols);
+        for (int64_t i = 0; i < 100; i++)
+            x[rng.below(rows * cols)] = (fmax + float(i % 5 - 2) / 4 * half_step) * scale;
+        const Tensor in(x, rows, cols, Q_BF16);
+        Tensor out(rows, cols, q);
+        out.slot.write({AmaxAndScale{0, 0, scale, 0}});
+        const Buffer<QuantStats> stats(std::vector<QuantStats>{BEFORE});
+        gpu::quantize(gpu::stored(in.view()), out.operand(), stats.get(), 0);
+        QuantStats wanted;
+        const Bytes codes = reference::quantize(x.data(), rows, cols, q, &wanted, &scale).codes;
+        CHECK(same_codes(q.format, out.codes.read(), codes));
+        check_statistics(stats, wanted);
+        const auto beyond = [&](float steps) {
+            return std::count_if(x.begin(), x.end(),
+                                 [&](float v) { return std::abs(v) > (fmax + steps * half_step) * scale; });
+        };
+        CHECK(wanted.saturated == beyond(0.875f));
+        CHECK(beyond(0) > beyond(0.875f));
+    }
+}
+
+GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of the others") {
+    FRESH_RANDOM(rng);
+    const int64_t rows = 21, padded = 32, cols = 272;
+    const Floats x = heavy(rng, Format::BF16, rows * cols);
+    const Tensor in(x, rows, cols, Q_BF16);
+    for (Quant q : {Q_E4M3, Q_ROW, Q_1x128, Q_128x128}) {
+        CAPTURE(q.text());
+        const Tensor out(padded, cols, q);
+        Operand operand = out.operand();
+        operand.transposed = operand.transposed_scales = nullptr;
+        if (out.per_tensor()) gpu::amax(gpu::stored(in.view()), out.slot.get(), 0);
+        gpu::quantize(gpu::stored(in.view()), operand, nullptr, 0);
+        const Bytes got = out.codes.read();
+        const reference::Quantized wanted = reference::quantize(x.data(), rows, cols, q);
+        CHECK(same_codes(q.format, Bytes(got.begin(), got.begin() + rows * cols), wanted.codes));
+        CHECK(std::all_of(got.begin() + rows * cols, got.end(), [](uint8_t c) { return c == 0xFF; }));
+        if (out.per_tensor()) continue;
+        const Bytes bytes = out.scales.read();
+        const float* scales = reinterpret_cast<const float*>(bytes.data());
+        for (int64_t i = 0; i < rows * cols; i++) {
+            const int64_t r = i / cols, block = i % cols / 128;
+            const int64_t at = q.granularity == PER_ROW     ? r
+                               : q.granularity == PER_1x128 ? block * padded + r
+                                                            : block;
+            REQUIRE(scales[at] == wanted.scale(r, i % cols));
+        }
+    }
+}
+
+namespace {
+
+template <class Real>
+std::vector<Real> activation(bool gated, Shape s, const Floats& x) {
+    std::vector<Real> act(s.rows * s.cols);
+    const std::vector<Real> in(x.begin(), x.end());
+    reference::activation_forward<Real>(gated, s.rows, s.cols, in.data(), act.data());
+    return act;
+}
+template <class Real>
+std::vector<Real> activation_gradient(bool gated, Shape s, const Floats& x, const Floats& dact) {
+    std::vector<Real> dx(x.size());
+    const std::vector<Real> in(x.begin(), x.end()), d(dact.begin(), dact.end());
+    reference::activation_backward<Real>(gated, s.rows, s.cols, in.data(), d.data(), dx.data());
+    return dx;
+}
+
+// Both passes of an activation with input `values`, stored as the recipe says, and gradient d of its output.
+void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values, const Floats& d) {
+    const Tensor gate_up(values, s.rows, s.cols * (gated ? 2 : 1), formats.nonlinear);
+    const Floats x = gate_up.values();
+    const Tensor dact(d, s.rows, s.cols, Quant{formats.compute});
+    check_lazy(gpu::activation(gated, gate_up.view()), formats.compute, activation<double>(gated, s, x),
+               activation<float>(gated, s, x));
+    check_lazy(gpu::activation_backward(gated, gate_up.view(), dact.view()), formats.compute,
+               activation_gradient<double>(gated, s, x, d), activation_gradient<float>(gated, s, x, d));
+}
+
+}  // namespace
+
+GPU_TEST_CASE("activation and activation_backward: values, and everything that is made of them") {
+    FRESH_RANDOM(rng);
+    for (RecipeFormats formats : RECIPE_FORMATS)
+        for (bool gated : {true, false})
+            for (Shape s : {Shape{1, 16}, {33, 48}, {130, 144}, {256, 352}}) {
+                if (too_long(s.rows * s.cols)) continue;
+                INFO(s.cols, gated ? " gated" : "");
+                const int64_t n = s.rows * s.cols, inputs = gated ? 2 * n : n;
+                const Floats d = heavy(rng, formats.compute, n);
+                check_activation(formats, gated, s, heavy(rng, formats.compute, inputs), d);
+                // Normal values show small errors that are lost beside an outlier of the same row.
+                check_activation(formats, gated, s, normals(rng, formats.compute, inputs), d);
+            }
+}
+
+GPU_TEST_CASE("activation and activation_backward: inputs of any size, of both signs") {
+    const float sizes[] = {1, 4, 9, 11, 12, 88, 90, 1e3f, 1e10f, 1e20f, 1e30f, 3e38f};
+    const Shape s{int64_t(std::size(sizes)), 16};
+    for (RecipeFormats formats : RECIPE_FORMATS)
+        for (bool gated : {true, false}) {
+            CAPTURE(gated);
+            Floats values;  // a row for each size; up is 1
+            for (float size : sizes) {
+                for (int64_t c = 0; c < s.cols; c++) values.push_back(c % 2 ? -size : size);
+                if (gated) values.insert(values.end(), s.cols, 1.0f);
+            }
+            check_activation(formats, gated, s, rounded(formats.compute, values),
+                             Floats(s.rows * s.cols, 1.0f));
+        }
+}
+
+GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the amax of its output") {
+    FRESH_RANDOM(rng);
+    for (bool gated : {true, false})
+        for (bool reads_saved : {true, false})
+            for (Shape s : {Shape{1, 32}, {33, 96}, {130, 288}, {256, 704}}) {
+                if (too_long(s.rows * s.cols)) continue;
+                INFO(s.cols, gated ? " gated" : "", reads_saved ? " reads what is saved" : "");
+                const Floats x = heavy(rng, Format::BF16, s.rows * s.cols);
+                const Tensor gate_up(x, s.rows, s.cols, Q_BF16), groups(s.rows, s.cols, Q_GROUP);
+                const Tensor fused(1, 16, Q_E4M3), separate(1, 16, Q_E4M3);  // of these only the amax is used
+                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved, fused.slot.get(),
+                                      nullptr, 0);
+                check_quantized(groups, x);
+                const View read = reads_saved ? groups.view() : gate_up.view();
+                gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
+                CHECK(fused.amax() == separate.amax());
+                CHECK(fused.amax() > 0);
+            }
+}
+
+GPU_TEST_CASE("quantize: in place with a delayed scale, the amax is that of the input values") {
+    // The codes replace the elements of gate_up from which they are computed. A thread handles eight rows. At
+    // the end of the tensor it may read its last row again after it has written codes there. The inputs are
+    // such that this would change the amax: small gates share a group with a large one, their gradients have
+    // large codes, and these would be read as gates. dup = dact silu(gate), dgate = dact up silu'(gate).
+    const int64_t F = 64;
+    for (int64_t rows : {3, 130, 131, 133}) {
+        CAPTURE(rows);
+        Floats gate_up(rows * 2 * F, 1.0f), dact(rows * F, 1.0f);
+        for (int64_t i = 0; i < rows * F; i += 16) {
+            gate_up[i / F * 2 * F + i % F] = 400;
+            dact[i] = 0x1p-14f;
+        }
+        const Tensor in(gate_up, rows, 2 * F, Q_GROUP), gradient(dact, rows, F, Q_BF16);
+        const Lazy x = gpu::activation_backward(true, in.view(), gradient.view());
+        const Tensor exact(rows, 2 * F, Q_F32);
+        Tensor out(rows, 2 * F, Q_E5M2);
+        gpu::quantize(x, exact.operand(), nullptr, 0);
+        const Floats values = exact.values();
+        const float amax = reference::amax(values.data(), rows * 2 * F),
+                    scale = reference::scale_of(Q_E5M2, amax);
+        out.slot.write({AmaxAndScale{0, 0, scale, 0}});
+        Operand operand = out.operand();
+        operand.view.data = in.codes.get();
+        gpu::quantize(x, operand, nullptr, 0);
+        CHECK(out.amax() == amax);
+        const reference::Quantized wanted =
+            reference::quantize(values.data(), rows, 2 * F, Q_E5M2, nullptr, &scale);
+        CHECK(same_codes(Q_E5M2.format, in.codes.read(), wanted.codes));
+    }
+}

@@ -1,0 +1,323 @@
+// layers.cu - norms and residual (../../gpu/norm.cu), RoPE, embedding and loss (../../gpu/layers.cu) on a GPU
+// against the CPU reference.
+#include "../../gpu/layers.cuh"
+#include "../../gpu/norm.cuh"
+
+#include <array>
+
+#include "../help/gpu.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+constexpr float EPS = 1e-5f;
+
+// A norm with random parameters: what it reads, and its results in double or float.
+struct NormCase {
+    const int64_t N, C;
+    const bool rms;
+    const Tensor in, weight, bias;
+    const Buffer<float2> stats;
+
+    NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
+        : N(s.rows),
+          C(s.cols),
+          rms(rms),
+          in(N, C, f.nonlinear),
+          weight(normals(rng, f.compute, C), f.compute),
+          bias(normals(rng, f.compute, C), f.compute),
+          stats(N) {}
+    gpu::Norm norm(const View& x) const {
+        return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
+    }
+    template <class Real>
+    std::vector<Real> forward(const Floats& x) const {
+        const Floats w = weight.values(), b = bias.values();
+        const std::vector<Real> xs(x.begin(), x.end()), ws(w.begin(), w.end()), bs(b.begin(), b.end());
+        std::vector<Real> y(x.size());
+        reference::norm_forward<Real>(rms, EPS, N, C, xs.data(), ws.data(), rms ? nullptr : bs.data(),
+                                      y.data());
+        return y;
+    }
+    // dx + g, dweight and dbias. These two start from `before`.
+    template <class Real>
+    std::array<std::vector<Real>, 3> backward(const Floats& x, const Floats& dy, const Floats& g,
+                                              const Floats& before) const {
+        const Floats w = weight.values();
+        const std::vector<Real> xs(x.begin(), x.end()), ws(w.begin(), w.end()), ds(dy.begin(), dy.end());
+        std::vector<Real> dx(x.size()), dw(before.begin(), before.end()), db = dw;
+        reference::norm_backward<Real>(rms, EPS, N, C, xs.data(), ws.data(), ds.data(), dx.data(), dw.data(),
+                                       rms ? nullptr : db.data());
+        for (size_t i = 0; i < dx.size(); i++) dx[i] += Real(g[i]);
+        return {dx, dw, db};
+    }
+    // {mean, 1 / std} or {0, 1 / rms} of each row.
+    template <class Real>
+    std::array<std::vector<Real>, 2> statistics(const Floats& x) const {
+        std::vector<Real> means, inverses;
+        for (int64_t n = 0; n < N; n++) {
+            Real mean = 0, square = 0;
+            for (int64_t c = 0; c < C && !rms; c++) mean += x[n * C + c];
+            mean /= Real(C);
+            for (int64_t c = 0; c < C; c++) square += (x[n * C + c] - mean) * (x[n * C + c] - mean);
+            means.push_back(mean);
+            inverses.push_back(1 / std::sqrt(square / Real(C) + EPS));
+        }
+        return {means, inverses};
+    }
+    void check_stats(const Floats& x) const {
+        Floats means, inverses;
+        for (const float2& s : stats.read()) {
+            means.push_back(s.x);
+            inverses.push_back(s.y);
+        }
+        const auto exact = statistics<double>(x);
+        const auto in_float = statistics<float>(x);
+        check_as_float(means, exact[0], in_float[0], N, Format::F32,
+                       rms ? 0 : reference::amax(x.data(), N * C));
+        check_as_float(inverses, exact[1], in_float[1], N);
+    }
+};
+
+}  // namespace
+
+GPU_TEST_CASE("residual_add and norm: sum, norm input, statistics and the norm that follows") {
+    FRESH_RANDOM(rng);
+    const Shape shapes[] = {{1, 16},   {5, 48},   {33, 128}, {19, 768}, {7, 1040},
+                            {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}};
+    for (RecipeFormats f : RECIPE_FORMATS)
+        for (bool rms : {true, false})
+            for (Shape s : shapes)
+                for (bool reads_saved : {true, false}) {
+                    if ((!reads_saved && !f.nonlinear.fp8()) || too_long(s.rows * s.cols)) continue;
+                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", reads_saved ? "" : " reads the sum");
+                    const int64_t n = s.rows * s.cols;
+                    const Quant compute{f.compute};
+                    const Floats x = heavy(rng, f.compute, n), branch = heavy(rng, f.compute, n);
+                    Floats sum = x;
+                    for (int64_t i = 0; i < n; i++) sum[i] += branch[i];
+                    const Tensor device_x(x, s.rows, s.cols, compute),
+                        device_branch(branch, s.rows, s.cols, compute);
+                    const Tensor x_out(s.rows, s.cols, compute), y(s.rows, s.cols, Q_E4M3),
+                        values(s.rows, s.cols, Q_F32);
+                    const NormCase c(rng, f, rms, s);
+                    gpu::residual_add(device_x.view(), device_branch.view(), x_out.view(),
+                                      c.norm(c.in.view()), reads_saved, y.slot.get(), 0);
+                    check_quantized(x_out, sum);
+                    check_quantized(c.in, sum);
+                    const Tensor& read = reads_saved ? c.in : x_out;
+                    const Floats in = read.values();
+                    c.check_stats(in);
+                    const Lazy norm = gpu::norm(c.norm(read.view()));
+                    check_lazy(norm, f.compute, c.forward<double>(in), c.forward<float>(in));
+                    gpu::quantize(norm, values.operand(), nullptr, 0);
+                    CHECK(y.amax() == reference::amax(values.values().data(), n));
+                }
+}
+
+GPU_TEST_CASE("norm_backward: gradients of input, weight and bias, amax and statistics, always the same") {
+    FRESH_RANDOM(rng);
+    const Shape shapes[] = {{1, 16},    {50, 48},   {700, 128}, {2500, 768},
+                            {37, 1040}, {40, 4096}, {9, 6656},  {3, 16384}};
+    for (RecipeFormats f : RECIPE_FORMATS)
+        for (bool rms : {true, false})
+            for (Shape s : shapes) {
+                if (too_long(s.rows * s.cols)) continue;
+                INFO(s.rows, " x ", s.cols, rms ? " RMSNorm" : " LayerNorm");
+                const int64_t n = s.rows * s.cols;
+                const Quant compute{f.compute};
+                const NormCase c(rng, f, rms, s);
+                const Tensor in(heavy(rng, f.compute, n), s.rows, s.cols, f.nonlinear);
+                const Floats x = in.values(), dy = heavy(rng, f.compute, n);
+                const Floats g = normals(rng, f.compute, n), before = normals(rng, f.compute, s.cols);
+                const Tensor device_dy(dy, s.rows, s.cols, compute), device_g(g, s.rows, s.cols, compute);
+                const Buffer<float> workspace(int64_t(gpu::norm_backward_workspace(s.cols) / sizeof(float)));
+                Bytes first;
+                for (bool add : {true, false, true}) {
+                    const Tensor out(s.rows, s.cols, compute), dweight(before, f.compute),
+                        dbias(before, f.compute);
+                    gpu::norm_backward(c.norm(in.view()), device_dy.view(), add ? device_g.view() : View{},
+                                       out.view(), out.slot.get(), dweight.view(),
+                                       rms ? View{} : dbias.view(), workspace.get(), 0);
+                    c.check_stats(x);
+                    const Floats got = out.values(), around = add ? g : Floats(n);
+                    CHECK(out.amax() == reference::amax(got.data(), n));
+                    const auto exact = c.backward<double>(x, dy, around, before);
+                    const auto in_float = c.backward<float>(x, dy, around, before);
+                    check_as_float(got, exact[0], in_float[0], s.cols, f.compute);
+                    check_as_float(dweight.values(), exact[1], in_float[1], s.cols, f.compute);
+                    check_as_float(dbias.values(), exact[2], in_float[2], s.cols, f.compute);
+                    if (add && !first.empty()) CHECK(same_bytes(first, out.codes.read()));
+                    if (add) first = out.codes.read();
+                }
+            }
+}
+
+namespace {
+
+// Gradients of rows: before + the sum over tokens n of g[n] in row row_of(n).
+template <class RowOf>
+void check_row_sums(const Tensor& got, const Floats& before, const Floats& g, RowOf row_of) {
+    Doubles exact = doubles(before);
+    Floats in_float = before;
+    for (int64_t i = 0; i < int64_t(g.size()); i++) {
+        const int64_t at = row_of(i / got.cols) * got.cols + i % got.cols;
+        exact[at] += g[i];
+        in_float[at] += g[i];
+    }
+    check_as_float(got.values(), exact, in_float, got.cols, got.quant.format);
+}
+
+}  // namespace
+
+GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward") {
+    FRESH_RANDOM(rng);
+    for (RecipeFormats f : RECIPE_FORMATS)
+        for (bool positions : {true, false}) {
+            const int64_t B = 3, T = 111, N = B * T, C = 272, V = 128, live = 100;
+            const Quant compute{f.compute};
+            const Floats e = normals(rng, f.compute, V * C), p = normals(rng, f.compute, T * C),
+                         g = heavy(rng, f.compute, N * C);
+            std::vector<int32_t> tokens(N);  // three of them are frequent
+            for (int32_t& t : tokens) t = int32_t(rng.below(3) ? rng.below(3) : rng.below(live));
+            const Buffer<int32_t> device_tokens(tokens);
+            const Tensor device_e(e, V, C, compute), device_p(p, T, C, compute), device_g(g, N, C, compute),
+                x(N, C, compute);
+            const NormCase c(rng, f, true, {N, C});
+            gpu::embedding_forward(device_tokens.get(), device_e.view(), positions ? device_p.view() : View{},
+                                   T, x.view(), c.norm(c.in.view()), true, nullptr, 0);
+            Floats sum(N * C);
+            for (int64_t i = 0; i < N * C; i++)
+                sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
+            check_quantized(x, sum);
+            check_quantized(c.in, sum);
+            c.check_stats(c.in.values());
+
+            const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N, V);
+            const int64_t runs = int64_t(order.runs.size());
+            REQUIRE(runs <= N);
+            const Buffer<int32_t> device_order(order.order);
+            const Buffer<gpu::TokenRun> device_runs(order.runs);
+            const Buffer<float> workspace(runs * C);
+            for (Format format : {f.compute, Format::F32}) {  // of the gradients
+                const Tensor de(e, V, C, Quant{format}), dp(p, T, C, Quant{format});
+                gpu::embedding_backward(device_g.view(), device_order.get(), device_runs.get(), runs,
+                                        de.view(), workspace.get(), 0);
+                gpu::positions_backward(device_g.view(), T, dp.view(), 0);
+                check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });
+                check_row_sums(dp, p, g, [&](int64_t n) { return n % T; });
+            }
+        }
+}
+
+GPU_TEST_CASE(
+    "rope_forward and rope_backward: q and k are rotated, v is not; backward takes the amax of all") {
+    FRESH_RANDOM(rng);
+    for (Format compute : {Format::BF16, Format::F32})
+        for (int64_t HS : {8, 24, 64, 80, 128}) {
+            CAPTURE(HS);
+            ModelConfig c{"rope", LLAMA, 1, 4 * HS, 4, 2, 64, 64, 256, true};
+            // A head of 64 has frequencies of each kind: kept, interpolated and divided.
+            if (HS == 64) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+            const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
+            const Floats x = heavy(rng, compute, N * cols);
+            const Buffer<float2> table(T * HS / 2);
+            gpu::rope_table(c, T, table.get(), 0);
+            const gpu::Rope rope{table.get(), T, HS, c.q_cols() + c.kv_cols()};
+            enum { FORWARD, BACKWARD, BACKWARD_WITHOUT_AMAX };
+            for (int direction : {FORWARD, BACKWARD, BACKWARD_WITHOUT_AMAX}) {
+                CAPTURE(direction);
+                Doubles exact = doubles(x);
+                Floats in_float = x;
+                reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
+                reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
+                const Tensor got(x, N, cols, Quant{compute});
+                AmaxAndScale* const amax = direction == BACKWARD ? got.slot.get() : nullptr;
+                if (direction == FORWARD) gpu::rope_forward(rope, got.view(), 0);
+                else gpu::rope_backward(rope, got.view(), amax, 0);
+                const Floats values = got.values();
+                check_as_float(values, exact, in_float, HS, compute);
+                CHECK(got.amax() == (amax ? reference::amax(values.data(), N * cols) : 0));
+                int64_t changed = 0;
+                for (int64_t i = 0; i < N * cols; i++)
+                    changed += i % cols >= rope.rotated_cols && values[i] != x[i];
+                CHECK(changed == 0);
+            }
+        }
+}
+
+namespace {
+
+// The gradient of a row of logits. Away from the target it is scale * probability. A probability is
+// exp(logit - lse), and FP32 rounds lse, log(sum(exp(logits))), and its product with log2(e), each by up to
+// U |lse|: the probability is wrong by that part of itself. The reference in float does not show this: it
+// subtracts the largest logit, which mostly is exact.
+void check_loss_gradient(Floats got, Doubles exact, Floats in_float, int32_t target, double scale, double lse,
+                         Format compute) {
+    if (target != NO_TARGET) {  // scale * (probability - 1), where the two cancel
+        check_as_float({got[target]}, {exact[target]}, {in_float[target]}, 1, compute,
+                       scale + (exact[target] + scale) * std::abs(lse));
+        got[target] = in_float[target] = 0;
+        exact[target] = 0;
+    }
+    const double largest = *std::max_element(exact.begin(), exact.end());
+    check_as_float(got, exact, in_float, int64_t(got.size()), compute, largest * std::abs(lse));
+}
+
+}  // namespace
+
+// Columns from V on are NaN: the GEMM that makes the logits may leave anything there.
+GPU_TEST_CASE("cross_entropy and loss_sum: losses, gradients and their sum") {
+    FRESH_RANDOM(rng);
+    // A row of the last one does not fit the shared memory of a block.
+    const Shape shapes[] = {{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}};
+    for (Format compute : {Format::BF16, Format::F32})
+        for (Shape s : shapes)
+            for (double spread : {1.0, 30.0}) {
+                const int64_t N = s.rows, V = s.cols, stride = round_up(V, 64);
+                if (too_long(N * V)) continue;
+                CAPTURE(V);
+                Floats logits = normals(rng, compute, N * stride, spread);
+                for (int64_t i = 0; i < N * stride; i++)
+                    if (i % stride >= V) logits[i] = NAN;
+                std::vector<int32_t> targets(N);
+                for (int32_t& t : targets) t = int32_t(rng.below(V));
+                targets[1] = NO_TARGET;
+                const Buffer<int32_t> device_targets(targets);
+                const Tensor x(logits, N, stride, Quant{compute});
+                const Bytes unchanged = x.codes.read();
+                const Buffer<float> losses(N), losses_only(N);
+                Buffer<double> scale(std::vector<double>{0.125});
+                gpu::cross_entropy(x.view(), V, device_targets.get(), nullptr, losses_only.get(), 0);
+                CHECK(same_bytes(x.codes.read(), unchanged));
+                gpu::cross_entropy(x.view(), V, device_targets.get(), scale.get(), losses.get(), 0);
+                const Floats got = losses.read();
+                CHECK(same_bytes(losses_only.read(), got));
+                CHECK(got[1] == 0);
+                const Floats gradient = x.values();
+                for (int64_t n = 0; n < N; n++) {
+                    const int32_t target = targets[n];
+                    const float *const first = &logits[n * stride], *const start = &gradient[n * stride];
+                    Floats in_float(first, first + stride);
+                    Doubles exact = doubles(in_float);
+                    const double loss =
+                        reference::cross_entropy<double>(1, V, stride, exact.data(), &target, 0.125);
+                    const double loss_in_float =
+                        reference::cross_entropy<float>(1, V, stride, in_float.data(), &target, 0.125f);
+                    const double lse = target == NO_TARGET ? 0 : loss + first[target];
+                    // lse is the largest logit plus log(sum), which is wrong by what part of itself sum is.
+                    check_as_float({got[n]}, {loss}, {float(loss_in_float)}, 1, Format::F32,
+                                   1 + std::abs(lse));
+                    check_loss_gradient({start, start + stride}, exact, in_float, target, 0.125, lse,
+                                        compute);
+                }
+                const Buffer<double> total(std::vector<double>{2});
+                scale.write({0.5});
+                gpu::loss_sum(losses.get(), N, scale.get(), total.get(), 0);
+                double wanted = 2;
+                for (float l : got) wanted += 0.5 * l;
+                CHECK(total.read()[0] == doctest::Approx(wanted).epsilon(1e-14));
+            }
+}

@@ -1,0 +1,330 @@
+// gpu.h - what the tests of kernels share: tensors on the device in any format, and two comparisons.
+//
+// A kernel is checked in two steps. Its FP32 values are compared with the reference in double: they may
+// differ by as much as FP32 makes of them, which the same reference in float shows (check_as_float). Then its
+// codes and scales are compared, byte for byte, with the reference's quantization of those FP32 values
+// (check_quantized). So no bound is derived by hand.
+//
+// GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU it is
+// skipped.
+#pragma once
+#include <cuda_runtime.h>
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "../../coat.cuh"
+#include "../../reference.h"
+#include "../random.h"
+
+namespace coat::test {
+
+using gpu::AmaxAndScale;
+using gpu::Lazy;
+using gpu::Operand;
+using gpu::View;
+using Floats = std::vector<float>;
+using Doubles = std::vector<double>;
+using Bytes = std::vector<uint8_t>;
+
+inline bool gpu_available() {
+    static const bool available = [] {
+        int n = 0;
+        return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
+    }();
+    return available;
+}
+#define GPU_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(!coat::test::gpu_available()))
+
+inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGetErrorString(e)); }
+
+// An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
+// so a test notices an element that no kernel has written. Guard bytes follow the array; that they are
+// unchanged is checked at the end.
+template <class T>
+class Buffer {
+public:
+    explicit Buffer(int64_t n) : n_(n) {
+        succeeded(cudaMalloc(&data_, n * sizeof(T) + GUARD));
+        succeeded(cudaMemset(data_, 0xFF, n * sizeof(T) + GUARD));
+    }
+    explicit Buffer(const std::vector<T>& host) : Buffer(int64_t(host.size())) { write(host); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() {
+        uint8_t guard[GUARD] = {};
+        cudaMemcpy(guard, get() + n_, GUARD, cudaMemcpyDeviceToHost);
+        CHECK(std::all_of(guard, guard + GUARD, [](uint8_t b) { return b == 0xFF; }));
+        cudaFree(data_);
+    }
+
+    T* get() const { return static_cast<T*>(data_); }
+    void zero() { succeeded(cudaMemset(data_, 0, n_ * sizeof(T))); }
+    void write(const std::vector<T>& host) {
+        REQUIRE(int64_t(host.size()) <= n_);
+        succeeded(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    std::vector<T> read() const {
+        std::vector<T> host(n_);
+        succeeded(cudaMemcpy(host.data(), data_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+
+private:
+    static constexpr size_t GUARD = 256;
+    int64_t n_;
+    void* data_ = nullptr;
+};
+
+template <class T>
+bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+// Equal bytes, but for NaN: GPUs and CPUs write the same NaN with another sign and other bits.
+inline bool same_values(const Floats& a, const Floats& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
+        return std::isnan(x) ? std::isnan(y) : std::memcmp(&x, &y, sizeof x) == 0;
+    });
+}
+template <class T>
+std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
+    std::vector<T> t(x.size());
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
+    return t;
+}
+
+inline Floats rounded(Format f, Floats x) {
+    for (float& v : x) v = reference::round_to(f, v);
+    return x;
+}
+inline Doubles doubles(const Floats& x) { return Doubles(x.begin(), x.end()); }
+inline Floats normals(Random& rng, Format f, int64_t n, double std = 1) {
+    return rounded(f, rng.normals<float>(n, std));
+}
+// Values distributed like activations: heavy tails, and one in 50 is an outlier.
+inline Floats heavy(Random& rng, Format f, int64_t n) {
+    Floats x(n);
+    for (float& v : x) v = float(rng.normal() * (rng.below(50) == 0 ? 30 : 1) * std::exp(rng.normal()));
+    return rounded(f, x);
+}
+
+// Per-row, 1x128 and 128x128 scales as cuBLASLt reads them (its manual: "Outer Vector Scaling", "128-element
+// 1D and 128x128 2D Block Scaling"). 1x128 scales are transposed: neighbours belong to neighbouring rows.
+// Each row of 128x128 scales is padded to a multiple of four; the kernels fill the padding with 1.
+inline Floats scales_for_gemm(const reference::Quantized& q) {
+    const float* from = reinterpret_cast<const float*>(q.scales.data());
+    const int64_t rows = q.quant.scale_rows(q.rows), cols = q.quant.scale_cols(q.cols);
+    if (q.quant.granularity == PER_ROW) return Floats(from, from + rows);
+    const bool transpose = q.quant.granularity.rows == 1;
+    const int64_t padded = transpose ? cols : round_up(cols, 4);
+    Floats to(rows * padded, 1.0f);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < cols; c++) to[transpose ? c * rows + r : r * padded + c] = from[r * cols + c];
+    return to;
+}
+// Scales as they lie in memory; none for a scale per tensor, which lies elsewhere.
+inline Bytes stored_scales(const reference::Quantized& q) {
+    if (!q.quant.fp8() || q.quant.granularity == PER_GROUP) return q.scales;
+    if (q.quant.granularity == PER_TENSOR) return {};
+    const Floats laid_out = scales_for_gemm(q);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(laid_out.data());
+    return Bytes(bytes, bytes + 4 * laid_out.size());
+}
+
+// A tensor on the device in any format, as kernels store it: row-major, and transposed too if a GEMM may read
+// it so.
+class Tensor {
+public:
+    const int64_t rows, cols;
+    const Quant quant;
+    Buffer<uint8_t> codes, transposed, scales, transposed_scales;
+    Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
+
+    Tensor(int64_t rows, int64_t cols, Quant q)
+        : rows(rows),
+          cols(cols),
+          quant(q),
+          codes(q.code_bytes(rows, cols)),
+          transposed(for_gemm() ? q.code_bytes(rows, cols) : 0),
+          scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
+                 info(q.scale_format).bytes),
+          transposed_scales(for_gemm() ? q.operand_scales(cols, rows) * 4 : 0),
+          slot(1) {
+        slot.zero();
+    }
+    Tensor(const Floats& x, int64_t rows, int64_t cols, Quant q) : Tensor(rows, cols, q) {
+        const reference::Quantized from = reference::quantize(x.data(), rows, cols, q);
+        codes.write(from.codes);
+        scales.write(stored_scales(from));
+        if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+    }
+    Tensor(const Floats& x, Format f) : Tensor(x, 1, int64_t(x.size()), Quant{f}) {}
+
+    bool per_tensor() const { return quant.fp8() && quant.granularity == PER_TENSOR; }
+    bool for_gemm() const { return quant.fp8() && !(quant.granularity == PER_GROUP); }
+    View view() const {
+        return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols, quant};
+    }
+    Operand operand() const {
+        if (!for_gemm()) return {view(), nullptr, nullptr, slot.get()};
+        return {view(), transposed.get(), per_tensor() ? nullptr : transposed_scales.get(), slot.get()};
+    }
+    float amax() const { return slot.read()[0].amax; }
+    float scale() const { return slot.read()[0].scale; }
+    Floats values() const {  // of all formats but those in blocks
+        reference::Quantized q;
+        q.codes = codes.read(), q.scales = scales.read(), q.rows = rows, q.cols = cols, q.quant = quant;
+        if (per_tensor()) q.scales.resize(sizeof(float));
+        const float of_tensor = scale();
+        if (per_tensor()) std::memcpy(q.scales.data(), &of_tensor, sizeof of_tensor);
+        return reference::dequantize(q);
+    }
+};
+
+// Equal codes; the several NaN codes of a format count as equal.
+inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [f](uint8_t x, uint8_t y) {
+        return x == y || (std::isnan(reference::decode(f, x)) && std::isnan(reference::decode(f, y)));
+    });
+}
+
+// Codes and scales in both orientations, and the amax, against the reference's quantization of x.
+inline void check_quantized(const Tensor& out, const Floats& x) {
+    INFO(out.quant.text(), " ", out.rows, "x", out.cols);
+    const reference::Quantized wanted = reference::quantize(x.data(), out.rows, out.cols, out.quant);
+    if (!out.quant.fp8()) {
+        CHECK(same_bytes(out.codes.read(), wanted.codes));
+        return;
+    }
+    CHECK(same_codes(out.quant.format, out.codes.read(), wanted.codes));
+    CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
+    if (!out.for_gemm()) return;
+    const float amax = reference::amax(x.data(), out.rows * out.cols), got = out.amax();
+    CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
+    const reference::Quantized other =
+        reference::quantize(transposed(x, out.rows, out.cols).data(), out.cols, out.rows, out.quant);
+    CHECK(same_codes(out.quant.format, out.transposed.read(), other.codes));
+    CHECK(same_bytes(out.transposed_scales.read(), stored_scales(other)));
+    if (out.per_tensor()) CHECK(out.scale() == reference::scale_of(out.quant, amax));
+}
+
+// Compares the FP32 values of a kernel with the exact ones. In each row of `cols` values, the reference in
+// float shows how much FP32 loses. A kernel adds in another order and has faster functions: it may lose SLACK
+// times as much, with as many roundings U of the row's largest value. Rounding to the format in which the
+// value is stored is monotone, so the result lies between the limits of the value, rounded.
+// terms: the largest magnitude of what is added up, where sums may cancel in a whole row.
+constexpr double SLACK = 32, U = 0x1p-24;
+inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
+                           Format stored = Format::F32, double terms = 0) {
+    REQUIRE(got.size() == exact.size());
+    int64_t wrong = 0;
+    for (size_t first = 0; first < got.size(); first += size_t(cols)) {
+        const size_t last = std::min(got.size(), first + size_t(cols));
+        double lost = 0, largest = terms;
+        for (size_t i = first; i < last; i++) {
+            if (std::isfinite(in_float[i])) lost = std::max(lost, std::abs(in_float[i] - exact[i]));
+            largest = std::max(largest, std::abs(exact[i]));
+        }
+        const double bound = SLACK * (lost + U * largest) + 0x1p-126;
+        for (size_t i = first; i < last; i++) {
+            const float low = reference::round_to(stored, float(exact[i] - bound)),
+                        high = reference::round_to(stored, float(exact[i] + bound));
+            if (low <= got[i] && got[i] <= high) continue;
+            if (wrong++ == 0)
+                MESSAGE("element ", i, " of ", got.size(), " is ", got[i], ", expected ", low, " to ", high);
+        }
+    }
+    CHECK(wrong == 0);
+}
+
+struct Shape {
+    int64_t rows, cols;
+};
+// Under a sanitizer a launch takes seconds, so large shapes are skipped; smaller ones have several tiles and
+// rows too.
+inline bool too_long(int64_t elements) { return quick() && elements > 1 << 16; }
+
+// A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
+struct RecipeFormats {
+    Format compute;
+    Quant nonlinear;
+};
+inline const RecipeFormats RECIPE_FORMATS[] = {
+    {Format::BF16, Q_GROUP}, {Format::BF16, Q_BF16}, {Format::F32, Q_F32}};
+
+inline const Quant GEMM_FORMATS[] = {Q_E4M3,
+                                     Q_E5M2,
+                                     Q_ROW,
+                                     Q_1x128,
+                                     Q_128x128,
+                                     {Format::E5M2, PER_ROW},
+                                     {Format::E5M2, PER_1x128},
+                                     {Format::E5M2, PER_128x128}};
+
+// Column sums of x, whose FP32 values are given, added to 0.5.
+inline void check_column_sums(const Lazy& x, const Floats& values) {
+    const int64_t cols = x.cols;
+    for (bool with_amax : {true, false}) {
+        const Tensor sums(Floats(cols, 0.5f), Format::F32);
+        Buffer<float> workspace(gpu::COLUMN_PARTIALS * cols);
+        gpu::column_sums(x, sums.view(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
+        CHECK(sums.amax() == (with_amax ? reference::amax(values.data(), x.rows * cols) : 0));
+        Doubles exact(cols, 0.5);
+        Floats in_float(cols, 0.5f);
+        for (int64_t i = 0; i < x.rows * cols; i++) {
+            exact[i % cols] += values[i];
+            in_float[i % cols] += values[i];
+        }
+        check_as_float(sums.values(), exact, in_float, cols);
+    }
+}
+
+// A lazily computed tensor: its FP32 values against the exact ones; then everything that is made of it
+// against those values: BF16, column sums, and codes and scales in every format and orientation, alone and
+// together, just in time and delayed.
+inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, const Floats& in_float) {
+    const int64_t rows = x.rows, cols = x.cols;
+    const Tensor fp32(rows, cols, Q_F32), bf16(rows, cols, Q_BF16);
+    gpu::quantize(x, fp32.operand(), nullptr, 0);
+    const Floats values = fp32.values();
+    check_as_float(values, exact, in_float, cols);
+    check_column_sums(x, values);
+    if (compute == Format::F32) {
+        CHECK_THROWS_AS(gpu::amax(x, bf16.slot.get(), 0), Error);
+        return;
+    }
+    gpu::quantize(x, bf16.operand(), nullptr, 0);
+    check_quantized(bf16, values);
+    const float amax = reference::amax(values.data(), rows * cols);
+    for (Quant q : GEMM_FORMATS) {
+        const bool per_tensor = q.granularity == PER_TENSOR;
+        Tensor both(rows, cols, q), row_major(rows, cols, q), turned(rows, cols, q), delayed(rows, cols, q);
+        for (const Tensor* t : {&both, &row_major, &turned}) {
+            Operand out = t->operand();
+            if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
+            if (t == &turned) out.view.data = nullptr;
+            if (t == &turned && !per_tensor) out.view.scales = nullptr;
+            if (per_tensor) gpu::amax(x, t->slot.get(), 0);
+            gpu::quantize(x, out, nullptr, 0);
+        }
+        check_quantized(both, values);
+        CHECK(same_bytes(row_major.codes.read(), both.codes.read()));
+        CHECK(same_bytes(row_major.scales.read(), both.scales.read()));
+        CHECK(same_bytes(turned.transposed.read(), both.transposed.read()));
+        CHECK(same_bytes(turned.transposed_scales.read(), both.transposed_scales.read()));
+        if (!per_tensor) continue;
+        const float scale = reference::scale_of(q, amax / 2);  // half of the amax: some values saturate
+        delayed.slot.write({AmaxAndScale{0, 0, scale, 0}});
+        gpu::quantize(x, delayed.operand(), nullptr, 0);
+        const Bytes wanted = reference::quantize(values.data(), rows, cols, q, nullptr, &scale).codes;
+        CHECK(same_codes(q.format, delayed.codes.read(), wanted));
+        CHECK(same_codes(q.format, delayed.transposed.read(), transposed(wanted, rows, cols)));
+        CHECK((delayed.scale() == scale && delayed.amax() == amax));
+    }
+}
+
+}  // namespace coat::test
