@@ -112,7 +112,7 @@ sanitize:
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail
 # again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp ranks.cpp $(sort $(wildcard data/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp ranks.cpp gpu/none.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
 FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero
@@ -120,7 +120,7 @@ $(O)/fuzz/%.o: %.cpp | need-json
 	@mkdir -p $(@D)
 	$(FUZZ_CXX) -MMD -MP -c $< -o $@
 $(O)/fuzz/fuzz_%: $(O)/fuzz/dev/fuzz/%.o $(FUZZED)
-	$(FUZZ_CXX) $^ -o $@
+	$(FUZZ_CXX) $^ -lgomp -o $@
 .SECONDARY: $(FUZZERS:%=$(O)/fuzz/dev/fuzz/%.o) $(FUZZED)  # objects stay for the next time
 fuzz: $(FUZZERS:%=$(O)/fuzz/fuzz_%)
 	@for target in $(FUZZERS); do mkdir -p $(O)/fuzz/corpus_$$target; \
