@@ -23,7 +23,7 @@ endif
 # and infinity are part of the method. On the CPU, only the reference has long loops: it is compiled with -O3.
 CXXFLAGS  = -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wextra -Werror
 
-SOURCES := plan.cpp reference.cpp flags.cpp ranks.cpp $(sort $(wildcard data/*.cpp))
+SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp))
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
 LINK    := $(CXX) -fopenmp $(OPT)
 
@@ -54,7 +54,7 @@ OBJECTS := $(call object,$(SOURCES))
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
 .PHONY: test bench sanitize fuzz clean need-json need-doctest need-nvcc FORCE
-$(PROGRAM): $(call object,train.cpp) $(OBJECTS)
+$(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
@@ -85,7 +85,7 @@ $(O)/%.cu.o: %.cu $(O)/flags
 
 $(O)/reference.cpp.o: private OPT = -O3
 # These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
-$(call object,train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
+$(call object,program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
 $(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest

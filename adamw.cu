@@ -7,7 +7,7 @@
 //   3. AdamW without groups: with the optimizer coat, of norms and biases only
 //   4. AdamW with both moments in FP8 groups, at 85% of copy bandwidth (dev/ladders/adamw.cu shows the way
 //      there)
-#include "adamw.cuh"
+#include "gpu/adamw.cuh"
 
 namespace coat::gpu {
 

@@ -24,7 +24,7 @@
 //
 // Every kernel here is bound by memory bandwidth; what a kernel costs is the bytes that it moves.
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
-#include "coat.cuh"
+#include "gpu/coat.cuh"
 
 #include "gpu/norm.cuh"
 #include "gpu/other_scaling.cuh"

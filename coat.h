@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "error.h"
+#include "program/error.h"
 
 namespace coat {
 

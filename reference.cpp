@@ -17,7 +17,7 @@
 // threads.
 #include "reference.h"
 
-#include "ranks.h"
+#include "program/ranks.h"
 
 #include <malloc.h>
 

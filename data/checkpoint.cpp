@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "../ranks.h"
+#include "../program/ranks.h"
 
 namespace coat {
 namespace fs = std::filesystem;

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../ranks.h"
+#include "../program/ranks.h"
 
 namespace coat {
 namespace fs = std::filesystem;

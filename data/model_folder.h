@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../model.h"
+#include "../program/model.h"
 #include "safetensors.h"
 
 namespace coat {

@@ -18,7 +18,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 
-#include "../error.h"
+#include "../program/error.h"
 
 namespace coat {
 

@@ -10,7 +10,7 @@
 #include <set>
 #include <sstream>
 
-#include "../model.h"
+#include "../program/model.h"
 #include "safetensors.h"
 
 namespace coat {

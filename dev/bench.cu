@@ -26,13 +26,13 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../adamw.cuh"
-#include "../coat.cuh"
+#include "../gpu/adamw.cuh"
+#include "../gpu/coat.cuh"
 #include "../gpu/attention.cuh"
 #include "../gpu/gemm.cuh"
 #include "../gpu/layers.cuh"
 #include "../gpu/norm.cuh"
-#include "../plan.h"
+#include "../program/plan.h"
 
 namespace {
 

@@ -79,12 +79,11 @@ seeds() {  # how many
     failed=$(grep -vc '^0 ' "$logs/seeds.txt" || true)
 }
 
-export kernels='*test/coat.cu,*test/adamw.cu,*test_adamw*.cu,*test/gpu/layers.cu,*test_parameters.cu'
-kernels+=',*test_gradients.cu,*test_attention.cu,*test_other_scaling.cu'
+export kernels='*test/coat.cu,*test/*adamw*.cu,*test/gpu/*.cu'
 case ${1:-gpu} in
     all) run tests make test ;;
     sanitize) sanitize 'racecheck memcheck initcheck' "$kernels" "${2:-}" ;;
-    races) sanitize racecheck '*test_attention.cu' '' ;;
+    races) sanitize racecheck '*test/gpu/attention.cu' '' ;;
     seeds) seeds "${2:-20}" ;;
     gpu) run gpu build/tests --test-case='gpu: *' ;;
     *) run chosen build/tests --test-case="$1" ;;

@@ -252,8 +252,8 @@ int shared_bytes(const AttentionShape& s, int own, int other) {  // other: tiles
 template <class Real>
 void forward(const AttentionShape& s, const Real* qkv, Real* out, float* lse, cudaStream_t stream) {
     const dim3 grid(blocks(s.T, BLOCK_ROWS), unsigned(s.NH), unsigned(s.B));
-    launch("attention", forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv, out,
-           lse);
+    launch("attention", forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv,
+           out, lse);
 }
 
 template <class Real>

@@ -9,7 +9,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../model.h"
+#include "../program/model.h"
 
 namespace coat {
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "../model.h"
-#include "../ranks.h"
+#include "../program/model.h"
+#include "../program/ranks.h"
 #include "cuda.cuh"
 
 namespace coat::gpu {

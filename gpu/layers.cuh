@@ -3,7 +3,7 @@
 //
 // Tensors, parameter gradients and launches are as norm.cuh says.
 #pragma once
-#include "../model.h"
+#include "../program/model.h"
 #include "tensor.cuh"
 
 namespace coat::gpu {

@@ -1,7 +1,7 @@
 // gpu/other_scaling.cuh - scales of GEMM operands that the paper does not use: per row, in blocks, and
 // delayed. The recipes te, rowwise and deepseek have them. The rules are those of coat.cuh.
 #pragma once
-#include "../coat.cuh"
+#include "coat.cuh"
 
 namespace coat::gpu {
 

@@ -5,7 +5,7 @@
 // on. The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on
 // the given CUDA stream.
 #pragma once
-#include "../plan.h"
+#include "../program/plan.h"
 #include "tensor.cuh"
 
 namespace coat::gpu {

@@ -1,7 +1,7 @@
 // gpu/report.cuh - the quantization report (coat.h, QuantStats): what quantizing does to the values of a
 // tensor. It has a kernel of its own, so that training pays nothing for it. Moments are measured on the host.
 #pragma once
-#include "../coat.cuh"
+#include "coat.cuh"
 #include "parameters.cuh"
 
 namespace coat::gpu {

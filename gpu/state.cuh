@@ -4,9 +4,9 @@
 #include <cstring>
 #include <map>
 
-#include "../adamw.cuh"
-#include "../coat.cuh"
-#include "../plan.h"
+#include "adamw.cuh"
+#include "coat.cuh"
+#include "../program/plan.h"
 #include "arena.cuh"
 #include "comm.cuh"
 #include "gradients.cuh"

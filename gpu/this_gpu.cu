@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "../plan.h"
-#include "../ranks.h"
+#include "../program/plan.h"
+#include "../program/ranks.h"
 #include "parameters.cuh"
 
 namespace coat {

@@ -11,7 +11,7 @@
 //   | x 128 |       |       |         ...                             ...
 //   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
 #pragma once
-#include "../coat.cuh"
+#include "coat.cuh"
 
 namespace coat::gpu {
 

@@ -3,15 +3,15 @@
 // How far the reference, in float, is from the exact step shows what FP32 loses. From that follow the limits
 // of a weight, and of the number that a moment has before it becomes a code: the code must be one of those
 // between the codes of the limits.
-#include "../adamw.cuh"
+#include "../gpu/adamw.cuh"
 
 #include <array>
 #include <memory>
 
 #include "../gpu/report.cuh"
-#include "../plan.h"
+#include "../program/plan.h"
 #include "help/gpu.h"
-#include "tiny.h"
+#include "help/tiny.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -12,9 +12,9 @@
 #include <sys/wait.h>
 #include <thread>
 
-#include "../ranks.h"
-#include "files.h"
-#include "ports.h"
+#include "../program/ranks.h"
+#include "help/files.h"
+#include "help/ports.h"
 
 using namespace coat;
 using namespace coat::test;

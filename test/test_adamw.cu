@@ -1,11 +1,11 @@
 // test_adamw.cu - adamw on the GPU, against double and the CPU reference.
 #include <cmath>
 
-#include "../adamw.cuh"
-#include "adamw_run.h"
-#include "device_tensors.h"
-#include "gpu.h"
-#include "random.h"
+#include "../gpu/adamw.cuh"
+#include "help/earlier_adamw_run.h"
+#include "help/earlier_tensors.h"
+#include "help/earlier_gpu.h"
+#include "help/random.h"
 
 using namespace coat;
 using namespace coat::test;

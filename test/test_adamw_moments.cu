@@ -2,12 +2,12 @@
 // reference.
 #include <cmath>
 
-#include "../adamw.cuh"
+#include "../gpu/adamw.cuh"
 #include "../gpu/report.cuh"
-#include "adamw_run.h"
-#include "device_tensors.h"
-#include "gpu.h"
-#include "random.h"
+#include "help/earlier_adamw_run.h"
+#include "help/earlier_tensors.h"
+#include "help/earlier_gpu.h"
+#include "help/random.h"
 
 using namespace coat;
 using namespace coat::test;

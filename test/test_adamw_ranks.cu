@@ -2,12 +2,12 @@
 // together they have the bits of one that updates all. One GPU plays all ranks, one after the other.
 #include <numeric>
 
-#include "../adamw.cuh"
-#include "../plan.h"
-#include "device_tensors.h"
-#include "gpu.h"
-#include "random.h"
-#include "tiny.h"
+#include "../gpu/adamw.cuh"
+#include "../program/plan.h"
+#include "help/earlier_tensors.h"
+#include "help/earlier_gpu.h"
+#include "help/random.h"
+#include "help/tiny.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -1,6 +1,6 @@
 // train_rejects.cpp - everything that ./train refuses: flags, sizes, data, checkpoints, files. Each gives one
 // sentence that names what is at fault, exit code 1, and no file is lost, changed or left half-written.
-#include "../plan.h"
+#include "../program/plan.h"
 #include "help/program.h"
 #include "help/tokens.h"
 

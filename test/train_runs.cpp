@@ -3,7 +3,7 @@
 #include <cmath>
 #include <set>
 
-#include "../plan.h"
+#include "../program/plan.h"
 #include "../reference.h"
 #include "help/program.h"
 #include "help/tokens.h"

@@ -8,7 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../../plan.h"
+#include "../../program/plan.h"
 
 namespace {
 

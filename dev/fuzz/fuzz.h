@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "../../model.h"
+#include "../../program/model.h"
 
 namespace coat::fuzz {
 

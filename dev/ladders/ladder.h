@@ -7,8 +7,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../adamw.cuh"
-#include "../../coat.cuh"
+#include "../../gpu/adamw.cuh"
+#include "../../gpu/coat.cuh"
 #include "../../gpu/norm.cuh"
 #include "../../reference.h"
 

@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-#include "../../plan.h"
+#include "../../program/plan.h"
 #include "../help/checkpoints.h"
 
 using namespace coat;

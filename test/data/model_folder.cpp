@@ -7,7 +7,7 @@
 #include <cstring>
 #include <set>
 
-#include "../../plan.h"
+#include "../../program/plan.h"
 #include "../help/hugging_face.h"
 #include "../help/program.h"
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <numeric>
 
-#include "../../model.h"
+#include "../../program/model.h"
 #include "../help/tokens.h"
 
 using namespace coat;

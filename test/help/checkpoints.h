@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "../../data/checkpoint.h"
-#include "../files.h"
-#include "../random.h"
+#include "files.h"
+#include "random.h"
 
 namespace coat::test {
 

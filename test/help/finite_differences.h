@@ -6,8 +6,8 @@
 #include <functional>
 
 #include "../../reference.h"
-#include "../random.h"
-#include "../tiny.h"
+#include "random.h"
+#include "tiny.h"
 
 namespace coat::test::finite_differences {
 

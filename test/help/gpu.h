@@ -16,9 +16,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../../coat.cuh"
+#include "../../gpu/coat.cuh"
 #include "../../reference.h"
-#include "../random.h"
+#include "random.h"
 
 namespace coat::test {
 

@@ -8,8 +8,8 @@
 #include <sys/wait.h>
 
 #include "../../data/checkpoint.h"
-#include "../files.h"
-#include "../ports.h"
+#include "files.h"
+#include "ports.h"
 
 namespace coat::test {
 

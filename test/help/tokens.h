@@ -1,8 +1,8 @@
 // tokens.h - token files, tokenizer files and token streams, for the tests of data/.
 #pragma once
 #include "../../data/tokens.h"
-#include "../files.h"
-#include "../random.h"
+#include "files.h"
+#include "random.h"
 
 namespace coat::test {
 

@@ -6,7 +6,7 @@
 
 #include "../../reference.h"
 #include "../help/oracle.h"
-#include "../random.h"
+#include "../help/random.h"
 
 using namespace coat;
 using namespace coat::test;

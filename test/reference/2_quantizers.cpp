@@ -11,7 +11,7 @@
 
 #include "../../reference.h"
 #include "../help/oracle.h"
-#include "../random.h"
+#include "../help/random.h"
 
 using namespace coat;
 using namespace coat::test;

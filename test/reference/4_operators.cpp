@@ -8,8 +8,8 @@
 
 #include "../../reference.h"
 #include "../help/finite_differences.h"
-#include "../random.h"
-#include "../tiny.h"
+#include "../help/random.h"
+#include "../help/tiny.h"
 
 using namespace coat;
 using namespace coat::test;

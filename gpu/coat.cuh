@@ -1,0 +1,78 @@
+// coat.cuh - the paper's section 5 on the GPU: quantizers, group scaling, FP8 precision flow (coat.cu).
+//
+// Rules of this interface:
+//   - A tensor that can be computed elementwise from what is stored is a Lazy: a description of how to
+//     compute its FP32 values. Each kernel that needs the tensor computes them on the fly, and stores them
+//     only as an operand. The simplest Lazy is a tensor that is stored.
+//   - Per-tensor scaling takes two passes: amax(x) and quantize(x). A kernel that has the values at hand
+//     updates the amax itself, which saves the first pass. Either way the amax is taken in two stages (group
+//     scaling): a maximum for each warp, then an atomicMax.
+//   - No function allocates or waits; all launch on the given CUDA stream. Rows are tokens, any number of
+//     them; columns are a multiple of 16. Pointers are 16-byte aligned. The compute dtype is the recipe's:
+//     BF16, or FP32 where nothing is FP8.
+#pragma once
+#include "tensor.cuh"
+
+namespace coat::gpu {
+
+enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
+
+struct Lazy {
+    LazyOp op;
+    int64_t rows, cols;  // of the result
+    View input{};        // of the norm; gate_up of the activation
+    View dact{};         // ActivationBackward: the gradient of the activation's output
+    bool gated = false;
+    gpu::Norm norm{};
+};
+
+// A stored tensor (rows, cols), compute dtype or groups.
+inline Lazy stored(const View& x) { return {LazyOp::Stored, x.rows, x.cols, x}; }
+// The output of a norm (N, C); needs n.stats.
+inline Lazy norm(const Norm& n) { return {LazyOp::Norm, n.in.rows, n.in.cols, n.in, {}, false, n}; }
+// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated; compute dtype or groups. Result (N, F):
+// SiLU(gate) x up or GELU.
+inline Lazy activation(bool gated, const View& gate_up) {
+    return {LazyOp::Activation, gate_up.rows, gate_up.cols / (gated ? 2 : 1), gate_up, {}, gated};
+}
+// dact (N, F) is the gradient of the activation's output, in the compute dtype. Result: the gradient of
+// gate_up, same shape.
+inline Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
+    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols &&
+                dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
+            "dact and gate_up differ in shape, or dact is not in the compute dtype");
+    return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
+}
+
+// Group scaling (paper section 5): out->amax = max(out->amax, |x|). Amaxes start at 0 in every micro-batch.
+void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
+
+// Writes x as out says: FP8 per tensor (with the delayed scale in amax_and_scale(out.view), or just in time
+// from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups,
+// if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are computed
+// from, where an element's code is as large as the element. What quantizing loses is added to *stats if that
+// is not null.
+void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
+
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
+
+// x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
+// very values that backward will read.
+void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
+
+// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
+// activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,
+// or x (coat.h, forward_reads_groups). act_amax may be null.
+void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
+                      QuantStats* stats, cudaStream_t s);
+
+// gradient (cols) = round(gradient + column sums of x). Takes x's amax in the same pass if out is not null.
+// Workspace: (COLUMN_PARTIALS, cols) floats.
+inline constexpr int COLUMN_PARTIALS = 128;
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s);
+
+// Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
+void convert(const View& x, const View& out, cudaStream_t s);
+
+}  // namespace coat::gpu

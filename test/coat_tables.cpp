@@ -1,0 +1,139 @@
+// coat_tables.cpp - the tables of recipes and models in coat.h and model.h, row by row. A changed row
+// fails here.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "../reference.h"
+#include "help/random.h"
+
+using namespace coat;
+using namespace coat::test;
+using namespace coat::reference;
+
+TEST_CASE("Quant: its text names the format of scales where that is unusual") {
+    CHECK(Q_GROUP.text() == "e4m3 1x16");
+    CHECK(Quant{Format::E4M3, PER_1x128, Format::BF16}.text() == "e4m3 1x128 with bf16 scales");
+    CHECK(Quant{Format::E4M3, PER_GROUP}.text() == "e4m3 1x16 with fp32 scales");
+}
+
+TEST_CASE("recipes: each row of the table is the published method") {
+    auto row = [](const Recipe& r) {
+        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +
+                           r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
+                           (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
+        for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
+        return text + "| " + r.optimizer + (r.forward_reads_groups ? "" : " | forward reads unrounded");
+    };
+    const std::vector<std::pair<std::string, std::string>> expected = {
+        {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
+        {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+        {"coat",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat"},
+        {"coat-saved",
+         "bf16 | e4m3 tensor, e4m3 tensor, e4m3 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
+         "| coat | forward reads unrounded"},
+        {"te",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
+        {"colossal",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
+        {"tensorwise",
+         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast exact exact "
+         "| fp32"},
+        {"rowwise",
+         "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
+        {"deepseek",
+         "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
+         "fp32"},
+    };
+    REQUIRE(recipes().size() == expected.size());
+    for (size_t i = 0; i < expected.size(); i++) {
+        const Recipe& r = recipes()[i];
+        CHECK(r.name == expected[i].first);
+        CHECK(row(r) == expected[i].second);
+        for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::F32);
+        CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
+        CHECK(r.history == 1024);
+        CHECK(r.margin == 0);
+    }
+}
+
+TEST_CASE("recipes: Hopper's FP8 GEMMs can run every row") {
+    // The scale modes of cuBLASLt that go together; blocks of 128 are added exactly.
+    const std::pair<Granularity, Granularity> known[] = {{PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW},
+                                                         {PER_1x128, PER_1x128},   {PER_1x128, PER_128x128}};
+    for (const Recipe& r : recipes()) {
+        // Of fprop, dgrad and wgrad.
+        const std::pair<Quant, Quant> operands[] = {{r.x, r.w}, {r.g, r.w}, {r.g, r.x}};
+        for (int gemm = 0; gemm < 3; gemm++) {
+            const auto& [a, b] = operands[gemm];
+            CAPTURE(r.name);
+            CAPTURE(gemm);
+            CHECK(a.fp8() == b.fp8());
+            if (!a.fp8()) continue;
+            CHECK(r.compute == Format::BF16);
+            // No GPU multiplies two E5M2 matrices.
+            CHECK((a.format == Format::E4M3 || b.format == Format::E4M3));
+            CHECK((a.scale_format == Format::F32 && b.scale_format == Format::F32));
+            const std::pair both{a.granularity, b.granularity};
+            CHECK(std::count(std::begin(known), std::end(known), both) == 1);
+            CHECK((!r.sums.fast[gemm] || a.granularity.cols != 128));
+            CHECK((r.scaling == Scaling::JustInTime || a.granularity == PER_TENSOR));
+        }
+        for (const Quant& q : {r.nonlinear, r.attention})
+            CHECK((q == Quant{r.compute} || (q == Q_GROUP && r.compute == Format::BF16)));
+    }
+}
+
+TEST_CASE("models: each row of the table has the published shape and number of parameters") {
+    struct Shape {
+        const char *name, *arch;
+        int64_t L, C, NH, NKV, F, V, max_T;
+        bool tied;
+        float norm_eps, rope_theta;
+        int64_t count;     // 0: not published
+        float factor = 0;  // of RoPE scaling of type llama3; 0: no scaling
+    };
+    const std::vector<Shape> expected = {
+        {"llama-tiny", "llama", 4, 128, 4, 2, 352, 0, 256, true, 1e-5f, 1e4f, 0},
+        {"gpt2-tiny", "gpt2", 4, 128, 4, 4, 512, 0, 256, true, 1e-5f, 1e4f, 0},
+        {"llama-30m", "llama", 8, 512, 8, 4, 1408, 0, 1024, true, 1e-5f, 1e4f, 0},
+        {"gpt2", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024, true, 1e-5f, 1e4f, 124439808},
+        {"gpt2-medium", "gpt2", 24, 1024, 16, 16, 4096, 50257, 1024, true, 1e-5f, 1e4f, 354823168},
+        {"gpt2-large", "gpt2", 36, 1280, 20, 20, 5120, 50257, 1024, true, 1e-5f, 1e4f, 774030080},
+        {"gpt2-xl", "gpt2", 48, 1600, 25, 25, 6400, 50257, 1024, true, 1e-5f, 1e4f, 1557611200},
+        {"tinyllama-1.1b", "llama", 22, 2048, 32, 4, 5632, 32000, 2048, false, 1e-5f, 1e4f, 1100048384},
+        {"llama-2-7b", "llama", 32, 4096, 32, 32, 11008, 32000, 4096, false, 1e-5f, 1e4f, 6738415616},
+        {"llama-2-13b", "llama", 40, 5120, 40, 40, 13824, 32000, 4096, false, 1e-5f, 1e4f, 13015864320},
+        {"llama-3-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 8192, false, 1e-5f, 5e5f, 8030261248},
+        {"llama-30b", "llama", 60, 6656, 52, 52, 17920, 32000, 2048, false, 1e-5f, 1e4f, 32528943616},
+        {"llama-3.2-1b", "llama", 16, 2048, 32, 8, 8192, 128256, 131072, true, 1e-5f, 5e5f, 1235814400, 32},
+        {"llama-3.2-3b", "llama", 28, 3072, 24, 8, 8192, 128256, 131072, true, 1e-5f, 5e5f, 3212749824, 32},
+        {"llama-3.1-8b", "llama", 32, 4096, 32, 8, 14336, 128256, 131072, false, 1e-5f, 5e5f, 8030261248, 8},
+        {"mistral-7b", "mistral", 32, 4096, 32, 8, 14336, 32768, 32768, false, 1e-5f, 1e6f, 7248023552},
+        {"qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 4864, 151936, 32768, true, 1e-6f, 1e6f, 494032768},
+        {"qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 18944, 152064, 131072, false, 1e-6f, 1e6f, 7615616512},
+    };
+    REQUIRE(models().size() == expected.size());
+    for (size_t i = 0; i < expected.size(); i++) {
+        const ModelConfig& c = models()[i];
+        const Shape& s = expected[i];
+        CAPTURE(s.name);
+        CHECK(c.name == s.name);
+        CHECK(std::string(c.arch.name) == s.arch);
+        CHECK(std::vector<int64_t>{c.L, c.C, c.NH, c.NKV, c.F, c.V, c.max_T, c.tied, c.head_size} ==
+              std::vector<int64_t>{s.L, s.C, s.NH, s.NKV, s.F, s.V, s.max_T, s.tied, 0});
+        CHECK(c.norm_eps == s.norm_eps);
+        CHECK(c.rope_theta == s.rope_theta);
+        const RopeScaling& rope = c.rope_scaling;
+        CHECK(rope.type == (s.factor > 0 ? RopeScaling::Llama3 : RopeScaling::Default));
+        if (s.factor > 0)
+            CHECK(std::vector<float>{rope.factor, rope.low_freq_factor, rope.high_freq_factor,
+                                     float(rope.original_positions)} ==
+                  std::vector<float>{s.factor, 1, 4, 8192});
+        CHECK(c.window == 0);
+        if (s.count) CHECK(parameter_count(c) == s.count);
+    }
+}

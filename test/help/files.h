@@ -1,0 +1,95 @@
+// files.h - temporary folders, contents of files, and errors: what every test of reading and writing needs.
+#pragma once
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <string>
+#include <unistd.h>
+
+#include "../../program/error.h"
+
+namespace coat::test {
+
+namespace fs = std::filesystem;
+
+inline std::string read_file(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Replaces the file. It is removed first: ext4 waits for the disk when an existing file is truncated and
+// written again, and one test does that 20,000 times.
+inline void write_file(const fs::path& path, const std::string& bytes) {
+    fs::remove(path);
+    std::ofstream(path, std::ios::binary) << bytes;
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
+
+// Replaces the first occurrence of `from`, which must be there.
+inline void replace(std::string& text, const std::string& from, const std::string& to) {
+    REQUIRE(contains(text, from));
+    text.replace(text.find(from), from.size(), to);
+}
+
+// An empty folder that is removed when the test ends.
+struct Folder {
+    fs::path path;
+    Folder() {
+        std::string name = (fs::temp_directory_path() / "coat-test-XXXXXX").string();
+        REQUIRE(mkdtemp(name.data()) != nullptr);
+        path = name;
+    }
+    ~Folder() {
+        std::error_code ignored;
+        fs::remove_all(path, ignored);
+    }
+    Folder(const Folder&) = delete;
+
+    std::string operator/(const std::string& name) const { return (path / name).string(); }
+    std::string write(const std::string& name, const std::string& bytes) const {
+        fs::create_directories((path / name).parent_path());
+        write_file(path / name, bytes);
+        return *this / name;
+    }
+    std::map<std::string, std::string> files() const {  // path below this folder -> bytes
+        std::map<std::string, std::string> all;
+        for (const auto& entry : fs::recursive_directory_iterator(path))
+            if (entry.is_regular_file())
+                all[fs::relative(entry.path(), path).string()] = read_file(entry.path());
+        return all;
+    }
+};
+
+// The text of the Error that the action throws; "" if it throws none. Any other exception fails the test.
+inline std::string error_of(const std::function<void()>& action) {
+    try {
+        action();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+// An error message is one line of plain ASCII of a reasonable length, contains `who` and `what`, and ends
+// with a full stop. Plain means no control characters and no bidirectional overrides.
+inline void check_error(const std::string& message, const std::string& who, const std::string& what = "") {
+    CAPTURE(message.substr(0, 5000));
+    CHECK(contains(message, who));
+    CHECK(contains(message, what));
+    CHECK(std::all_of(message.begin(), message.end(), [](char c) { return c >= 32 && c < 127; }));
+    CHECK(message.size() < 2000);
+    CHECK((!message.empty() && message.back() == '.'));
+}
+inline void check_error(const std::function<void()>& action, const std::string& who,
+                        const std::string& what = "") {
+    check_error(error_of(action), who, what);
+}
+
+}  // namespace coat::test

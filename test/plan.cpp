@@ -1,0 +1,210 @@
+// plan.cpp - plan.cpp: the precision plan, the memory plan, and the learning rate.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "../program/plan.h"
+#include "../program/ranks.h"
+#include "help/files.h"
+
+using namespace coat;
+using namespace coat::test;
+
+TEST_CASE("learning_rate: warms up, decays to a tenth along a cosine, and stays within its bounds") {
+    const double peak = 3e-3;
+    CHECK(learning_rate(peak, 20, 300, 0) == static_cast<float>(peak / 20));
+    CHECK(learning_rate(peak, 20, 300, 19) == static_cast<float>(peak));
+    CHECK(learning_rate(peak, 20, 300, 20) == static_cast<float>(peak));
+    CHECK(learning_rate(peak, 20, 300, 300) == doctest::Approx(peak / 10));
+    for (int64_t step = 21; step < 400; step++) {
+        CHECK(learning_rate(peak, 20, 300, step) <= learning_rate(peak, 20, 300, step - 1));
+        CHECK(learning_rate(peak, 20, 300, step) >= static_cast<float>(peak / 10 * (1 - 1e-6)));
+    }
+    CHECK(learning_rate(peak, 0, 1, 0) == static_cast<float>(peak));
+    CHECK(learning_rate(peak, 500, 300, 299) == static_cast<float>(peak * 300 / 500));  // ends in the warm-up
+    CHECK(learning_rate(peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
+}
+
+TEST_CASE("memory plan: has exactly the state tensors of model.h, padded to groups") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (const OptimizerFormat& optimizer : optimizers()) {
+                CAPTURE(model.name);
+                CAPTURE(recipe.name);
+                CAPTURE(optimizer.name);
+                Setup s{model, recipe, optimizer, 3, 48};
+                if (s.config.V == 0) s.config.V = 256;
+                const std::vector<MemoryRow> plan = memory_plan(s);
+                const auto params = parameters(s.config);
+                int64_t state = 0, weights = 0;  // remainders and delayed scales count as weights
+                for (const StateTensor& t : optimizer_tensors(s))
+                    if (!contains(t.name, ".remainder")) state += t.total_bytes();
+                for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
+                    state -= t.total_bytes(), weights += t.total_bytes();
+                for (const StateTensor& t : weight_tensors(s.config))
+                    weights += t.size() * 4;  // FP32, or BF16 and a remainder of 16 bits
+                const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
+                CHECK(total_bytes(plan, Category::Optimizer) >= state);
+                CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
+                CHECK(total_bytes(plan, Category::Weights) >= weights);
+                CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
+                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.compute).bytes;
+                CHECK(total_bytes(plan, Category::Activations) ==
+                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
+            }
+}
+
+TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layers saves no activations") {
+    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""),
+             find_row(optimizers(), "fp32", ""), 8, 2048};
+    int64_t bytes = 0;
+    for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
+    CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
+    CHECK(total_bytes(memory_plan(te), Category::Weights) -
+              total_bytes(memory_plan(bf16_baseline(te)), Category::Weights) ==
+          bytes);
+    for (const char* recipe : {"te", "colossal", "tensorwise", "rowwise", "deepseek"}) {
+        te.recipe = find_row(recipes(), recipe, "");
+        CHECK(saved_bytes_per_token_and_layer(te) == saved_bytes_per_token_and_layer(bf16_baseline(te)));
+    }
+}
+
+TEST_CASE("memory plan: each memory mode changes only its own rows, by the stated size") {
+    for (const ModelConfig& model : models())
+        for (const char* recipe : {"bf16", "coat"}) {
+            CAPTURE(model.name);
+            CAPTURE(recipe);
+            Setup s{model, find_row(recipes(), recipe, ""), find_row(optimizers(), "coat", ""), 3, 48};
+            if (s.config.V == 0) s.config.V = 256;
+            const ModelConfig& c = s.config;
+            const std::vector<MemoryRow> by_default = memory_plan(s);
+            const std::vector<Param> params = parameters(c);
+            std::map<int64_t, int64_t> buckets;
+            for (const Param& p : params) buckets[p.bucket] += p.padded_size();
+            int64_t elements = 0, largest = 0;
+            for (const auto& [bucket, size] : buckets) {
+                elements += size;
+                if (bucket > 0 || !c.tied) largest = std::max(largest, size);
+            }
+            if (c.tied) largest += buckets.at(0);  // the gradient of a tied embedding lives from the head on
+            const Quant wide = s.recipe.attention;
+            const int64_t attention =
+                (wide.bytes(48, c.qkv_cols() + c.q_cols()) - Q_GROUP.bytes(48, c.qkv_cols() + c.q_cols())) *
+                3 * c.L;
+            const std::map<std::string, std::pair<Category, int64_t>> freed = {
+                {"attention", {Category::Activations, attention}},
+                {"master", {Category::Weights, 2 * elements}},
+                {"gradients", {Category::Gradients, 2 * (elements - largest)}}};
+            for (const MemoryMode& mode : memory_modes()) {
+                CAPTURE(mode.flag);
+                Setup other = s;
+                mode.choose(other, false);
+                CHECK(!mode.is_first(other));
+                const std::vector<MemoryRow> plan = memory_plan(other);
+                const auto& [category, bytes] = freed.at(mode.flag);
+                CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
+                CHECK(total_bytes(by_default) - total_bytes(plan) == bytes);
+                // The BF16 baseline does not change.
+                CHECK(total_bytes(memory_plan(bf16_baseline(other))) ==
+                      total_bytes(memory_plan(bf16_baseline(s))));
+                mode.choose(other, true);
+                CHECK(mode.is_first(other));
+                CHECK(total_bytes(memory_plan(other)) == total_bytes(by_default));
+            }
+        }
+}
+
+TEST_CASE("precision plan: says what each memory mode changes") {
+    auto matching_rows = [](const std::string& flag, const std::string& part) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, 64};
+        int rows = 0;
+        for (const MemoryMode& mode : memory_modes())
+            if (flag == mode.flag) mode.choose(s, false);
+        for (const PrecisionRow& r : precision_plan(s))
+            rows += contains(r.of.name + "|" + r.of.reads + "|" + r.of.writes, part);
+        return rows;
+    };
+    for (const auto& [flag, part, rows] : {std::tuple{"attention", "attention|e4m3 1x16|e4m3 1x16", 1},
+                                           {"attention", "rotary positions|bf16|e4m3 1x16", 1},
+                                           {"master", "bf16, stochastic", 1}}) {
+        CAPTURE(part);
+        CHECK(matching_rows("", part) == 0);
+        CHECK(matching_rows(flag, part) == rows);
+    }
+    CHECK(matching_rows("", "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32") == 1);
+}
+
+TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
+    auto falls_back = [](int64_t T) {
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                find_row(optimizers(), "coat", ""), 1, T};
+        int rows = 0;
+        for (const PrecisionRow& row : precision_plan(s)) {
+            if (!contains(row.of.name, "falls back")) continue;
+            CHECK(!contains(row.of.reads, "e4m3"));
+            rows++;
+        }
+        return rows;
+    };
+    CHECK(falls_back(64) == 0);
+    CHECK(falls_back(65) == 6);  // four linear layers, and dgrad and wgrad of their backward
+}
+
+TEST_CASE("gradients_offset: no gradient is written where saved activations are still needed") {
+    for (const ModelConfig& model : models())
+        for (const Recipe& recipe : recipes())
+            for (const int64_t accumulate : {1, 2})
+                for (const auto& [rank, ranks] : {std::pair{0, 1}, {0, 2}, {1, 2}}) {
+                    Setup s{model, recipe, find_row(optimizers(), recipe.optimizer, ""), 2, 72, accumulate};
+                    if (s.config.V == 0) s.config.V = 256;
+                    s.rank = rank, s.ranks = ranks;
+                    INFO(model.name, " ", std::string(recipe.name), " ", accumulate, " ", rank);
+                    const std::vector<Param> params = parameters(s.config);
+                    const std::vector<ShardPlace> shards = shard_places(s);
+                    const int64_t begin = gradients_offset(s), layer_bytes = saved_layer_bytes(s);
+                    for (size_t i = 0; i < params.size(); i++) {
+                        const Param& p = params[i];
+                        const int64_t first =
+                            begin + shards[i].state_at * info(gradient_format(s)).bytes;
+                        const bool layer = p.name.compare(0, 7, "layers.") == 0;
+                        const bool last = p.name == "positions" || (p.name == "embedding" && !s.config.tied);
+                        // When p's gradient is written, the activations of this many layers are still needed.
+                        const int64_t needed =
+                            layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : s.config.L;
+                        REQUIRE(first >= (accumulate > 1 ? s.config.L : needed) * layer_bytes);
+                    }
+                }
+}
+
+TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four times") {
+    struct {
+        int64_t batch, accumulate, ranks;
+        bool tied, in_fp32;
+    } const cases[] = {
+        {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
+        {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
+        {4, 2, 1, false, false}, {4, 3, 1, false, true},   {4, 4, 1, false, true},
+        {4, 1, 2, false, false}, {4, 1, 4, false, true},   {2, 4, 1, false, false},
+        {4, 5, 1, false, false},  // all gradients are FP32
+    };
+    for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
+        CAPTURE(batch);
+        CAPTURE(accumulate);
+        CAPTURE(ranks);
+        CAPTURE(tied);
+        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "bf16", ""), optimizers()[0], batch,
+                2048};
+        s.config.tied = tied, s.accumulate = accumulate, s.ranks = ranks;
+        CHECK(head_sum_apart(s) == in_fp32);
+    }
+}
+
+TEST_CASE("validate: heads x head size is bounded, not only each factor") {
+    ModelConfig c = find_row(models(), "gpt2", "");
+    c.NH = c.NKV = 1 << 12, c.head_size = 256;
+    CHECK_NOTHROW(validate(c));
+    c.NH = c.NKV = 1 << 15;  // the rows of a weight would exceed the blocks of a grid
+    CHECK_THROWS_AS(validate(c), Error);
+}
