@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks the code, one small slip at a time, and says which slips the tests notice.
 
-    python3 dev/slips.py LIST ...                     every slip of these lists
+    python3 dev/slips.py LIST ...                     every slip of these lists; dev/slips.txt is one
     python3 dev/slips.py --tests PATTERNS LIST ...    runs other tests than those that have the file's name
 
 A slip is such as a person who refactors could make. A line of a list is
@@ -13,9 +13,9 @@ that begins with # is a comment. Each slip is made in a copy of the tree, in bui
 ./train are built, and those tests run whose source file has the name of the slip's file (SUBJECTS has the
 exceptions). A test that hangs notices the slip too. The variables of make work: NVCC= leaves the GPU out.
 
-What the lists found (a slip that changes no behaviour cannot be noticed, and is counted all the same):
-
-    source                                     slips   noticed
+Noticed: reference.cpp (sections 1 to 3) 26 of 27, and the 27th changes no behaviour; data/tokens.cpp 27 of 27;
+data/tokenize.py 19 of 19; program/ranks.cpp 22 of 22. The other slips of dev/slips.txt have not been tried
+against the tests of today.
 """
 import os
 import pathlib
