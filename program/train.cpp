@@ -504,16 +504,17 @@ void require_same(Run& run) {
     const std::vector<std::string> all = run.processes->all_gather(mine.dump());
     for (size_t rank = 1; rank < all.size(); rank++) {
         const Json theirs = Json::parse(all[rank]), first = Json::parse(all[0]);
-        for (const auto& [name, value] : first.items())
-            if (name == "weights_found" && (theirs[name] == value || theirs[name].empty()))
-                continue;
-            else if (name == "weights_found")
-                throw Error("Rank ", rank, " has other files in ", run.weights, " than rank 0: copy it.");
-            else if (name == "data_found" && theirs[name] != value)
+        for (const auto& [name, value] : first.items()) {
+            // A rank that shares its machine with an earlier one has not hashed the weights again.
+            if (theirs[name] == value || (name == "weights_found" && theirs[name].empty())) continue;
+            if (name == "weights_found")
+                throw Error("Rank ", rank, " has other files in ", run.weights,
+                            " than rank 0; copy the folder to every machine.");
+            if (name == "data_found")
                 throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
-            else if (theirs[name] != value)
-                throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(),
-                            ", but rank 0 with ", value.dump(), "; give every rank the same flags.");
+            throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(),
+                        ", but rank 0 with ", value.dump(), "; give every rank the same flags.");
+        }
     }
     if (!run.flags.resume.empty()) {
         const Json theirs = run.state.settings.at("data_found");

@@ -62,9 +62,9 @@ void check_all_formats(const Floats& x, Shape s) {
         check_statistics(stats, wanted);
         if (q == Q_GROUP) check_groups(x, out);
         if (!(q == Q_E4M3)) continue;
-        const Buffer<uint8_t> turned(s.rows * s.cols);
-        gpu::transpose_codes(out.view(), turned.get(), 0);
-        CHECK(same_bytes(turned.read(), out.transposed.read()));
+        const Buffer<uint8_t> column_major(s.rows * s.cols);
+        gpu::transpose_codes(out.view(), column_major.get(), 0);
+        CHECK(same_bytes(column_major.read(), out.transposed.read()));
     }
 }
 

@@ -302,20 +302,21 @@ inline void check_lazy(const Lazy& x, Format compute, const Doubles& exact, cons
     const float amax = reference::amax(values.data(), rows * cols);
     for (Quant q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
-        Tensor both(rows, cols, q), row_major(rows, cols, q), turned(rows, cols, q), delayed(rows, cols, q);
-        for (const Tensor* t : {&both, &row_major, &turned}) {
+        Tensor both(rows, cols, q), row_major(rows, cols, q), column_major(rows, cols, q),
+            delayed(rows, cols, q);
+        for (const Tensor* t : {&both, &row_major, &column_major}) {
             Operand out = t->operand();
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
-            if (t == &turned) out.view.data = nullptr;
-            if (t == &turned && !per_tensor) out.view.scales = nullptr;
+            if (t == &column_major) out.view.data = nullptr;
+            if (t == &column_major && !per_tensor) out.view.scales = nullptr;
             if (per_tensor) gpu::amax(x, t->slot.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }
         check_quantized(both, values);
         CHECK(same_bytes(row_major.codes.read(), both.codes.read()));
         CHECK(same_bytes(row_major.scales.read(), both.scales.read()));
-        CHECK(same_bytes(turned.transposed.read(), both.transposed.read()));
-        CHECK(same_bytes(turned.transposed_scales.read(), both.transposed_scales.read()));
+        CHECK(same_bytes(column_major.transposed.read(), both.transposed.read()));
+        CHECK(same_bytes(column_major.transposed_scales.read(), both.transposed_scales.read()));
         if (!per_tensor) continue;
         const float scale = reference::scale_of(q, amax / 2);  // half of the amax: some values saturate
         delayed.slot.write({AmaxAndScale{0, 0, scale, 0}});
