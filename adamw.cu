@@ -54,8 +54,7 @@ __device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // low
 // How eight weights are stored: MasterWeights, StochasticWeights and FloatWeights have the same functions,
 // and DenseWeights is what the last two share. store() rounds the weights and updates `top`, the bits of the
 // largest magnitude so far.
-template <class T>
-struct DenseWeights {  // without a remainder
+template <class T> struct DenseWeights {  // without a remainder
     using Value = T;
     using Raw = typename Dense<T>::Raw;
     static __device__ Raw load(const Weights& w, int64_t i) {
@@ -341,10 +340,7 @@ struct AdamArguments {
 };
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
-template <class V>
-__device__ V get(const void* from) {
-    return __ldca(static_cast<const V*>(from));
-}
+template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
 __device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
     const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
                 b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
@@ -595,8 +591,7 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
 }
 
 // The kernels of one update.
-template <class W>
-void update(const AdamArguments& a, bool fp8_groups, bool per_tensor, cudaStream_t s) {
+template <class W> void update(const AdamArguments& a, bool fp8_groups, bool per_tensor, cudaStream_t s) {
     next_maxima(a, false, s);
     if (a.groups == 0) return;
     const int64_t sms = multiprocessors();

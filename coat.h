@@ -25,11 +25,12 @@ struct FormatInfo {
     const char* name;         // on the command line and in tables
     const char* safetensors;  // in checkpoints
     int bytes;
-    int mantissa;             // mantissa bits: a normal value has a relative error up to 2^-(mantissa+1)
-    float max;                // largest finite value: FMAX in the scale s = amax / FMAX
-    float min;                // smallest positive value (subnormal)
+    int mantissa;  // mantissa bits: a normal value has a relative error up to 2^-(mantissa+1)
+    float max;     // largest finite value: FMAX in the scale s = amax / FMAX
+    float min;     // smallest positive value (subnormal)
 };
 
+// clang-format off
 inline constexpr FormatInfo FORMATS[] = {
     {"fp32", "F32",     4, 23, 3.40282347e+38f, 1.40129846e-45f},
     {"bf16", "BF16",    2, 7,  3.38953139e+38f, 9.18354962e-41f},
@@ -37,6 +38,7 @@ inline constexpr FormatInfo FORMATS[] = {
     {"e4m3", "F8_E4M3", 1, 3,  448.0f,          0x1p-9f},
     {"e5m2", "F8_E5M2", 1, 2,  57344.0f,        0x1p-16f},
 };
+// clang-format on
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return info(f).bytes == 1; }
@@ -94,7 +96,10 @@ struct Quant {
         const std::string sides = side(granularity.rows) + "x" + side(granularity.cols);
         const bool tensor = granularity == PER_TENSOR, row = granularity == PER_ROW;
         const bool usual = scale_format == (granularity == PER_GROUP ? Format::BF16 : Format::F32);
-        return info(format).name + (" " + (tensor ? "tensor" : row ? "row" : sides)) +
+        return info(format).name +
+               (" " + (tensor ? "tensor"
+                       : row  ? "row"
+                              : sides)) +
                (usual ? "" : concat(" with ", info(scale_format).name, " scales"));
     }
 };
@@ -122,13 +127,13 @@ struct Accumulation {
 
 struct Recipe {
     const char* name;
-    Format compute;       // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
-                          // weights, unless many are summed (model.h, gradient_format)
-    Quant x, w, g;        // GEMM operands: activations, weights, gradients of outputs
-    Quant nonlinear;      // inputs of norms 1 and 2 and of activations, as they are saved for backward
-    Quant attention;      // q, k, v and the output of attention, also saved: the compute dtype, or groups
-    Scaling scaling;      // of x, w and g
-    Accumulation sums;    // precision of the sums in its FP8 GEMMs
+    Format compute;     // compute dtype: residual stream, attention, GEMM outputs, head; also gradients of
+                        // weights, unless many are summed (model.h, gradient_format)
+    Quant x, w, g;      // GEMM operands: activations, weights, gradients of outputs
+    Quant nonlinear;    // inputs of norms 1 and 2 and of activations, as they are saved for backward
+    Quant attention;    // q, k, v and the output of attention, also saved: the compute dtype, or groups
+    Scaling scaling;    // of x, w and g
+    Accumulation sums;  // precision of the sums in its FP8 GEMMs
     const char* about;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
     // Norms and activation functions read `nonlinear` tensors. Backward reads the groups that were saved. The
@@ -206,8 +211,7 @@ inline const std::vector<OptimizerFormat>& optimizers() {
 }
 
 // The row of a table that has this name; an Error lists the names.
-template <class Table>
-const auto& find_row(const Table& table, std::string_view name, const char* flag) {
+template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
     std::string known;
     for (const auto& row : table) {
         if (name == row.name) return row;
@@ -250,9 +254,9 @@ struct ModelConfig {
     int64_t max_T;                // positions
     bool tied;                    // the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
-    int64_t head_size = 0;        // 0: C / NH
+    int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    int64_t window = 0;           // a token attends to the last `window` positions; 0: to all before it
+    int64_t window = 0;  // a token attends to the last `window` positions; 0: to all before it
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
     int64_t q_cols() const { return NH * HS(); }
@@ -268,6 +272,7 @@ inline const std::vector<ModelConfig>& models() {
     constexpr RopeScaling BY_8{RopeScaling::Llama3, 8}, BY_32{RopeScaling::Llama3, 32};
     static const std::vector<ModelConfig> table = {
         //                          L   C     NH  NKV F      V       max_T tied
+        // clang-format off
         {"llama-tiny",     LLAMA,   4,  128,  4,  2,  352,   0,      256,  true},
         {"gpt2-tiny",      GPT2,    4,  128,  4,  4,  512,   0,      256,  true},
         {"llama-30m",      LLAMA,   8,  512,  8,  4,  1408,  0,      1024, true},
@@ -286,6 +291,7 @@ inline const std::vector<ModelConfig>& models() {
         {"mistral-7b",     MISTRAL, 32, 4096, 32, 8,  14336, 32768,  32768, false, 1e-5f, 1e6f},  // v0.3
         {"qwen2.5-0.5b",   QWEN2,   24, 896,  14, 2,  4864,  151936, 32768, true, 1e-6f, 1e6f},
         {"qwen2.5-7b",     QWEN2,   28, 3584, 28, 4,  18944, 152064, 131072, false, 1e-6f, 1e6f},
+        // clang-format on
     };
     return table;
 }
@@ -298,10 +304,12 @@ inline void validate(const ModelConfig& c) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
     // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows.
+    // clang-format off
     const struct { const char* name; int64_t value, limit; } sizes[] = {
         {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
         {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
         {"vocabulary", c.V, MAX_VOCABULARY}, {"number of positions", c.max_T, 1 << 21}};
+    // clang-format on
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k
@@ -310,8 +318,8 @@ inline void validate(const ModelConfig& c) {
     require(c.head_size || c.C % c.NH == 0, "hidden size must be a multiple of the number of heads");
     require(c.HS() % 8 == 0 && c.HS() <= 256, "head size ", c.HS(), " must be a multiple of 8 up to 256");
     require(c.q_cols() <= 1 << 20, "heads x head size is ", c.q_cols(), ", above the limit of ", 1 << 20);
-    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0,
-            "heads x head size must be a multiple of ", side, ", as FP8 GEMMs and groups need");
+    require(c.q_cols() % side == 0 && c.kv_cols() % side == 0, "heads x head size must be a multiple of ",
+            side, ", as FP8 GEMMs and groups need");
     require(c.NH % c.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
@@ -349,7 +357,7 @@ struct Operator {
     std::string name, reads, weights, writes;  // as --plan prints them
     std::vector<SavedTensor> saves = {};
     Part part = Part::Other;
-    const char* param = "";    // name of its parameter: of a linear layer's weight (out, in)
+    const char* param = "";  // name of its parameter: of a linear layer's weight (out, in)
     int64_t out = 0, in = 0;
     bool adds_to_residual = false, bias = false;
 };
@@ -363,6 +371,7 @@ inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const 
     const Architecture& arch = c.arch;
     const SavedTensor qkv{Saved::Qkv, "q, k, v", c.qkv_cols(), r.attention};
     std::vector<Operator> table = {
+        // clang-format off
         {"norm 1", read, compute, x, {{Saved::Norm1Input, "norm 1 input", c.C, r.nonlinear}}, Part::Norm,
          "norm1"},
         {"q, k, v projection" + falls, x, w, arch.rope ? compute : attention, {}, Part::Linear, "qkv",
@@ -382,6 +391,7 @@ inline std::vector<Operator> block(const ModelConfig& c, const Recipe& r, const 
          {{Saved::GateUp, arch.gated ? "gate, up" : "GELU input", c.gate_up_cols(), r.nonlinear}}},
         {"down projection" + falls, x, w, compute, {}, Part::Linear, "down", c.C, c.F, true, arch.bias},
         {"residual add", compute, none, sum},
+        // clang-format on
     };
     if (!arch.rope) table[1].saves = {qkv}, table.erase(table.begin() + 2);
     return table;
@@ -402,12 +412,12 @@ inline constexpr Role NORM_WEIGHT{false, false, false, true};
 inline constexpr Role BIAS{false, false, false, false};
 
 struct Param {
-    std::string name;    // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
+    std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // (out, in); a vector is (1, n)
     float init_std;
-    int64_t offset;      // in the flat order of all parameters; a multiple of MOMENT_GROUP
-    int64_t bucket;      // in the order of forward; its gradients are complete at the same time
+    int64_t offset;  // in the flat order of all parameters; a multiple of MOMENT_GROUP
+    int64_t bucket;  // in the order of forward; its gradients are complete at the same time
 
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
@@ -476,12 +486,14 @@ struct QuantStats {
     }
 };
 
+// clang-format off
 enum class Kind : uint8_t {
     NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
 };
 inline constexpr const char* KIND_NAMES[] = {
     "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
     "weights", "gradients", "first moments", "second moments"};
+// clang-format on
 
 struct QuantReport {
     QuantStats kinds[static_cast<int>(Kind::Count)];

@@ -43,9 +43,10 @@ public:
     // nothing.
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights)
         : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
-          peers_(setup_, device_.memory, cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
-          linear_{device_, state_, exchange_, gemms_, linear_formats(setup_)}, caches_weights_(cache_weights),
-          embedding_(state_.number("embedding")),
+          peers_(setup_, device_.memory, cuda_), state_(device_, peers_),
+          exchange_(device_, state_, peers_), linear_{device_, state_, exchange_, gemms_,
+                                                      linear_formats(setup_)},
+          caches_weights_(cache_weights), embedding_(state_.number("embedding")),
           head_weight_(state_.number(config_.tied ? "embedding" : "head")),
           final_norm_(state_.number("final_norm.weight")),
           positions_(config_.arch.rope ? embedding_ : state_.number("positions")),
@@ -221,8 +222,7 @@ private:
         if (setup_.keep_gradients) state_.update(adamw);
     }
 
-    template <class T>
-    T sum_of_ranks(const T& mine) const {
+    template <class T> T sum_of_ranks(const T& mine) const {
         if (!peers_.several()) return mine;
         T sum{};
         for (const T& theirs : setup_.processes->all_gather(mine)) sum += theirs;
@@ -292,9 +292,8 @@ private:
         const Norm norm1 = norm1_of(blocks_[0]);
         exchange_.make_ready(0, 1, nullptr);
         const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
-        embedding_forward(device_tokens_, state_.weight(embedding_), positions, T_,
-                          stream_to_write(norm1), norm1, reads_saved(norm1),
-                          blocks_[0].qkv.x_amax(), cuda_);
+        embedding_forward(device_tokens_, state_.weight(embedding_), positions, T_, stream_to_write(norm1),
+                          norm1, reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -428,9 +427,8 @@ private:
         }
         // The memory of gate and up is free now: dqkv lies there if it fits
         const Arena::Scope scope(arena_);
-        const View dqkv = qkv_gradient_in_place(setup_)
-                              ? compute_at(gate_up.data, N_, config_.qkv_cols())
-                              : compute_view(N_, config_.qkv_cols());
+        const View dqkv = qkv_gradient_in_place(setup_) ? compute_at(gate_up.data, N_, config_.qkv_cols())
+                                                        : compute_view(N_, config_.qkv_cols());
         {
             const Arena::Scope scope(arena_);
             const View dout = compute_view(N_, config_.q_cols());
@@ -593,9 +591,7 @@ private:
         const View& v = b.saved[static_cast<int>(which)];
         return {v.data, v.scales, N_, v.cols, v.quant};
     }
-    float* log_sum_exp(const Block& b) const {
-        return static_cast<float*>(saved(b, Saved::LogSumExp).data);
-    }
+    float* log_sum_exp(const Block& b) const { return static_cast<float*>(saved(b, Saved::LogSumExp).data); }
     // In the compute dtype, in memory that is taken now; FP8 GEMMs may write up to 15 rows more.
     View compute_view(int64_t n, int64_t cols) {
         return compute_at(arena_.take(round_up(n, 16) * cols * info(recipe_.compute).bytes), n, cols);
@@ -608,8 +604,12 @@ private:
     View residual_gradient() const { return final_input(); }
     Norm norm_of(size_t weight, const View& in) const {
         const bool rms = config_.arch.rms;
-        return {in, state_.weight(weight).data, rms ? nullptr : state_.weight(weight + 1).data,
-                norm_statistics_, rms, config_.norm_eps};
+        return {in,
+                state_.weight(weight).data,
+                rms ? nullptr : state_.weight(weight + 1).data,
+                norm_statistics_,
+                rms,
+                config_.norm_eps};
     }
     Norm norm1_of(const Block& b) const { return norm_of(b.norm1, saved(b, Saved::Norm1Input)); }
     Norm norm2_of(const Block& b) const { return norm_of(b.norm2, saved(b, Saved::Norm2Input)); }
@@ -632,8 +632,13 @@ private:
             uint8_t* const cached = caches_weights_ ? arena_.take(bytes) : nullptr;
             return LinearLayer(linear_, i, l, number++, biased, cached);
         };
-        Block b{{}, state_.number(name + "norm1.weight"), state_.number(name + "norm2.weight"),
-                linear("qkv"), linear("attention_out"), linear("gate_up"), linear("down")};
+        Block b{{},
+                state_.number(name + "norm1.weight"),
+                state_.number(name + "norm2.weight"),
+                linear("qkv"),
+                linear("attention_out"),
+                linear("gate_up"),
+                linear("down")};
         uint8_t* here = state_.saved(l);
         for (const SavedTensor& t : saved_per_layer(setup_)) {
             uint8_t* const scales = here + t.quant.code_bytes(N, t.cols);

@@ -39,8 +39,7 @@ using Floats = std::vector<float>;
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 
-template <class To, class From>
-static To bits_as(From from) {
+template <class To, class From> static To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From));
     To to;
     std::memcpy(&to, &from, sizeof to);
@@ -204,8 +203,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const float inverse = 1.0f / q.scale(r, c0);
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
-            for (int64_t i = first; i < last; i++)
-                q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
+            for (int64_t i = first; i < last; i++) q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
         }
     // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
@@ -348,11 +346,11 @@ void Moment::store(const float* x, bool keep_positive, QuantStats* stats) {
 
 // The powers of beta are computed in double; bias2_root is sqrt(1 - b2^t).
 AdamWFactors adamw_factors(const AdamW& a, bool decays, double grad_norm) {
-    const double bias1 = 1 - std::pow(double(a.beta1), double(a.step));
-    const double bias2 = 1 - std::pow(double(a.beta2), double(a.step));
-    const double shrink = a.clip > 0 && grad_norm > a.clip ? a.clip / grad_norm : 1.0;
-    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.eps, decays ? a.weight_decay : 0.0f,
-            float(bias1), float(std::sqrt(bias2)), float(shrink)};
+    const float decay = decays ? a.weight_decay : 0.0f,
+                bias1 = float(1 - std::pow(double(a.beta1), double(a.step))),
+                bias2_root = float(std::sqrt(1 - std::pow(double(a.beta2), double(a.step)))),
+                shrink = a.clip > 0 && grad_norm > a.clip ? float(a.clip / grad_norm) : 1.0f;
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.eps, decay, bias1, bias2_root, shrink};
 }
 
 // m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (m^ / (sqrt(v^) + eps) + decay w)
@@ -393,8 +391,7 @@ static std::vector<Real> pack(int width, const Real* x, int64_t row, int64_t col
 
 // C is computed in tiles of 6 x 16 elements that stay in registers while k runs. A and B are packed, so that
 // the loop over k reads memory in order, and in blocks of 512 k, so that a block stays in the caches.
-template <class Real>
-void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C) {
+template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C) {
     for (int64_t k0 = 0; k0 < K; k0 += KC) {
         const int64_t depth = std::min(KC, K - k0);
         const auto a = pack(MR, A.data + k0 * A.col, A.row, A.col, M, depth);
@@ -1130,8 +1127,8 @@ private:
         Moment m, v;
     };
     static constexpr int64_t ALL = -1;  // in place of a bucket
-    struct Progress {  // of a step
-        double squares = 0;  // sum over all gradients that are complete
+    struct Progress {                   // of a step
+        double squares = 0;             // sum over all gradients that are complete
         bool skipped = false;
     };
 
@@ -1156,8 +1153,7 @@ private:
     }
 
     // A value, or a vector of values, of all ranks in their order.
-    template <class T>
-    std::vector<T> all_gather(const T& mine) const {
+    template <class T> std::vector<T> all_gather(const T& mine) const {
         return setup_.processes ? setup_.processes->all_gather(mine) : std::vector<T>{mine};
     }
 
@@ -1258,10 +1254,10 @@ private:
         const size_t i = param_of(params, name);
         const Slice weight = kept_weight(setup_, params[i]), state = owned(setup_, params[i]);
         ParamState& s = states_[i];
-        std::map<std::string, Place> places = {
-            {"", part(s.weight, weight)},
-            {".m", whole(s.m.codes)}, {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
-            {".v", whole(s.v.codes)}, {".v.max", whole(s.v.max)}, {".v.k", whole(s.v.k)}};
+        std::map<std::string, Place> places = {{"", part(s.weight, weight)}, {".m", whole(s.m.codes)},
+                                               {".m.max", whole(s.m.max)},   {".m.k", whole(s.m.k)},
+                                               {".v", whole(s.v.codes)},     {".v.max", whole(s.v.max)},
+                                               {".v.k", whole(s.v.k)}};
         if (setup_.master) places[".remainder"] = part(s.remainder, state);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients[i], state);
         for (int o = 0; o < OPERANDS && !delayed_scales[i][o].history.empty(); o++) {

@@ -10,7 +10,7 @@ namespace coat::reference {
 // --- Formats: NaN stays NaN; encode, to_bf16 and round_to round to nearest, ties to even ---
 uint16_t encode(Format f, float x);  // to FP8 or FP16: saturates, so that no cast makes an infinity
 float decode(Format f, uint16_t code);
-uint16_t to_bf16(float x);     // overflows to infinity
+uint16_t to_bf16(float x);  // overflows to infinity
 float from_bf16(uint16_t bits);
 float round_to(Format f, float x);  // x rounded to F32 or BF16
 
@@ -73,8 +73,8 @@ struct Moment {
     Format format = Format::F32;
     bool expands = false;
     int64_t n = 0, group = MOMENT_GROUP;  // group 0: all n elements
-    std::vector<uint8_t> codes;  // n elements of format
-    std::vector<float> max, k;   // one for each group; empty if the format has no scales
+    std::vector<uint8_t> codes;           // n elements of format
+    std::vector<float> max, k;            // one for each group; empty if the format has no scales
     void init(Format f, bool expansion, int64_t count, int64_t group_size = MOMENT_GROUP);  // all zero
     // Dequantizes or quantizes all elements. keep_positive is for second moments: a positive value gets at
     // least the smallest code, because a zero there makes the update explode.
@@ -99,9 +99,11 @@ void adamw(const AdamWFactors& f, int64_t n, const float* gradient, float* maste
 
 // C (M, N) += A (M, K) B (K, N). Element (r, c) of an operand is data[r * row + c * col], so a transpose
 // costs nothing.
-template <class Real> struct Matrix { const Real* data; int64_t row, col; };
-template <class Real>
-void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
+template <class Real> struct Matrix {
+    const Real* data;
+    int64_t row, col;
+};
+template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> A, Matrix<Real> B, Real* C);
 
 // RMSNorm: y = x / rms(x) * weight; bias is null, and dbias is not used.
 // LayerNorm: y = (x - mean) / std * weight + bias.

@@ -82,8 +82,7 @@ struct Fields {
     // The field as a T (int64_t: a whole number up to 10^15, so that sums do not overflow; float: a positive
     // number; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is `otherwise`, or
     // an Error if there is none.
-    template <class T>
-    T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
+    template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
         if (otherwise && !has(field)) return *otherwise;
         const nlohmann::json x = has(field) ? object[field] : nlohmann::json();
         auto natural = [](auto& n) { return n.is_number_unsigned() && n.template get<double>() <= 1e15; };

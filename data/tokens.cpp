@@ -271,10 +271,7 @@ static int64_t permute(uint64_t key, int64_t n, int64_t i) {
 }
 
 Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed)
-    : stream_(std::move(stream)),
-      B_(B),
-      T_(T),
-      windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
+    : stream_(std::move(stream)), B_(B), T_(T), windows_((stream_.size() - 1) / std::max<int64_t>(T, 1)),
       seed_(seed) {
     if (B < 1 || T < 1 || windows_ < B)
         throw Error("--data has ", stream_.size(),

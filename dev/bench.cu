@@ -59,8 +59,7 @@ bool has_fp8() {  // Ada, Hopper and later
 // -----------------------------------------------------------------------------------------------------------
 // Memory with random values, and the clock
 
-template <class T>
-__global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float std) {
+template <class T> __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float std) {
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
          i += int64_t(gridDim.x) * blockDim.x)
         x[i] = static_cast<T>(init_value(seed, 0, uint64_t(i), std));
@@ -73,8 +72,7 @@ public:
     Memory(const Memory&) = delete;
     Memory& operator=(const Memory&) = delete;
 
-    template <class T = void>
-    T* take(int64_t bytes) {
+    template <class T = void> T* take(int64_t bytes) {
         void* p = nullptr;
         check(cudaMalloc(&p, size_t(bytes)),
               "Allocating GPU memory failed; choose a smaller --batch or --model");
@@ -451,8 +449,7 @@ private:
         }
     }
 
-    template <class T>
-    T* upload(const std::vector<T>& host) {
+    template <class T> T* upload(const std::vector<T>& host) {
         const int64_t bytes = int64_t(host.size() * sizeof(T));
         T* device = memory_.take<T>(bytes);
         copy(device, host.data(), bytes);

@@ -15,8 +15,7 @@ public:
     // limit: the bytes at `memory`.
     Arena(uint8_t* memory, int64_t limit) : memory_(memory), limit_(limit) {}
 
-    template <class T = uint8_t>
-    T* take(int64_t count) {
+    template <class T = uint8_t> T* take(int64_t count) {
         uint8_t* const here = memory_ + used_;
         used_ += round_up(count * int64_t(sizeof(T)), GPU_ALIGNMENT);
         most_ = std::max(most_, used_);

@@ -24,8 +24,7 @@ namespace {
 using namespace flash;
 
 // One head of one sequence: (T, HS), with rows `stride` elements apart.
-template <class Real>
-struct Head {
+template <class Real> struct Head {
     Real* data;
     int64_t stride;
     __device__ Real* at(int t, int d) const { return data + t * stride + d; }
@@ -34,18 +33,17 @@ struct Head {
 // Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
 struct Heads : Dims {
     __device__ int64_t qkv_cols() const { return int64_t(NH + 2 * NKV) * HS; }
-    template <class Real>
-    __device__ Head<Real> column(Real* qkv, int b, int head) const {
+    template <class Real> __device__ Head<Real> column(Real* qkv, int b, int head) const {
         return {qkv + b * T * qkv_cols() + int64_t(head) * HS, qkv_cols()};
     }
-    template <class Real>
-    __device__ Head<Real> q(Real* qkv, int b, int h) const { return column(qkv, b, h); }
-    template <class Real>
-    __device__ Head<Real> k(Real* qkv, int b, int kv) const { return column(qkv, b, NH + kv); }
-    template <class Real>
-    __device__ Head<Real> v(Real* qkv, int b, int kv) const { return column(qkv, b, NH + NKV + kv); }
-    template <class Real>
-    __device__ Head<Real> out(Real* out, int b, int h) const {
+    template <class Real> __device__ Head<Real> q(Real* qkv, int b, int h) const { return column(qkv, b, h); }
+    template <class Real> __device__ Head<Real> k(Real* qkv, int b, int kv) const {
+        return column(qkv, b, NH + kv);
+    }
+    template <class Real> __device__ Head<Real> v(Real* qkv, int b, int kv) const {
+        return column(qkv, b, NH + NKV + kv);
+    }
+    template <class Real> __device__ Head<Real> out(Real* out, int b, int h) const {
         return {out + (int64_t(b) * T * NH + h) * HS, int64_t(NH) * HS};
     }
     __device__ int64_t row(int b, int h) const { return (int64_t(b) * NH + h) * T; }  // of (B, NH, T)
@@ -56,8 +54,7 @@ Heads heads(const AttentionShape& s) { return {dims(s)}; }
 // The pass that owns keys computes dk and dv; the pass that owns queries computes dq.
 enum class Owner { Keys, Queries };
 
-template <class Real>
-struct BackwardArgs {
+template <class Real> struct BackwardArgs {
     const Real *qkv, *dout;    // (B, T, qkv_cols), (B, T, NH HS)
     const float *lse, *delta;  // (B, NH, T)
     Real* dqkv;                // (B, T, qkv_cols)
@@ -94,8 +91,7 @@ BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const vo
                                   static_cast<Real*>(dqkv)};
     const dim3 grid(blocks(s.T * s.NH * lanes, 256), unsigned(s.B));
     launch("attention", delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes,
-           static_cast<const Real*>(out),
-           args.dout, delta);
+           static_cast<const Real*>(out), args.dout, delta);
     return args;
 }
 
@@ -275,14 +271,17 @@ namespace mma {
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, TILE = 64;  // rows or columns of a tile
 
-struct FragmentA { uint32_t r[4]; };  // a 16 x 16 operand, spread over a warp; two BF16 values per register
-struct FragmentB { uint32_t r[4]; };  // 16 x 16: two halves of 8 columns, r[0..1] and r[2..3]
+struct FragmentA {
+    uint32_t r[4];
+};  // a 16 x 16 operand, spread over a warp; two BF16 values per register
+struct FragmentB {
+    uint32_t r[4];
+};  // 16 x 16: two halves of 8 columns, r[0..1] and r[2..3]
 
 // A tile (rows, HS) of BF16 in shared memory. Chunks of 16 bytes are permuted by exclusive or with
 // the row. So the eight rows that one ldmatrix reads, and the eight chunks of a row that cp.async
 // writes, are in different banks.
-template <int HS>
-struct Tile {
+template <int HS> struct Tile {
     uint32_t base;
     static constexpr int BYTES = TILE * HS * 2;
     __device__ uint32_t at(int row, int col) const {
@@ -299,7 +298,9 @@ __device__ void cp_async4(uint32_t to, const void* from, bool live) {
 }
 __device__ void cp_commit() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>  // until at most PENDING groups of copies are in flight
-__device__ void cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
+__device__ void cp_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING));
+}
 
 template <int HS>
 __device__ void load_tile(Tile<HS> tile, Head<const bf16> head, int first, int T, int rows = TILE) {
@@ -312,14 +313,15 @@ __device__ void load_tile(Tile<HS> tile, Head<const bf16> head, int first, int T
 
 __device__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
 }
 __device__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
 }
-template <int HS>
-__device__ FragmentA load_a(Tile<HS> tile, int row, int k) {
+template <int HS> __device__ FragmentA load_a(Tile<HS> tile, int row, int k) {
     FragmentA a;
     const int lane = threadIdx.x % WARP;
     ldmatrix(a.r, tile.at(row + lane % 16, k + lane / 16 * 8));
@@ -344,16 +346,15 @@ __device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
 // attention_common.cuh describes.
 __device__ void mma(float* c, const FragmentA& a, const FragmentB& b) {
     for (int i = 0; i < 2; i++)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[4 * i]), "+f"(c[4 * i + 1]), "+f"(c[4 * i + 2]), "+f"(c[4 * i + 3])
-                     : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * i]),
-                       "r"(b.r[2 * i + 1]));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[4 * i]), "+f"(c[4 * i + 1]), "+f"(c[4 * i + 2]), "+f"(c[4 * i + 3])
+            : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2 * i]), "r"(b.r[2 * i + 1]));
 }
 
 // s (M x 16, TILE) = rows of x (_, HS) times y (TILE, HS)^T. A fragment of y serves M GEMM instructions.
-template <int HS, int M>
-__device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 2]) {
+template <int HS, int M> __device__ void scores(Tile<HS> x, int row, Tile<HS> y, float (&s)[M][TILE / 2]) {
 #pragma unroll
     for (int i = 0; i < M * TILE / 2; i++) s[i / (TILE / 2)][i % (TILE / 2)] = 0;
 #pragma unroll
@@ -462,14 +463,13 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(Heads d, const bf16* q
 }
 
 // What a pass of backward loads per step. There are two stages: one is loaded while the other is used.
-template <int HS>
-struct Stage {
+template <int HS> struct Stage {
     Tile<HS> tile1, tile2;  // q and dout, or k and v
     uint32_t lse, delta;    // of the queries in tile1; only for the pass that owns keys
     static constexpr int BYTES = 2 * Tile<HS>::BYTES + 2 * TILE * 4;
     __device__ explicit Stage(uint32_t base)
-        : tile1{base}, tile2{base + Tile<HS>::BYTES}, lse(base + 2 * Tile<HS>::BYTES),
-          delta(lse + TILE * 4) {}
+        : tile1{base}, tile2{base + Tile<HS>::BYTES}, lse(base + 2 * Tile<HS>::BYTES), delta(lse + TILE * 4) {
+    }
 };
 
 // grid (NKV or NH, B, tiles of owned rows)
@@ -556,8 +556,7 @@ void forward(const AttentionShape& s, const bf16* qkv, bf16* out, float* lse, cu
     launch("attention", forward_kernel<HS>, grid, THREADS, shared, stream, heads(s), qkv, out, lse);
 }
 
-template <int HS>
-void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t stream) {
+template <int HS> void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t stream) {
     const dim3 keys(unsigned(s.NKV), unsigned(s.B), blocks(s.T, TILE));
     const dim3 queries(unsigned(s.NH), keys.y, keys.z);
     const int shared = 2 * Tile<HS>::BYTES + 2 * Stage<HS>::BYTES;
@@ -577,16 +576,18 @@ bool tensor_cores_fit(const AttentionShape& s) {
 AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
     const bool format_fits = s.format == Format::F32 || s.format == Format::BF16;
     if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !format_fits)
-        throw Error("Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
-                    "and query heads that are a multiple of the key/value heads; change config.json.");
+        throw Error(
+            "Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
+            "and query heads that are a multiple of the key/value heads; change config.json.");
     auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9; };
     if (wanted == AttentionKernel::Best) {
         if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
         return hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
     }
     if (wanted != AttentionKernel::Simple && !tensor_cores_fit(s))
-        throw Error("Attention on tensor cores needs BF16 and a head size of 64 or 128; "
-                    "use AttentionKernel::Best.");
+        throw Error(
+            "Attention on tensor cores needs BF16 and a head size of 64 or 128; "
+            "use AttentionKernel::Best.");
     if (wanted == AttentionKernel::Hopper && !hopper())
         throw Error("AttentionKernel::Hopper needs a Hopper GPU; use AttentionKernel::Best.");
     return wanted;

@@ -13,7 +13,7 @@ constexpr int WARP = 32;
 
 struct Dims {
     int T, NH, NKV, HS;
-    float scale;  // 1 / sqrt(HS)
+    float scale;                                                // 1 / sqrt(HS)
     __host__ __device__ int group() const { return NH / NKV; }  // query heads that share a key/value head
 };
 inline Dims dims(const AttentionShape& s) {
@@ -54,8 +54,7 @@ inline __device__ float quad_sum(float x) {
 
 // Causal mask: the score of a key after the query becomes -infinity. `ahead` is the tile's first key
 // minus this thread's first query.
-template <int R>
-__device__ void mask(float (&s)[R], int ahead) {
+template <int R> __device__ void mask(float (&s)[R], int ahead) {
 #pragma unroll
     for (int i = 0; i < R; i++)
         if (ahead + i / 4 * 8 + fragment_col() + i % 2 > i / 2 % 2 * 8) s[i] = -INFINITY;

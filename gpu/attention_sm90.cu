@@ -61,18 +61,20 @@ struct Barrier {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
     }
     __device__ void arrive_and_expect(int bytes) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     ::"r"(address), "r"(bytes) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+                     : "memory");
     }
     __device__ void wait(uint32_t parity) const {
-        asm volatile("{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                     "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(address), "r"(parity) : "memory");
+        asm volatile(
+            "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+            "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(address),
+            "r"(parity)
+            : "memory");
     }
 };
 
 // A position in a ring of STAGES buffers. Each time round, the phase of the buffers' barriers flips.
-template <int STAGES>
-struct Ring {
+template <int STAGES> struct Ring {
     int stage = 0;
     uint32_t parity = 0;
     __device__ void next() {
@@ -89,31 +91,41 @@ __device__ void sync_named(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r
 __device__ void arrive_named(int id, int n) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
-template <int N>
-__device__ void increase_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N>
-__device__ void decrease_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ void increase_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ void decrease_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 __device__ void tma_load(uint32_t to, const CUtensorMap& map, Barrier full, int col, int row, int b) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5}], [%2];"
-                 ::"r"(to), "l"(&map), "r"(full.address), "r"(col), "r"(row), "r"(b) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(&map), "r"(full.address), "r"(col), "r"(row), "r"(b)
+        : "memory");
 }
 __device__ void tma_store(const CUtensorMap& map, uint32_t from, int col, int row, int b) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
-                 ::"l"(&map), "r"(from), "r"(col), "r"(row), "r"(b) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+        "r"(from), "r"(col), "r"(row), "r"(b)
+        : "memory");
 }
 __device__ void bulk_load(uint32_t to, const void* from, int bytes, Barrier full) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(full.address) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(full.address)
+        : "memory");
 }
 __device__ void bulk_store(void* to, uint32_t from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
 }
 __device__ void bulk_add(float* to, uint32_t from, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(from), "r"(bytes)
+                 : "memory");
 }
 __device__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the shared memory of this thread's stores may be reused; until their global memory is written.
@@ -131,13 +143,11 @@ __device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "me
 __device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // The compiler does not know that wgmma uses registers after the instruction. An empty statement that
 // "changes" them keeps it from moving their uses above the wait.
-template <int N>
-__device__ void pin(float (&x)[N]) {
+template <int N> __device__ void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
-template <int N>
-__device__ void pin(uint32_t (&x)[N][4]) {
+template <int N> __device__ void pin(uint32_t (&x)[N][4]) {
 #pragma unroll
     for (int i = 0; i < 4 * N; i++) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
 }
@@ -149,28 +159,31 @@ __device__ void wgmma_wait(Registers&... used) {
 
 // wgmma(d, a, b, add): d (64, N) = a (64, 16) b (16, N), plus d if `add`. b is a descriptor; a is a
 // descriptor or in registers. TA, TB: the operand is contiguous along the dimension that is not reduced.
-#define LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
-               ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define LIST64 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
-                      ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define LIST32                                              \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
+    ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LIST64                                                             \
+    LIST32                                                                 \
+        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+        ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define OUT4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT16(d, i) OUT4(d, i), OUT4(d, i + 4), OUT4(d, i + 8), OUT4(d, i + 12)
 #define OUT32(d, i) OUT16(d, i), OUT16(d, i + 16)
 #define OUT64(d, i) OUT32(d, i), OUT32(d, i + 32)
-#define WGMMA(N, REGISTERS, A, B, P, TRANSPOSES)                                                             \
-    "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16" \
+#define WGMMA(N, REGISTERS, A, B, P, TRANSPOSES)                                         \
+    "{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+    "k16.f32.bf16.bf16"                                                                  \
     " {" LIST##REGISTERS "}, " A ", %" #B ", p, 1, 1, " TRANSPOSES ";\n}"
-#define DEFINE_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                       \
-    template <bool TA, bool TB>                                                                              \
-    __device__ void wgmma(float (&d)[R], uint64_t a, uint64_t b, bool add) {                                 \
-        asm volatile(WGMMA(N, R, "%" #I0, I1, I2, "%" #I3 ", %" #I4)                                         \
-                     : OUT##R(d, 0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(TA)), "n"(int(TB)));            \
-    }                                                                                                        \
-    template <bool TB>                                                                                       \
-    __device__ void wgmma(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool add) {                     \
-        asm volatile(WGMMA(N, R, "{%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}", I4, I5, "%" #I6)                \
-                     : OUT##R(d, 0)                                                                          \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(TB)));     \
+#define DEFINE_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                    \
+    template <bool TA, bool TB> __device__ void wgmma(float(&d)[R], uint64_t a, uint64_t b, bool add) {   \
+        asm volatile(WGMMA(N, R, "%" #I0, I1, I2, "%" #I3 ", %" #I4)                                      \
+                     : OUT##R(d, 0)                                                                       \
+                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(TA)), "n"(int(TB)));                        \
+    }                                                                                                     \
+    template <bool TB> __device__ void wgmma(float(&d)[R], const uint32_t(&a)[4], uint64_t b, bool add) { \
+        asm volatile(WGMMA(N, R, "{%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}", I4, I5, "%" #I6)             \
+                     : OUT##R(d, 0)                                                                       \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(TB)));  \
     }
 DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 DEFINE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
@@ -187,8 +200,7 @@ __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + thr
 
 // Each of the next three functions starts a GEMM as one group of wgmmas; the caller waits with wgmma_wait().
 // d (64, N) = a (64, HS) b (N, HS)^T; a is 64 rows of a tile of ROWS_A rows, b a tile of N rows.
-template <int HS, int ROWS_A, int R>
-__device__ void start_scores(float (&d)[R], uint32_t a, uint32_t b) {
+template <int HS, int ROWS_A, int R> __device__ void start_scores(float (&d)[R], uint32_t a, uint32_t b) {
     constexpr int N = R * 2;
     wgmma_fence();
 #pragma unroll
@@ -211,8 +223,7 @@ __device__ void start_accumulate(float (&d)[R], const uint32_t (&p)[ROWS / 16][4
 }
 
 // d (64, N) = a (KEYS, 64)^T b (KEYS, N), both in shared memory
-template <int KEYS, int R>
-__device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
+template <int KEYS, int R> __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < KEYS; i += 16)
@@ -221,22 +232,20 @@ __device__ void start_transposed(float (&d)[R], uint32_t a, uint32_t b) {
 }
 
 // Rounds accumulators to BF16. They already have the layout of operand a of the next GEMM.
-template <int R>
-__device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R]) {
+template <int R> __device__ void to_operand(uint32_t (&a)[R / 8][4], const float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R / 2; i++) a[i / 4][i % 4] = pack(d[2 * i], d[2 * i + 1]);
 }
 
 // Writes this warpgroup's 64 rows of a tile (ROWS, HS) to shared memory, from address `tile` on.
-template <int ROWS, int K>
-__device__ void store_tile(uint32_t tile, const uint32_t (&a)[K][4]) {
+template <int ROWS, int K> __device__ void store_tile(uint32_t tile, const uint32_t (&a)[K][4]) {
     const int lane = threadIdx.x % WARP, row = threadIdx.x % WARPGROUP / WARP * 16 + lane % 16;
 #pragma unroll
     for (int k = 0; k < K; k++) {
         const int chunk = k % 4 * 2 + lane / 16;
         const uint32_t to = tile + k / 4 * ROWS * 128 + row * 128 + ((chunk ^ (row & 7)) * 16);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                     ::"r"(to), "r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a[k][0]),
+                     "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]));
     }
 }
 
@@ -289,8 +298,7 @@ __device__ void release(Barrier empty) {
 // -----------------------------------------------------------------------------------------------------------
 // Forward
 
-template <int HS_, int CONSUMERS_>
-struct Forward {  // sizes, and where things are in shared memory
+template <int HS_, int CONSUMERS_> struct Forward {  // sizes, and where things are in shared memory
     static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, QUERIES = CONSUMERS * 64, KEYS = 128, STAGES = 2;
     static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
     static constexpr int REGISTERS = CONSUMERS == 2 ? 240 : 160,
@@ -304,7 +312,7 @@ struct Forward {  // sizes, and where things are in shared memory
     __device__ uint32_t q() const { return base; }
     __device__ uint32_t k(int stage) const { return base + K + stage * KV_BYTES; }
     __device__ uint32_t v(int stage) const { return base + V + stage * KV_BYTES; }
-    __device__ uint32_t item() const { return base + ITEM; }  // which item of the work q belongs to
+    __device__ uint32_t item() const { return base + ITEM; }     // which item of the work q belongs to
     enum { Q_FULL, Q_EMPTY, K_FULL, K_EMPTY, V_FULL, V_EMPTY };  // barriers; the last four for each stage
     __device__ Barrier barrier(int i, int stage = 0) const { return {base + BARRIERS + 8 * (i + 4 * stage)}; }
     __device__ void init_barriers() const {
@@ -331,7 +339,9 @@ struct Work {
 };
 
 // Launches use the counters in turn. The last block of a pass sets its counter back to 0.
-struct Counter { int next, left; };
+struct Counter {
+    int next, left;
+};
 constexpr int COUNTERS = 256;
 __device__ Counter counters[COUNTERS];
 std::atomic<unsigned> launches{0};
@@ -394,7 +404,7 @@ __device__ void forward_consumer(const CUtensorMap& out, const F& smem, const Di
         float s[F::KEYS / 2], o[HS / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
         uint32_t p[F::KEYS / 16][4];
         int n = F::key_tiles(d, tile) - 1;
-        bool add = false;  // to o, which is not initialized
+        bool add = false;          // to o, which is not initialized
         auto start_output = [&] {  // o += p v
             smem.barrier(F::V_FULL, v.stage).wait(v.parity);
             start_accumulate<F::KEYS>(o, p, smem.v(v.stage), add);
@@ -484,16 +494,14 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cu
     const Work work{int(ceil_div(s.T, F::QUERIES)), int(heads),
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
     launch("attention", forward_kernel<F>, std::min(work.total(), multiprocessors()), F::THREADS, F::SHARED,
-           stream,
-           tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), work,
+           stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS), dims(s), work,
            int(launches++ % COUNTERS), lse);
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Backward: prepare_kernel, backward_kernel, finish_kernel
 
-template <int HS_, int QUERIES_>
-struct Backward {  // sizes, and where things are in shared memory
+template <int HS_, int QUERIES_> struct Backward {  // sizes, and where things are in shared memory
     static constexpr int HS = HS_, CONSUMERS = 2, KEYS = 128, QUERIES = QUERIES_, STAGES = 2;
     static constexpr int THREADS = 3 * WARPGROUP;
     // A consumer warpgroup computes 64 rows of a tile of dq, or half of its columns if QUERIES is 64.
@@ -669,8 +677,7 @@ __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int
 
 // Scores (keys x queries) become p = exp(s - lse). `stats`: address of the queries' lse / ln 2.
 // `ahead`: this thread's first key minus the tile's first query.
-template <int R>
-__device__ void make_p(float (&s)[R], uint32_t stats, float scale, int ahead) {
+template <int R> __device__ void make_p(float (&s)[R], uint32_t stats, float scale, int ahead) {
     const bool masked = ahead + 64 > 0;
 #pragma unroll
     for (int i = 0; i < R; i += 4) {
@@ -686,8 +693,7 @@ __device__ void make_p(float (&s)[R], uint32_t stats, float scale, int ahead) {
 
 // dp becomes ds = p (dp - delta), with p as rounded to BF16 for dv. The registers for p in FP32 are
 // better spent on a larger tile (head size 64: 327 TFLOP/s instead of 268).
-template <int R>
-__device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
+template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R / 8][4], uint32_t deltas) {
 #pragma unroll
     for (int i = 0; i < R; i += 4) {
         const float2 delta = load_shared2(deltas + (i * 2 + fragment_col()) * 4);

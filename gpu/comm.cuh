@@ -43,8 +43,7 @@ class Peers {
 public:
     // memory: the allocation in which everything is that travels. compute: the stream of the computation.
     Peers(const Setup& s, void* memory, cudaStream_t compute)
-        : rank(s.rank), count(s.ranks), compute_(compute),
-          stream_(compute == DRY_RUN),
+        : rank(s.rank), count(s.ranks), compute_(compute), stream_(compute == DRY_RUN),
           comm_(count > 1 && compute != DRY_RUN ? connect_gpus(*s.processes, memory) : nullptr) {}
 
     const int64_t rank, count;
@@ -86,8 +85,8 @@ public:
                     std::vector<Transfer>& transfers) const {
         for (int64_t r = 0; r < count; r++)
             if (r != rank)
-                transfers.push_back({r, mine, padded(p, rank) * each, whole + own(p, r).first * each,
-                                     padded(p, r) * each});
+                transfers.push_back(
+                    {r, mine, padded(p, rank) * each, whole + own(p, r).first * each, padded(p, r) * each});
     }
 
 private:

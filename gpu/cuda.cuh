@@ -8,8 +8,7 @@
 namespace coat::gpu {
 
 // A handle of CUDA's that `destroy` gives back. (Given back when null, it would leave an error behind.)
-template <class T, cudaError_t (*destroy)(T)>
-struct Owned {
+template <class T, cudaError_t (*destroy)(T)> struct Owned {
     T handle = nullptr;
 
     Owned() = default;
@@ -54,8 +53,7 @@ public:
 // time; after that, hundreds of kernels start as one.
 class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
-    template <class Work>
-    void run(cudaStream_t s, Work work) {
+    template <class Work> void run(cudaStream_t s, Work work) {
         if (s == DRY_RUN) return work();
         if (!handle) {
             Owned<cudaGraph_t, cudaGraphDestroy> graph;
@@ -70,8 +68,7 @@ public:
 };
 
 // Host memory that the GPU can copy from and to without waiting.
-template <class T>
-class Pinned : Owned<void*, cudaFreeHost> {
+template <class T> class Pinned : Owned<void*, cudaFreeHost> {
 public:
     Pinned(int64_t n, bool dry_run) : usual_(dry_run ? n : 0) {
         if (!dry_run) check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
@@ -83,8 +80,7 @@ private:
 };
 
 // A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.
-template <class F>
-F driver_function(const char* name) {
+template <class F> F driver_function(const char* name) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),

@@ -112,10 +112,10 @@ private:
     State& state_;
     Peers& peers_;
     const std::vector<std::vector<size_t>> stages_;
-    Event sent_[3];                // by place of gradients: it may be written again
-    Event gathered_[2];            // by buffer
+    Event sent_[3];                        // by place of gradients: it may be written again
+    Event gathered_[2];                    // by buffer
     int64_t in_buffer_[2] = {NONE, NONE};  // the stage in it
-    bool current_ = false;         // the buffer that was used last
+    bool current_ = false;                 // the buffer that was used last
     uint8_t *received_ = nullptr, *buffers_[2] = {};
     int64_t buffer_bytes_ = 0;
 

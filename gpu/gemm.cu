@@ -102,8 +102,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         set_pointers(c);
     }
 
-    template <class T>
-    void set(cublasLtMatmulDescAttributes_t name, T value) {
+    template <class T> void set(cublasLtMatmulDescAttributes_t name, T value) {
         succeed(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value), DESCRIBING);
     }
     // Scales and bias are read from device memory when the GEMM runs, so the host needs not know them.
@@ -130,9 +129,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
             prefer(name, uint32_t(16));
         cublasLtMatmulHeuristicResult_t found[CANDIDATES];
         int n = 0;
-        const cublasStatus_t status =
-            cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES,
-                                           found, &n);
+        const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out,
+                                                                     &preference, CANDIDATES, found, &n);
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -153,8 +151,8 @@ Gemms::~Gemms() {
 cublasStatus_t Gemms::launch(Problem& p, const cublasLtMatmulAlgo_t& algorithm, const Call& c) const {
     const float one = 1, beta = c.accumulate ? 1 : 0;
     const cublasStatus_t status =
-        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.data,
-                       &p.out, c.out.data, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
+        cublasLtMatmul(handle_, &p.operation, &one, c.a.data, &p.a, c.b.data, &p.b, &beta, c.out.data, &p.out,
+                       c.out.data, &p.out, &algorithm, scratch_, SCRATCH, c.stream);
     if (status != CUBLAS_STATUS_SUCCESS) cudaGetLastError();  // else the next launch would report it
     return status;
 }

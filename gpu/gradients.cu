@@ -108,8 +108,7 @@ __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* 
     uint32_t top = 0;
     for (int64_t r = 0; r < ranks; r++) top = max(top, magnitude(theirs[r * n + i].amax));
     scales[i].amax = __uint_as_float(top);
-    scales[i].scale =
-        scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax);
+    scales[i].scale = scales[i].from_history > 0 ? scales[i].from_history : scale_of(fmax, scales[i].amax);
 }
 
 constexpr int CHECK_THREADS = 256;
@@ -129,8 +128,8 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 }
 
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units,
-                      const double* loss, double* sums, cudaStream_t s) {
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
+                      double* sums, cudaStream_t s) {
     // Shard units that other ranks sum stay 0 here.
     clear(sums, (1 + shard_units) * int64_t(sizeof(double)), s);
     const int64_t wanted = ceil_div(32 * shard_units + 32, NORM_THREADS);

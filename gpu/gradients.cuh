@@ -24,8 +24,8 @@ void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, dou
 //   sums            (1 + shard_units): *loss (0 if it is null), then those of the shard units from
 //                   `first_shard_unit` on; 0 where the shard unit is another rank's
 void gradient_squares(const Segment* segments, int number_of_segments, const void* gradients, Format format,
-                      int64_t first, int64_t first_shard_unit, int64_t shard_units,
-                      const double* loss, double* sums, cudaStream_t s);
+                      int64_t first, int64_t first_shard_unit, int64_t shard_units, const double* loss,
+                      double* sums, cudaStream_t s);
 // Adds them to the state: those of all ranks, (ranks, 1 + shard_units), of which one at most is not 0 for a
 // shard unit. clip: the limit of the norm; 0: none.
 void gradient_norm(const double* sums, int64_t shard_units, int64_t ranks, float clip, GradientState* state,

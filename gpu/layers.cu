@@ -313,7 +313,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     if (col >= C) return;
     const TokenRun run = runs[blockIdx.x];
     Values sum = {};
-    sum_rows(g, C, col, run.count, [&](int i) { return int64_t(order[run.first + i]); }, sum);
+    sum_rows(
+        g, C, col, run.count, [&](int i) { return int64_t(order[run.first + i]); }, sum);
     if (run.runs == 1) gradient.add(run.token * C + col, sum);
     else partials.round_and_store(blockIdx.x * C + col, sum, true);
 }
@@ -325,7 +326,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     const TokenRun run = runs[blockIdx.x];
     if (col >= C || run.runs < 2) return;
     Values sum = {};
-    sum_rows(partials, C, col, run.runs, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
+    sum_rows(
+        partials, C, col, run.runs, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
     gradient.add(run.token * C + col, sum);
 }
 
@@ -336,14 +338,15 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     if (col >= C) return;
     Values sum = {};
     const int batch = static_cast<int>((rows - t + period - 1) / period);
-    sum_rows(g, C, col, batch, [&](int b) { return b * period + t; }, sum);
+    sum_rows(
+        g, C, col, batch, [&](int b) { return b * period + t; }, sum);
     gradient.add(t * C + col, sum);
 }
 
 }  // namespace
 
-void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs,
-                        int64_t number_of_runs, const View& gradient, float* workspace, cudaStream_t s) {
+void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs, int64_t number_of_runs,
+                        const View& gradient, float* workspace, cudaStream_t s) {
     if (number_of_runs == 0) return;
     const dim3 grid = embedding_grid(number_of_runs, g.cols);
     const EitherDense partials{workspace, true}, to = either_dense(gradient);

@@ -11,7 +11,7 @@ namespace coat::gpu {
 // --- RoPE
 
 struct Rope {
-    const float2* table;          // (positions, HS/2) {cos, sin}, from rope_table
+    const float2* table;  // (positions, HS/2) {cos, sin}, from rope_table
     // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
     int64_t T, HS, rotated_cols;
 };
@@ -48,8 +48,8 @@ struct EmbeddingOrder {
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V);
 // gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and runs are on the
 // device. Workspace: (number_of_runs, C) floats.
-void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs,
-                        int64_t number_of_runs, const View& gradient, float* workspace, cudaStream_t s);
+void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs, int64_t number_of_runs,
+                        const View& gradient, float* workspace, cudaStream_t s);
 // gradient (max_T, C): row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 

@@ -48,7 +48,8 @@ public:
 
     // y = x w^T + bias
     void forward(const Lazy& x, const View& y) {
-        forward_in_parts(x, x.rows, [&](int64_t, int64_t) { return y; }, [](int64_t, const View&) {});
+        forward_in_parts(
+            x, x.rows, [&](int64_t, int64_t) { return y; }, [](int64_t, const View&) {});
     }
     // The same for at_once rows of y at a time: part(first, n) says where they go, done(first, part) uses
     // them.

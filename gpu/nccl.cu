@@ -29,7 +29,8 @@ struct Library {  // loaded by the constructor
     explicit Library(const std::string& file) {
         void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!library)
-            throw Error("NCCL (", file, ") was not found, and GPUs that do not reach each other's "
+            throw Error("NCCL (", file,
+                        ") was not found, and GPUs that do not reach each other's "
                         "memory need it: install the package libnccl2, or name the file in the environment "
                         "variable COAT_NCCL.");
         auto find = [&](auto& function, const char* name) {

@@ -27,8 +27,7 @@ __device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x +
 // Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
 // call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
 // the first when another writes the second.
-template <int PLACE, int K>
-__device__ void row_sum(float (&x)[K]) {
+template <int PLACE, int K> __device__ void row_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
     for (int k = 0; k < K; k++)
@@ -78,9 +77,8 @@ __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, 
 
 // What is added. residual_add: x + y by rows (N, C), the residual stream and a branch. embedding_forward:
 // x[token] + y[position].
-template <class Compute>
-struct Addends {
-    Dense<Compute> x, y;          // y may be no tensor
+template <class Compute> struct Addends {
+    Dense<Compute> x, y;    // y may be no tensor
     const int32_t* tokens;  // (N); null: rows of x and y have the same number
     int64_t T, rows, C;     // the position of a row is row % T
 };
@@ -203,8 +201,7 @@ __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
     }
 }
 
-template <class Storage>
-struct NormBackward {  // the arguments of the kernel
+template <class Storage> struct NormBackward {  // the arguments of the kernel
     using T = typename Storage::Compute;
     Storage in;
     Dense<T> weight, dy, g_in, g_out;
@@ -217,8 +214,7 @@ struct NormBackward {  // the arguments of the kernel
 
 // What a thread holds of one row: chunks as they are loaded. The residual gradient is loaded early, with the
 // rest, unless FP32 rows leave no registers for it.
-template <class Storage>
-struct BackwardRow {
+template <class Storage> struct BackwardRow {
     using T = typename Storage::Compute;
     static constexpr bool EARLY = sizeof(T) < 4;
     const NormBackward<Storage>& a;
@@ -363,8 +359,17 @@ void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& 
     with_storage(n.in, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const NormBackward<Storage> a{in, dense<T>(n.weight), dense<T>(dy.data), dense<T>(g_in.data),
-                                      dense<T>(g_out.data), rows, C, n.eps, n.stats, g_amax, workspace};
+        const NormBackward<Storage> a{in,
+                                      dense<T>(n.weight),
+                                      dense<T>(dy.data),
+                                      dense<T>(g_in.data),
+                                      dense<T>(g_out.data),
+                                      rows,
+                                      C,
+                                      n.eps,
+                                      n.stats,
+                                      g_amax,
+                                      workspace};
         const auto kernel =
             n.rms ? norm_backward_kernel<Storage, true> : norm_backward_kernel<Storage, false>;
         launch("norm_backward", kernel, grid, block, shared, s, a);

@@ -14,8 +14,8 @@ namespace coat::gpu {
 // passes: first the amaxes of all blocks, which are stored where their scales will be; then the codes.
 
 constexpr int LOG_128 = 7, ALL = 62;
-static_assert(PER_1x128.cols == 1 << LOG_128 &&
-              PER_128x128.rows == 1 << LOG_128 && PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
+static_assert(PER_1x128.cols == 1 << LOG_128 && PER_128x128.rows == 1 << LOG_128 &&
+              PER_128x128.cols == 1 << LOG_128 && TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const View& v = out.view;
     const Granularity& g = v.quant.granularity;
@@ -25,8 +25,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
                   count = v.quant.operand_scales(N, K);
     const bool square = g == PER_128x128;
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1,
-                  along_k = g == PER_ROW ? 0 : square ? 1 : N;
+    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1, along_k = g == PER_ROW ? 0
+                                                                                           : square     ? 1
+                                                                                                        : N;
     if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
     return {p, shift_n, shift_k, along_n, along_k, count};
 }
@@ -128,8 +129,7 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
     for (int t : {0, 1}) {
         const ScaleGrid& g = grids[t];
         require(!codes[t] == !g.scales, "codes and their scales come together");
-        if (g.scales)
-            clear(g.scales, g.count * int64_t(sizeof(float)), s);
+        if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
     }
     with_bf16_producer(x, [&](auto producer) {
         const dim3 tiles = tile_grid(x.rows, producer.width);

@@ -34,8 +34,8 @@ struct Segment {
     MomentView m, v;
     bool decays;
     AmaxAndScale* amax;      // of the new weights; may be null
-    int64_t to_weight = 0;  // what to add to an offset to find the weight among the rank's weights,
-    int64_t to_flat = 0;    // and to find the element in the flat order
+    int64_t to_weight = 0;   // what to add to an offset to find the weight among the rank's weights,
+    int64_t to_flat = 0;     // and to find the element in the flat order
     int64_t shard_unit = 0;  // number of its first shard unit among those of all parameters
 };
 

@@ -225,8 +225,8 @@ public:
     void measure(int64_t bucket, QuantReport& report) const {
         for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
             const Slice& slice = shards[i].state;
-            measure_moments(setup.optimizer, moment(i, false), moment(i, true),
-                            gradient_from(i, slice.first), gradient_quant.format, slice.count, report, cuda_);
+            measure_moments(setup.optimizer, moment(i, false), moment(i, true), gradient_from(i, slice.first),
+                            gradient_quant.format, slice.count, report, cuda_);
         }
     }
     // All expansion factors, sorted, also for the report.
@@ -351,8 +351,8 @@ private:
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
-        Segment s{at.state_at, at.state.count, moment(i, false), moment(i, true), p.role.decay,
-                  p.role.linear ? scale(i) : nullptr};
+        Segment s{at.state_at,     at.state.count, moment(i, false),
+                  moment(i, true), p.role.decay,   p.role.linear ? scale(i) : nullptr};
         s.to_weight = at.weight_at + at.state.first - at.weight.first - s.offset;
         s.to_flat = p.offset + at.state.first - s.offset;
         s.shard_unit = at.shard_unit + at.state.first / SHARD_UNIT;

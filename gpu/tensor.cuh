@@ -23,7 +23,7 @@ namespace coat::gpu {
 // A tensor on the GPU: value(r, c) = data(r, c) * the scale of its block. Null data means "no tensor" (but
 // see Operand).
 struct View {
-    void* data;    // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
+    void* data;  // (rows, cols) of quant.format: FP8 codes, or values in BF16 or FP32
     // (scale_rows, scale_cols) of quant.scale_format; per tensor one AmaxAndScale; unused unless quant.fp8().
     void* scales;
     int64_t rows, cols;
@@ -143,8 +143,7 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
 }
 
 // Sum over a block's threads, in the same order every time.
-template <int THREADS>
-__device__ double block_sum(double x) {
+template <int THREADS> __device__ double block_sum(double x) {
     __shared__ double parts[THREADS];
     parts[threadIdx.x] = x;
     for (int n = THREADS / 2; n > 0; n /= 2) {
@@ -207,11 +206,11 @@ inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float
 // Fast mathematics: one instruction each, with a relative error of about 2^-22. (Near 1, log2 has an absolute
 // error of that size.) ftz: subnormals count as 0.
 
-#define FAST_FUNCTION(name, instruction)                           \
-    inline __device__ float name(float x) {                        \
-        float y;                                                   \
-        asm(instruction " %0, %1;" : "=f"(y) : "f"(x));            \
-        return y;                                                  \
+#define FAST_FUNCTION(name, instruction)                \
+    inline __device__ float name(float x) {             \
+        float y;                                        \
+        asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+        return y;                                       \
     }
 FAST_FUNCTION(fast_exp2, "ex2.approx.ftz.f32")
 FAST_FUNCTION(fast_log2, "lg2.approx.f32")  // of subnormals too
@@ -238,16 +237,11 @@ inline __device__ float2 unpack(uint32_t two) {
 }
 
 // One store of 8 or 16 bytes. (An assignment through a cast pointer may become four small stores.)
-template <class V>
-__device__ void put(void* to, V value) {
-    __stwb(static_cast<V*>(to), value);
-}
+template <class V> __device__ void put(void* to, V value) { __stwb(static_cast<V*>(to), value); }
 
-template <class T>
-struct Dense;
+template <class T> struct Dense;
 
-template <>
-struct Dense<bf16> {
+template <> struct Dense<bf16> {
     using Compute = bf16;
     using Raw = uint4;
     bf16* data;
@@ -271,8 +265,7 @@ struct Dense<bf16> {
     }
 };
 
-template <>
-struct Dense<float> {
+template <> struct Dense<float> {
     using Compute = float;
     struct Raw {
         float4 lo, hi;
@@ -337,33 +330,27 @@ struct Groups {
         const uint2 c = encode(false, v, inverse_of(scale));
         if (live) {
             put(codes + i, c);
-            if (threadIdx.x % 2 == 0)
-                scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % 2 == 0) scales[i / GROUP] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
         decode(false, c, scale, v);
     }
 };
 
-template <class T>
-Dense<T> dense(const void* p) {
-    return {static_cast<T*>(const_cast<void*>(p))};
-}
+template <class T> Dense<T> dense(const void* p) { return {static_cast<T*>(const_cast<void*>(p))}; }
 inline Groups groups_of(const View& v) {
     return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
 }
 inline bool in_groups(const Quant& q) { return q == Q_GROUP; }
 
 // Calls f with the Storage of a tensor: BF16 or FP32.
-template <class F>
-void with_dense(const View& v, F f) {
+template <class F> void with_dense(const View& v, F f) {
     require(!v.quant.fp8() && v.cols % CHUNK == 0,
             "a dense tensor is FP32 or BF16 and has a multiple of 8 columns");
     if (v.quant.format == Format::F32) return f(dense<float>(v.data));
     f(dense<bf16>(v.data));
 }
 // The same, or groups.
-template <class F>
-void with_storage(const View& v, F f) {
+template <class F> void with_storage(const View& v, F f) {
     if (!in_groups(v.quant)) return with_dense(v, f);
     require(v.cols % GROUP == 0, "the columns are not a multiple of the group size");
     f(groups_of(v));
@@ -375,8 +362,7 @@ struct EitherDense {
     void* data;
     bool f32;
 
-    template <class F>
-    __device__ void with(F f) const {
+    template <class F> __device__ void with(F f) const {
         if (f32) f(Dense<float>{static_cast<float*>(data)});
         else f(Dense<bf16>{static_cast<bf16*>(data)});
     }
@@ -426,8 +412,7 @@ inline EitherDense either_dense(const View& v) { return either_dense(v.data, v.q
 inline __device__ float normalized(float x, float2 stats, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, stats.x), stats.y), weight, bias);
 }
-template <class T>
-struct NormParameters {
+template <class T> struct NormParameters {
     Dense<T> weight, bias;
 
     __device__ void load(int64_t col, Values& w, Values& b) const {

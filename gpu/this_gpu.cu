@@ -34,8 +34,8 @@ int64_t needed_memory(const Setup& s, int64_t allocated) {
         smaller.B = (fitting + too_large) / 2;
         (needed(smaller) <= free ? fitting : too_large) = smaller.B;
     }
-    throw Error("This run needs " + std::to_string(needed(s) >> 20) +
-                " MiB of GPU memory, but " + std::to_string(free >> 20) + " MiB are free; " +
+    throw Error("This run needs " + std::to_string(needed(s) >> 20) + " MiB of GPU memory, but " +
+                std::to_string(free >> 20) + " MiB are free; " +
                 (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
                          : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
                            "--master none, --attention groups, and --gradients none with --clip 0") +
@@ -64,7 +64,8 @@ Setup on_this_gpu(Setup s) {
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
     if (s.recipe.x.fp8() && !(s.recipe.x.granularity == PER_TENSOR) && capability() != 90)
-        throw Error("--recipe ", s.recipe.name, " scales operands in rows or blocks, which needs a GPU of "
+        throw Error("--recipe ", s.recipe.name,
+                    " scales operands in rows or blocks, which needs a GPU of "
                     "compute capability 9.0 (Hopper); use --recipe colossal, or --device cpu.");
     return s;
 }

@@ -21,9 +21,9 @@ namespace coat::gpu {
 // A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
 // BF16 values and writes codes in whole 128-byte lines, also those of the transposed result.
 
-constexpr int TILE = 128;               // rows and columns of a tile
-constexpr int ROWS = 8;                 // of one thread
-constexpr int ACROSS = TILE / CHUNK;    // a block has ACROSS x ACROSS threads
+constexpr int TILE = 128;             // rows and columns of a tile
+constexpr int ROWS = 8;               // of one thread
+constexpr int ACROSS = TILE / CHUNK;  // a block has ACROSS x ACROSS threads
 constexpr int TILE_THREADS = ACROSS * ACROSS;
 // Blocks that a multiprocessor has at once, which leaves 64 registers a thread; 3 and 5 were slower.
 constexpr int TILE_BLOCKS = 4;
@@ -165,8 +165,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
 
 // A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
 // [gate | up].
-template <class Storage, int HALVES = 1>
-struct StoredProducer {
+template <class Storage, int HALVES = 1> struct StoredProducer {
     static constexpr int PLANES = HALVES;
     using Compute = typename Storage::Compute;
     struct Cursor {
@@ -196,8 +195,7 @@ struct StoredProducer {
     }
 };
 
-template <class Storage>
-struct NormProducer {  // y = (x - mean) / std * weight + bias
+template <class Storage> struct NormProducer {  // y = (x - mean) / std * weight + bias
     static constexpr int PLANES = 1;
     using Compute = typename Storage::Compute;
     struct Cursor {
@@ -239,15 +237,13 @@ inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
     return sigmoid_of_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
-template <bool GATED>
-__device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
+template <bool GATED> __device__ float activated(float first, float second) {  // silu(gate) * up, or gelu(u)
     return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second)
                  : __fmul_rn(first, gelu_sigmoid(first));
 }
 
 // The activation's output (N, F): SiLU(gate) * up, or GELU. Its input is (N, 2F) = [gate | up], or (N, F).
-template <class Storage, bool GATED>
-struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
+template <class Storage, bool GATED> struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
     static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
     using GateUp = StoredProducer<Storage, HALVES>;
 
@@ -307,8 +303,7 @@ struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 // 3. From a Lazy to its producer
 
 // Calls f with the producer of a lazily computed tensor.
-template <class F>
-void with_producer(const Lazy& x, F f) {
+template <class F> void with_producer(const Lazy& x, F f) {
     require(x.cols % 16 == 0, "the columns are not a multiple of 16");
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
@@ -325,8 +320,7 @@ void with_producer(const Lazy& x, F f) {
     });
 }
 // The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
-template <class F>
-void with_bf16_producer(const Lazy& x, F f) {
+template <class F> void with_bf16_producer(const Lazy& x, F f) {
     with_producer(x, [&](auto producer) {
         if constexpr (std::is_same_v<typename decltype(producer)::Compute, bf16>) f(producer);
         else require(false, "FP8 goes with the compute dtype BF16, not with FP32");

@@ -25,8 +25,7 @@ inline std::string shortened(std::string text) {
 }
 
 // The text of parts that are strings or numbers: concat("--seq ", 300, " is too long").
-template <class... Parts>
-std::string concat(const Parts&... parts) {
+template <class... Parts> std::string concat(const Parts&... parts) {
     std::string text;
     auto add = [&](const auto& part) {
         if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) text += std::to_string(part);

@@ -202,7 +202,7 @@ inline Slice kept(const Setup& s, const StateTensor& t) {
 // Model: the weights, gradients, moments and activations of one training run on one device. train.cpp, data/
 // and most tests see no other interface; reference.cpp and model.cu implement it.
 
-struct AdamW {    // the arguments of one step
+struct AdamW {     // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // Largest global norm of the gradients; 0: no clipping. Without keep_gradients it is 0, because a bucket

@@ -24,13 +24,16 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
 
 const std::vector<MemoryMode>& memory_modes() {
     static const std::vector<MemoryMode> table = {
-        {"attention", nullptr,
+        {"attention",
+         nullptr,
          {{"compute", "q, k, v and attention's output are saved in the compute dtype"},
           {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}}},
-        {"master", &Setup::master,
+        {"master",
+         &Setup::master,
          {{"exact", "16 bits beside each BF16 weight make an exact FP32 master weight"},
           {"none", "BF16 weights alone; the update rounds them stochastically"}}},
-        {"gradients", &Setup::keep_gradients,
+        {"gradients",
+         &Setup::keep_gradients,
          {{"kept", "all gradients are kept until the update, which follows the backward pass"},
           {"none", "backward updates each layer once its gradient is complete; needs --clip 0"}}},
     };
@@ -96,7 +99,9 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const OptimizerFormat& o = s.optimizer;
     for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
         const std::string of = o.group == 0 ? " per tensor" : " per 128",
-                          scale = o.expands(f) ? ", max and k" + of : is_scaled(f) ? ", max" + of : "";
+                          scale = o.expands(f)   ? ", max and k" + of
+                                  : is_scaled(f) ? ", max" + of
+                                                 : "";
         table.push_back({"update", {name, info(f).name, none, info(f).name + scale}});
     }
     return table;
@@ -267,9 +272,7 @@ bool gate_up_gradient_in_place(const Setup& s) {
     return same_size && s.recipe.x.granularity == PER_TENSOR;
 }
 
-bool caches_weights(const Setup& s) {
-    return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
-}
+bool caches_weights(const Setup& s) { return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1; }
 
 bool qkv_gradient_in_place(const Setup& s) {
     const int64_t N = gpu_tokens(s), bytes = N * s.config.qkv_cols() * info(s.recipe.compute).bytes;
@@ -305,10 +308,11 @@ static double mib(int64_t bytes) { return double(bytes) / (1 << 20); }
 void print_precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
     const LinearFormats q = linear_formats(s);
-    std::printf("Precision plan: formats and scales of what operators read, write and save for backward\n"
-                "  recipe %s: %s\n"
-                "  A scale for each tensor, row, or block: 1x16 are 16 values of a token.\n\n",
-                r.name, r.about);
+    std::printf(
+        "Precision plan: formats and scales of what operators read, write and save for backward\n"
+        "  recipe %s: %s\n"
+        "  A scale for each tensor, row, or block: 1x16 are 16 values of a token.\n\n",
+        r.name, r.about);
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     std::string part;
@@ -345,18 +349,18 @@ void print_memory_plan(const Setup& s) {
     std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
                 parameter_count(s.config), s.config.L, s.B * s.T);
     std::printf("  %-37s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
-    std::printf("  %-37s %15s %19s  %15s %19s  item\n", "", "MiB", "bytes per item", "MiB",
-                "bytes per item");
+    std::printf("  %-37s %15s %19s  %15s %19s  item\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
     for (size_t i = 0; i < plan.size(); i++) {
         const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
         std::printf("  %-37s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
                     row.of_one(), mib(same.bytes), same.of_one(), row.per);
     }
     std::printf("\n");
-    for (const auto& [name, category] :
-         {std::pair{"weights", Category::Weights}, {"gradients", Category::Gradients},
-          {"optimizer", Category::Optimizer}, {"activations", Category::Activations},
-          {"total without workspace", Category::All}})
+    for (const auto& [name, category] : {std::pair{"weights", Category::Weights},
+                                         {"gradients", Category::Gradients},
+                                         {"optimizer", Category::Optimizer},
+                                         {"activations", Category::Activations},
+                                         {"total without workspace", Category::All}})
         std::printf("  %-37s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
                     mib(total_bytes(beside, category)));
 

@@ -19,7 +19,7 @@ struct Choice {
 using Switch = bool Setup::*;  // a name of its own: nvcc writes the type with parentheses, a warning of GCC
 struct MemoryMode {
     const char* flag;
-    Switch setting;        // true is the first choice; null: the recipe's column `attention`
+    Switch setting;  // true is the first choice; null: the recipe's column `attention`
     std::vector<Choice> choices;
     bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }
     void choose(Setup& s, bool first) const {
@@ -84,7 +84,7 @@ struct ShardPlace {
     Slice weight, state;  // kept_weight(), owned()
     int64_t weight_at;    // of the slice `weight`, among all weights of the rank
     int64_t state_at;     // of the slice `state`, among all masters, moments and sums of gradients
-    int64_t shard_unit;  // number of the parameter's first shard unit among those of all parameters
+    int64_t shard_unit;   // number of the parameter's first shard unit among those of all parameters
 };
 
 // Several ranks: the matrices that are gathered together, as numbers of parameters, stage by stage:

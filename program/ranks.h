@@ -52,8 +52,7 @@ public:
 
     // Every rank calls these at the same time. What every rank has, by rank: all of it on every rank, or on
     // rank 0 alone. T: a value, or a vector or string of values, of any length.
-    template <class T>
-    std::vector<T> all_gather(const T& mine);
+    template <class T> std::vector<T> all_gather(const T& mine);
     std::vector<Bytes> gather(const Bytes& mine, bool on_all);
 
     // Waits for something that needs the other ranks: for done(), which may sleep for some milliseconds. If
@@ -84,8 +83,7 @@ private:
     [[noreturn]] void end(const std::string& sentence, int code = 1);
 };
 
-template <class T>
-std::vector<T> ProcessGroup::all_gather(const T& mine) {
+template <class T> std::vector<T> ProcessGroup::all_gather(const T& mine) {
     std::vector<T> all;
     if constexpr (std::is_trivially_copyable_v<T>) {
         for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);

@@ -68,8 +68,7 @@ struct DeviceMoment {
     Buffer<uint8_t> codes;
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
-        : of(m),
-          codes(padded * info(m.format).bytes),
+        : of(m), codes(padded * info(m.format).bytes),
           max(int64_t(m.max.size()) * (m.group ? 1 : 2)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();

@@ -171,8 +171,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
 
 namespace {
 
-template <class Real>
-std::vector<Real> activation(bool gated, Shape s, const Floats& x) {
+template <class Real> std::vector<Real> activation(bool gated, Shape s, const Floats& x) {
     std::vector<Real> act(s.rows * s.cols);
     const std::vector<Real> in(x.begin(), x.end());
     reference::activation_forward<Real>(gated, s.rows, s.cols, in.data(), act.data());

@@ -62,8 +62,8 @@ TEST_CASE("recipes: each row of the table is the published method") {
 
 TEST_CASE("recipes: Hopper's FP8 GEMMs can run every row") {
     // The scale modes of cuBLASLt that go together; blocks of 128 are added exactly.
-    const std::pair<Granularity, Granularity> known[] = {{PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW},
-                                                         {PER_1x128, PER_1x128},   {PER_1x128, PER_128x128}};
+    const std::pair<Granularity, Granularity> known[] = {
+        {PER_TENSOR, PER_TENSOR}, {PER_ROW, PER_ROW}, {PER_1x128, PER_1x128}, {PER_1x128, PER_128x128}};
     for (const Recipe& r : recipes()) {
         // Of fprop, dgrad and wgrad.
         const std::pair<Quant, Quant> operands[] = {{r.x, r.w}, {r.g, r.w}, {r.g, r.x}};

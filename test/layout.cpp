@@ -113,13 +113,12 @@ TEST_CASE("layout: the files of the reading order in the README have at most REA
 
 TEST_CASE("layout: includes run one way") {
     // A file includes files of its own level and of those below it.
-    const std::vector<std::vector<std::string>> levels = {
-        {"coat.h", "program/error.h"},
-        {"program/model.h", "program/ranks", "data/"},
-        {"program/plan", "program/flags"},
-        {"reference.", "gpu/", "coat.cu", "adamw.cu"},
-        {"model.cu"},
-        {"program/train.cpp"}};
+    const std::vector<std::vector<std::string>> levels = {{"coat.h", "program/error.h"},
+                                                          {"program/model.h", "program/ranks", "data/"},
+                                                          {"program/plan", "program/flags"},
+                                                          {"reference.", "gpu/", "coat.cu", "adamw.cu"},
+                                                          {"model.cu"},
+                                                          {"program/train.cpp"}};
     auto level = [&](const std::string& f) {
         for (size_t i = 0; i < levels.size(); i++)
             for (const std::string& name : levels[i])

@@ -78,8 +78,7 @@ TEST_CASE("make_gpu: where no GPU can be used, one sentence says why" * doctest:
 }
 
 // Every recipe and mode, with one and with two micro-batches, and with several ranks.
-template <class Check>
-void for_every_setup(Check check) {
+template <class Check> void for_every_setup(Check check) {
     for (const char* recipe : RECIPES)
         for (const Architecture& arch : {LLAMA, QWEN2, GPT2})
             for (const char* mode : {"", "attention", "master", "gradients", "lean"}) {

@@ -32,16 +32,17 @@ GPU_TEST_CASE("ranks: processes that share one GPU have the bits of one with as 
     setenv("COAT_SHARE_GPU", "1", 1);
     for (const char* recipe : {"coat", "bf16"}) {
         RunFolder folder;
-        const std::string flags = "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 "
-                                  "--steps 3 --recipe " + std::string(recipe) + " --model '" +
-                                  untied_model(folder, recipe) + "' ";
+        const std::string flags =
+            "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 "
+            "--steps 3 --recipe " +
+            std::string(recipe) + " --model '" + untied_model(folder, recipe) + "' ";
         require_success(train(folder, flags + "--accumulate 6 --out one"));
         for (int ranks : {2, 3}) {
             const std::string out = concat(ranks);
             CAPTURE(recipe);
             CAPTURE(out);
-            require_success(train(folder, concat(flags, "--out ", out, " --ranks ", ranks, " --accumulate ",
-                                                 6 / ranks)));
+            require_success(
+                train(folder, concat(flags, "--out ", out, " --ranks ", ranks, " --accumulate ", 6 / ranks)));
             check_same_tensors(folder.path / "one/step-000003", folder.path / out / "step-000003");
         }
     }
@@ -53,8 +54,10 @@ GPU_TEST_CASE("ranks: before the first step of delayed scaling, the report count
     RunFolder folder;
     const std::string model = untied_model(folder, "te");
     auto weights = [&](const std::string& flags) {  // that were quantized, as the report says
-        const Ended run = train(folder, "--device gpu --data text --batch 2 --seq 16 --steps 0 --recipe te "
-                                        "--model '" + model + "' " + flags);
+        const Ended run = train(folder,
+                                "--device gpu --data text --batch 2 --seq 16 --steps 0 --recipe te "
+                                "--model '" +
+                                    model + "' " + flags);
         require_success(run);
         const size_t line = run.out.find("\nweights  ");
         REQUIRE(line != std::string::npos);

@@ -153,9 +153,9 @@ GPU_TEST_CASE("step: attention saved in FP8 groups; coat with FP8 storage and BF
 
 GPU_TEST_CASE("step: --gradients none changes no bits where nothing is clipped") {
     for (const char* recipe : RECIPES)
-        for (const ModelConfig& config : {tiny_config(LLAMA, false), tiny_config(LLAMA, true),
-                                          tiny_config(GPT2, true), tiny_config(QWEN2, false),
-                                          wide_heads(true)}) {
+        for (const ModelConfig& config :
+             {tiny_config(LLAMA, false), tiny_config(LLAMA, true), tiny_config(GPT2, true),
+              tiny_config(QWEN2, false), wide_heads(true)}) {
             const Setup setup = tiny_setup(config, recipe, optimizer_of(recipe), 4, 48);
             Training kept = training_on(make_gpu, setup);
             Training none = training_on(make_gpu, with_mode(setup, "gradients"));

@@ -30,8 +30,8 @@ GPU_TEST_CASE("step: gradients of 64 micro-batches are their sum within one roun
 }
 
 // All sequences are equal, and so are all pieces of the head's gradient. Their roundings to BF16 then add up
-// in one direction: after 16 additions to 0.72%, after four to 0.21%. Eight micro-batches have FP32 gradients;
-// they divide by twice as many targets, which changes no bit of a term.
+// in one direction: after 16 additions to 0.72%, after four to 0.21%. Eight micro-batches have FP32
+// gradients; they divide by twice as many targets, which changes no bit of a term.
 GPU_TEST_CASE("step: the head's gradient is rounded to BF16 at most four times") {
     Setup setup = setup_of("bf16", LLAMA, false, 256, 64);
     const Param head = parameters(setup.config)[param_of(parameters(setup.config), "head")];
@@ -83,8 +83,7 @@ GPU_TEST_CASE("next_logits: amaxes are those of the prompt, for any length") {
 }
 
 GPU_TEST_CASE("next_logits: falls back to BF16 if the training batch does, for any length") {
-    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"})
-        check_fallback(make_gpu, recipe);
+    for (const char* recipe : {"te", "colossal", "rowwise", "deepseek"}) check_fallback(make_gpu, recipe);
 }
 
 GPU_TEST_CASE("evaluate: detects a value that is not finite although its FP8 code saturates") {
@@ -136,8 +135,8 @@ GPU_TEST_CASE("training: losses of 50 steps follow the reference's") {
         if (!setup.master) mode += " no master";
         if (!setup.keep_gradients) mode += " no gradients";
         if (setup.optimizer.group == 0) mode += " fp8lm";
-        MESSAGE(std::string(setup.config.arch.name), " ", recipe, mode, ": loss ", a.front(),
-                " to ", a.back(), ", reference to ", b.back(), ", largest difference ", worst);
+        MESSAGE(std::string(setup.config.arch.name), " ", recipe, mode, ": loss ", a.front(), " to ",
+                a.back(), ", reference to ", b.back(), ", largest difference ", worst);
         CHECK(worst <= single);
         CHECK(std::fabs(mean(a, 0, 50) - mean(b, 0, 50)) <= average);
         CHECK(a.back() < a.front() - 1);
@@ -321,7 +320,8 @@ GPU_TEST_CASE("quantization: the report measures what the reference's measures")
         for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++) {
             const bool moment = kind >= static_cast<int>(Kind::Moment1);
             const QuantStats &on_gpu = a.kinds[kind],
-                             &on_cpu = moment ? moments[kind == static_cast<int>(Kind::Moment2)] : b.kinds[kind];
+                             &on_cpu =
+                                 moment ? moments[kind == static_cast<int>(Kind::Moment2)] : b.kinds[kind];
             INFO(std::string(setup.recipe.name), " ", std::string(KIND_NAMES[kind]), ": ", on_gpu.snr_db(),
                  " and ", on_cpu.snr_db(), " dB");
             CHECK(on_gpu.elements == on_cpu.elements);

@@ -166,13 +166,13 @@ TEST_CASE("gradients_offset: no gradient is written where saved activations are 
                     const int64_t begin = gradients_offset(s), layer_bytes = saved_layer_bytes(s);
                     for (size_t i = 0; i < params.size(); i++) {
                         const Param& p = params[i];
-                        const int64_t first =
-                            begin + shards[i].state_at * info(gradient_format(s)).bytes;
+                        const int64_t first = begin + shards[i].state_at * info(gradient_format(s)).bytes;
                         const bool layer = p.name.compare(0, 7, "layers.") == 0;
                         const bool last = p.name == "positions" || (p.name == "embedding" && !s.config.tied);
                         // When p's gradient is written, the activations of this many layers are still needed.
-                        const int64_t needed =
-                            layer ? std::stoll(p.name.substr(7)) + 1 : last ? 0 : s.config.L;
+                        const int64_t needed = layer  ? std::stoll(p.name.substr(7)) + 1
+                                               : last ? 0
+                                                      : s.config.L;
                         REQUIRE(first >= (accumulate > 1 ? s.config.L : needed) * layer_bytes);
                     }
                 }
@@ -185,9 +185,8 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
     } const cases[] = {
         {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
         {6, 1, 1, true, false},  {8, 1, 1, true, true},    // and the embedding's gradient one more
-        {4, 2, 1, false, false}, {4, 3, 1, false, true},   {4, 4, 1, false, true},
-        {4, 1, 2, false, false}, {4, 1, 4, false, true},   {2, 4, 1, false, false},
-        {4, 5, 1, false, false},  // all gradients are FP32
+        {4, 2, 1, false, false}, {4, 3, 1, false, true},  {4, 4, 1, false, true},  {4, 1, 2, false, false},
+        {4, 1, 4, false, true},  {2, 4, 1, false, false}, {4, 5, 1, false, false},  // all gradients are FP32
     };
     for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
         CAPTURE(batch);

@@ -109,7 +109,9 @@ void with_ranks(int count, const Body& body) {
     const int port = free_port();
     std::vector<std::thread> threads;
     for (int rank = 0; rank < count; rank++)
-        threads.emplace_back([&, rank] { body(*ProcessGroup::start({rank, count, rank, "127.0.0.1", port})); });
+        threads.emplace_back([&, rank] {
+            body(*ProcessGroup::start({rank, count, rank, "127.0.0.1", port}));
+        });
     for (std::thread& thread : threads) thread.join();
 }
 
@@ -129,8 +131,11 @@ std::string listening(int port) {
 }  // namespace
 
 TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how many to start") {
-    const Environment::Values torchrun = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"},
-                                          {"MASTER_ADDR", "node0"}, {"MASTER_PORT", "29500"}};
+    const Environment::Values torchrun = {{"RANK", "5"},
+                                          {"WORLD_SIZE", "8"},
+                                          {"LOCAL_RANK", "1"},
+                                          {"MASTER_ADDR", "node0"},
+                                          {"MASTER_PORT", "29500"}};
     auto with = [&](const char* name, const char* value) {
         Environment::Values values = torchrun;
         values[name] = value;
@@ -186,7 +191,8 @@ TEST_CASE("ranks: every rank gets the values of all, whatever their sizes, and r
             CHECK((ranks.gather(expected[size_t(me)], true) == expected));
             const std::vector<Bytes> alone = ranks.gather(expected[size_t(me)], false);
             if (me == 0) CHECK((alone == expected));
-            CHECK(ranks.all_gather(std::string(size_t(me), 'x'))[size_t(count - 1)].size() == size_t(count - 1));
+            CHECK(ranks.all_gather(std::string(size_t(me), 'x'))[size_t(count - 1)].size() ==
+                  size_t(count - 1));
             int wrong = 0;
             for (int64_t i = 0; i < 500; i++)
                 for (int r = 0; r < count; r++) wrong += ranks.all_gather(i + me)[size_t(r)] != i + r;
@@ -204,9 +210,7 @@ TEST_CASE("ranks: one that fails or dies ends all within seconds, and the user s
         };
     };
     // The GPU of each rank waits for that of another: nothing comes through the sockets.
-    auto waits = [](ProcessGroup& ranks) {
-        ranks.wait_until([] { return false; });
-    };
+    auto waits = [](ProcessGroup& ranks) { ranks.wait_until([] { return false; }); };
     auto dies = [](ProcessGroup&) { raise(SIGKILL); };
     auto fails = [&](ProcessGroup&) { throw Error(full); };
     for (How how : {BY_RANK_0, ONE_BY_ONE}) {
@@ -253,12 +257,15 @@ TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the r
     for (int hangs : {0, 1, 2})
         for (bool elsewhere : {false, true}) {  // what the others wait for does not come by the sockets
             INFO(hangs, " ", elsewhere);
-            Played((hangs == 1) == elsewhere ? BY_RANK_0 : ONE_BY_ONE, [=](ProcessGroup& ranks) {
-                const double start = now();
-                if (ranks.rank() == hangs) sleep_ms(1600);
-                else if (elsewhere) ranks.wait_until([=] { return now() > start + 1.5; });
-                for (int i = 0; i < 3; i++) ranks.all_gather(1);
-            }, 0.8).check({0, 0, 0}, concat("Rank ", hangs, " has not answered for 1 s; waiting\n"), 8);
+            Played((hangs == 1) == elsewhere ? BY_RANK_0 : ONE_BY_ONE,
+                   [=](ProcessGroup& ranks) {
+                       const double start = now();
+                       if (ranks.rank() == hangs) sleep_ms(1600);
+                       else if (elsewhere) ranks.wait_until([=] { return now() > start + 1.5; });
+                       for (int i = 0; i < 3; i++) ranks.all_gather(1);
+                   },
+                   0.8)
+                .check({0, 0, 0}, concat("Rank ", hangs, " has not answered for 1 s; waiting\n"), 8);
         }
     // Data may come late without a word.
     Played(ONE_BY_ONE, [](ProcessGroup& ranks) {
@@ -268,11 +275,14 @@ TEST_CASE("ranks: one that hangs is named, once, and if it goes on so does the r
 }
 
 TEST_CASE("ranks: a signal ends the run while a rank hangs, and the processes that rank 0 has started") {
-    const Played played(BY_RANK_0, [](ProcessGroup& ranks) {
-        if (ranks.rank() == 2) raise(SIGSTOP);
-        interrupted = SIGINT;  // as a handler does
-        ranks.all_gather(1);
-    }, 1);
+    const Played played(
+        BY_RANK_0,
+        [](ProcessGroup& ranks) {
+            if (ranks.rank() == 2) raise(SIGSTOP);
+            interrupted = SIGINT;  // as a handler does
+            ranks.all_gather(1);
+        },
+        1);
     CHECK(played.codes == std::vector<int>{128 + SIGINT});
     CHECK(contains(played.error, "Interrupted while rank 2 did not answer."));
     CHECK(played.seconds < 5);
@@ -346,9 +356,11 @@ TEST_CASE("ranks: who says nothing, something else, or another token is not wait
     close(fd);
 }
 
-TEST_CASE("ranks: a rank that is missing, is there twice, or has another token is an error after the time limit") {
+TEST_CASE(
+    "ranks: a rank that is missing, is there twice, or has another token is an error after the time limit") {
     const Body body = [](ProcessGroup& ranks) { ranks.all_gather(1); };
-    Played(ONE_BY_ONE, body, 60, {0, 1}).check({1, 1}, "Rank 2 has not connected with rank 0 at 127.0.0.1, port");
+    Played(ONE_BY_ONE, body, 60, {0, 1})
+        .check({1, 1}, "Rank 2 has not connected with rank 0 at 127.0.0.1, port");
     Played(ONE_BY_ONE, body, 60, {1}).check({1}, "Rank 1 cannot connect with rank 0 at 127.0.0.1, port");
     for (const std::vector<int>& present : {std::vector<int>{0, 1, 1, 2}, {0, 1, 2}}) {
         const Played played(ONE_BY_ONE, body, 60, present, free_port(), [&](int rank) {
@@ -371,7 +383,8 @@ TEST_CASE("ranks: a rank that is missing, is there twice, or has another token i
     }
 }
 
-TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, not longer than it must, and not at all with --ranks") {
+TEST_CASE(
+    "ranks: rank 0 listens at MASTER_ADDR alone, not longer than it must, and not at all with --ranks") {
     const int port = free_port();
     const Launch rank_0{0, 2, 0, "127.0.0.2", port}, rank_1{1, 2, 1, "127.0.0.2", port};
     std::thread first([&] { ProcessGroup::start(rank_0); });
@@ -390,8 +403,11 @@ TEST_CASE("ranks: rank 0 listens at MASTER_ADDR alone, not longer than it must, 
     {
         const Bound bound;
         listen(bound.fd, 1);
-        check_error([&] { ProcessGroup::start({0, 2, 0, "127.0.0.1", bound.port}, 1); },
-                    concat("Rank 0 cannot listen at 127.0.0.1, port ", bound.port), "COAT_PORT");
+        check_error(
+            [&] {
+                ProcessGroup::start({0, 2, 0, "127.0.0.1", bound.port}, 1);
+            },
+            concat("Rank 0 cannot listen at 127.0.0.1, port ", bound.port), "COAT_PORT");
     }
     check_error([&] { ProcessGroup::start({0, 2, 0, "192.0.2.1", port}, 1); }, "192.0.2.1", "MASTER_ADDR");
     check_error([&] { ProcessGroup::start({0, 2, 0, "no.such.host.invalid", port}, 1); }, "no.such.host");
@@ -413,10 +429,15 @@ TEST_CASE("ranks: those that rank 0 starts share the cores, unless the user has 
     for (bool chosen : {false, true}) {
         const Environment environment(chosen ? Environment::Values{{"OMP_NUM_THREADS", "7"}}
                                              : Environment::Values{});
-        Played(BY_RANK_0, [&](ProcessGroup& ranks) {
-            ranks.all_gather(1);
-            if (omp_get_max_threads() != (chosen ? 7 : fair)) throw Error("Threads are ", omp_get_max_threads(), ".");
-        }, 60, {0, 1, 2}, 0, [&](int) { omp_set_num_threads(7); }).check({0, 0, 0}, "");
+        Played(
+            BY_RANK_0,
+            [&](ProcessGroup& ranks) {
+                ranks.all_gather(1);
+                if (omp_get_max_threads() != (chosen ? 7 : fair))
+                    throw Error("Threads are ", omp_get_max_threads(), ".");
+            },
+            60, {0, 1, 2}, 0, [&](int) { omp_set_num_threads(7); })
+            .check({0, 0, 0}, "");
     }
     CHECK(omp_get_max_threads() == given);
 }

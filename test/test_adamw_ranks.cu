@@ -19,8 +19,11 @@ namespace {
 std::vector<Param> some_params() {
     std::vector<Param> params;
     int64_t offset = 0;
-    for (auto [role, rows, cols] : {std::tuple{NORM_WEIGHT, 1, 80}, {LINEAR, 16, 48}, {LINEAR, 64, 384},
-                                    {BIAS, 1, 4096}, {LINEAR, 144, 400}}) {
+    for (auto [role, rows, cols] : {std::tuple{NORM_WEIGHT, 1, 80},
+                                    {LINEAR, 16, 48},
+                                    {LINEAR, 64, 384},
+                                    {BIAS, 1, 4096},
+                                    {LINEAR, 144, 400}}) {
         params.push_back({"", role, rows, cols, 0.02f, offset, 0});
         offset += params.back().padded_size();
     }
@@ -142,15 +145,19 @@ GPU_TEST_CASE("adamw, gradient_squares, gradient_norm: ranks with slices have th
                 for (int64_t r = 0; r < ranks; r++) {
                     states[size_t(r)]->write_gradients(gradients[step - 1]);
                     gpu::gradient_squares(states[size_t(r)]->segments->get(), int(params.size()),
-                                          states[size_t(r)]->gradient->get(), Format::BF16, 0, 0, units, nullptr,
-                                          sums.get() + r * (1 + units), 0);
+                                          states[size_t(r)]->gradient->get(), Format::BF16, 0, 0, units,
+                                          nullptr, sums.get() + r * (1 + units), 0);
                 }
                 gpu::gradient_norm(sums.get(), units, ranks, 1.0f, state.get(), 0);
                 for (const auto& s : states) s->update(step, state.get(), master);
             }
-            Flat flat{std::vector<uint16_t>(size_t(total)), std::vector<int16_t>(size_t(total)),
-                      Bytes(size_t(total)), Bytes(size_t(total)), Floats(size_t(total)),
-                      std::vector<AmaxAndScale>(params.size()), state.read()[0].norm};
+            Flat flat{std::vector<uint16_t>(size_t(total)),
+                      std::vector<int16_t>(size_t(total)),
+                      Bytes(size_t(total)),
+                      Bytes(size_t(total)),
+                      Floats(size_t(total)),
+                      std::vector<AmaxAndScale>(params.size()),
+                      state.read()[0].norm};
             std::vector<AmaxAndScale> all;
             for (const auto& s : states) {
                 s->put(*s->weight, true, flat.weight);

@@ -92,7 +92,7 @@ TEST_CASE(
     fs::copy(folder.path / "good/step-000001", folder.path / "bad");
     std::string weights = read_file(folder.path / "bad/model.safetensors");
     for (const auto& [byte, says] : {std::pair{'\xFF', "bad has NaN"},  // BF16's NaN
-                                     {'\x7F', "these overflow"}}) {                       // BF16's maximum
+                                     {'\x7F', "these overflow"}}) {     // BF16's maximum
         std::fill(weights.end() - 2000, weights.end(), byte);
         write_file(folder.path / "bad/model.safetensors", weights);
         check_rejected(folder, TINY + "--steps 2 --out '' --model bad", says);

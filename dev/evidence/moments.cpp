@@ -28,8 +28,10 @@ struct Coding {
     Format format;
     bool expand;
 };
-constexpr Coding CODINGS[] = {{"E4M3", Format::E4M3, false}, {"E4M3 + expansion", Format::E4M3, true},
-                              {"E5M2", Format::E5M2, false}, {"E5M2 + expansion", Format::E5M2, true}};
+constexpr Coding CODINGS[] = {{"E4M3", Format::E4M3, false},
+                              {"E4M3 + expansion", Format::E4M3, true},
+                              {"E5M2", Format::E5M2, false},
+                              {"E5M2 + expansion", Format::E5M2, true}};
 constexpr int WAYS = 4;
 constexpr int GROUPS[] = {8, 16, 32, 64, 128};  // MOMENT_GROUP = 128 is the largest
 constexpr int64_t CHUNK = 1 << 15;              // elements per task of a thread
@@ -165,7 +167,10 @@ Json ranges(const std::vector<Moments>& all, std::vector<float> Moments::*moment
         const std::vector<float>& x = p.*moment;
         for (size_t first = 0; first < x.size(); first += MOMENT_GROUP) {
             const auto [largest, smallest] = extremes(x, first);
-            if (largest == 0) { zero++; continue; }
+            if (largest == 0) {
+                zero++;
+                continue;
+            }
             const double range =
                 std::log10(static_cast<double>(largest)) - std::log10(static_cast<double>(smallest));
             const float factor = reference::expansion_factor(Format::E4M3, largest, smallest);

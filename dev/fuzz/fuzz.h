@@ -41,8 +41,7 @@ private:
     int file_;
 };
 
-template <class Read>
-void check_reader(const Read& read) {
+template <class Read> void check_reader(const Read& read) {
     try {
         read();
     } catch (const Error& error) {

@@ -29,7 +29,8 @@
 //   the same without the special case: they use the reciprocal of another value      3878, 86%
 // The scales showed the way: loads and stores without arithmetic reached 66%, and 89% without the scales.
 // Groups of zeros matter because most rows of an embedding belong to tokens that do not occur. The special
-// case did not add work: it changed the allocation of registers, so that the loop waited for a load too early.
+// case did not add work: it changed the allocation of registers, so that the loop waited for a load too
+// early.
 //
 // Codes are compared with the CPU reference. A power that differs in its last bits may move a code to its
 // neighbour, and k, which is rounded to a multiple of 1/256, by 1/256. Minimum traffic: 14.25 bytes per
@@ -42,7 +43,7 @@ namespace {
 
 constexpr int64_t G = MOMENT_GROUP;
 constexpr float FMAX = 448.0f, RANGE = 17.807355f;  // of E4M3, and log2(FMAX / FMIN)
-const AdamW SETTINGS{10, 1e-2f};  // step, learning rate
+const AdamW SETTINGS{10, 1e-2f};                    // step, learning rate
 
 struct Moment {
     uint8_t* codes;
@@ -150,15 +151,13 @@ __device__ void store3(const Moment& moment, int64_t i, int64_t group, const flo
     *reinterpret_cast<uchar4*>(moment.codes + i) = codes;
     if (threadIdx.x % 32 == 0) moment.max[group] = max, moment.k[group] = k;
 }
-template <class Math>
-__device__ void load3(const Moment& moment, int64_t i, int64_t group, float (&x)[4]) {
+template <class Math> __device__ void load3(const Moment& moment, int64_t i, int64_t group, float (&x)[4]) {
     const uchar4 codes = *reinterpret_cast<const uchar4*>(moment.codes + i);
     const float max = moment.max[group], k = moment.k[group];
     x[0] = contract<Math>(codes.x, max, k), x[1] = contract<Math>(codes.y, max, k);
     x[2] = contract<Math>(codes.z, max, k), x[3] = contract<Math>(codes.w, max, k);
 }
-template <class Math>
-__global__ void kernel3(State s, reference::AdamWFactors f) {
+template <class Math> __global__ void kernel3(State s, reference::AdamWFactors f) {
     const int64_t group = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32,
                   i = group * G + threadIdx.x % 32 * 4;
     if (i >= s.n) return;
@@ -182,14 +181,7 @@ __global__ void kernel3(State s, reference::AdamWFactors f) {
 class Optimizer {
 public:
     explicit Optimizer(int64_t n)
-        : n_(n),
-          weight_(n),
-          gradient_(n),
-          m_(n),
-          v_(n),
-          remainder_(n),
-          scales_(4 * n / G),
-          segment_(1),
+        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), scales_(4 * n / G), segment_(1),
           state_(1) {
         const gpu::MomentView m{m_.get(), scales(0), scales(1), Format::E4M3},
             v{v_.get(), scales(2), scales(3), Format::E4M3};
@@ -233,7 +225,7 @@ public:
     }
 
     struct Difference {
-        double weight = 0;                        // largest error of a master weight / learning rate
+        double weight = 0;  // largest error of a master weight / learning rate
         // Groups with another k; in the other groups, codes that differ, and by more than one
         int64_t moved_k = 0, codes = 0, far = 0;
     };

@@ -92,8 +92,7 @@ __global__ void output_kernel1(Shape s, const bf16* qkv, const float* scores, bf
 
 // --- 2: online softmax, one thread per query ---------------------------------------------------------------
 
-template <int HS>
-__global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B NH)
+template <int HS> __global__ void kernel2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B NH)
     const int query = blockIdx.x * blockDim.x + threadIdx.x, bh = blockIdx.y;
     if (query >= s.T) return;
     float q[HS], acc[HS] = {}, max = -INFINITY, sum = 0;

@@ -17,8 +17,7 @@ namespace ladder {
 using namespace coat;
 using bf16 = __nv_bfloat16;
 
-template <class T>
-class Buffer {
+template <class T> class Buffer {
 public:
     explicit Buffer(size_t n) : size(n) {
         gpu::check(cudaMalloc(&data_, n * sizeof(T)), "Allocating failed");
@@ -56,8 +55,7 @@ inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1)
 
 // Median time in milliseconds. Before each run the L2 cache is filled with other data that needs no
 // write-back.
-template <class Run>
-float milliseconds(int repeats, Run run) {
+template <class Run> float milliseconds(int repeats, Run run) {
     static Buffer<uint16_t> other(128 << 20);
     static Buffer<gpu::AmaxAndScale> scale(1);
     other.fill(0x3F);

@@ -15,7 +15,8 @@
 //    the same values again and writes codes. It moves a third of the bytes but is hardly faster, since
 //    accesses of one byte make it bound by instructions.
 // 4  Eight elements per thread, and the row stays in registers from the sum of squares to the amax.
-// 5  The kernels that train: also LayerNorm, rows of any length, statistics with the same bits as in backward,
+// 5  The kernels that train: also LayerNorm, rows of any length, statistics with the same bits as in
+// backward,
 //    and a transposed output if needed. Pass one is residual_add, which here adds zeros and makes the groups.
 //    That is more work than kernel 4's, and more bytes than the last line below counts.
 //
@@ -42,12 +43,12 @@ namespace {
 
 struct Tensors {
     int64_t rows, cols;
-    const uint8_t* in;        // (rows, cols) codes
-    const uint16_t* scales;   // (rows, cols / 16)
-    const bf16* weight;         // (cols)
-    float *x, *y, *inverse;   // intermediate: (rows, cols), (rows, cols), 1 / rms (rows)
+    const uint8_t* in;       // (rows, cols) codes
+    const uint16_t* scales;  // (rows, cols / 16)
+    const bf16* weight;      // (cols)
+    float *x, *y, *inverse;  // intermediate: (rows, cols), (rows, cols), 1 / rms (rows)
     gpu::AmaxAndScale* scale;
-    uint8_t* codes;           // (rows, cols)
+    uint8_t* codes;  // (rows, cols)
 };
 constexpr float EPS = 1e-5f, FMAX = 448.0f;
 constexpr unsigned THREADS = 256;
@@ -110,8 +111,7 @@ __global__ void quantize_kernel1(Tensors t) {
 
 // --- 2 and 3: one block per row; the normalized row is stored, or computed again ---------------------------
 
-template <bool STORED>
-__global__ void rows_kernel3(Tensors t) {
+template <bool STORED> __global__ void rows_kernel3(Tensors t) {
     const int64_t first = blockIdx.x * t.cols;
     float sum = 0, top = 0;
     for (int64_t c = threadIdx.x; c < t.cols; c += blockDim.x)
@@ -178,25 +178,15 @@ __global__ void quantize_kernel4(Tensors t) {  // grid (cols / 8 / 256, rows)
 class Case {
 public:
     Case(int64_t rows, int64_t cols)
-        : x_(random_bf16(rows * cols, 2.0f)),
-          weight_(random_bf16(cols, 1.0f, 2)),
-          device_x_(x_),
-          zeros_(rows * cols),
-          device_weight_(weight_),
-          scales_(rows * cols / 16),
-          in_(rows * cols),
-          codes_(rows * cols),
-          x32_(rows * cols),
-          y32_(rows * cols),
-          inverse_(rows),
-          stats_(rows),
-          scale_(1),
-          norm_{{in_.get(), scales_.get(), rows, cols, Q_GROUP},
-                weight_on_device(),
-                nullptr,
-                stats_.get(),
-                true,
-                EPS},
+        : x_(random_bf16(rows * cols, 2.0f)), weight_(random_bf16(cols, 1.0f, 2)), device_x_(x_),
+          zeros_(rows * cols), device_weight_(weight_), scales_(rows * cols / 16), in_(rows * cols),
+          codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows),
+          scale_(1), norm_{{in_.get(), scales_.get(), rows, cols, Q_GROUP},
+                           weight_on_device(),
+                           nullptr,
+                           stats_.get(),
+                           true,
+                           EPS},
           t_{rows,       cols,       in_.get(),      scales_.get(), weight_on_device(),
              x32_.get(), y32_.get(), inverse_.get(), scale_.get(),  codes_.get()} {
         gpu::quantize(gpu::stored({device_x_.get(), nullptr, rows, cols, Q_BF16}), {norm_.in}, nullptr,

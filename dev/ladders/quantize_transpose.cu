@@ -16,7 +16,8 @@
 //    traffic.
 // 4  Eight elements per thread: loads of 16 bytes instead of 2 and stores of 8 bytes instead of 1, with
 //    several in flight. Shared memory is still accessed byte by byte.
-// 5  8 x 8 elements per thread: bytes are transposed in registers (prmt). Shared memory is written in units of
+// 5  8 x 8 elements per thread: bytes are transposed in registers (prmt). Shared memory is written in units
+// of
 //    4 bytes and read in units of 16, without bank conflicts. Transposed rows are stored with 16 bytes per
 //    thread, 128 bytes per row.
 //
@@ -44,8 +45,8 @@ namespace {
 
 struct Matrix {
     int64_t rows, cols;
-    const bf16* x;            // (rows, cols)
-    gpu::AmaxAndScale* scale;      // contains the amax
+    const bf16* x;                // (rows, cols)
+    gpu::AmaxAndScale* scale;     // contains the amax
     uint8_t *codes, *transposed;  // (rows, cols), (cols, rows)
 };
 
@@ -70,8 +71,7 @@ __global__ void transpose_kernel1(Matrix m) {
 
 constexpr int SIDE = 32, TALL = 8;  // a block of 32 x 8 threads
 
-template <bool FUSED>
-__global__ void kernel3(Matrix m) {  // grid (cols / 32, rows / 32)
+template <bool FUSED> __global__ void kernel3(Matrix m) {  // grid (cols / 32, rows / 32)
     __shared__ uint8_t tile[SIDE][SIDE + 1];
     const float inverse = inverse_scale(m);
     for (int y = threadIdx.y; y < SIDE; y += TALL) {
@@ -146,12 +146,10 @@ void run(int kernel, const Matrix& m) {
 class Case {
 public:
     Case(int64_t rows, int64_t cols)
-        : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)),
-          x_(bits_),
-          codes_(bits_.size()),
+        : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
           transposed_(bits_.size()),
-          scale_(1),
-          m{rows, cols, reinterpret_cast<bf16*>(x_.get()), scale_.get(), codes_.get(), transposed_.get()} {
+          scale_(1), m{rows,         cols,         reinterpret_cast<bf16*>(x_.get()),
+                       scale_.get(), codes_.get(), transposed_.get()} {
         scale_.fill(0);
         gpu::amax(gpu::stored({x_.get(), nullptr, rows, cols, Q_BF16}), scale_.get(), nullptr);
     }

@@ -25,4 +25,3 @@ TEST_CASE("checkpoint: several ranks write the files of one rank, and others con
     check_checkpoints(setup_of("coat", GPT2, 12), 2, 2, make_reference);
     check_checkpoints(setup_of("fp32", QWEN2, 12), 4, 3, make_reference);
 }
-

@@ -33,8 +33,8 @@ struct DeviceOperand {
     DeviceOperand(const Floats& x, int64_t rows, int64_t cols, Quant q)
         : row_major(reference::quantize(x.data(), rows, cols, q)),
           transpose(reference::quantize(transposed(x, rows, cols).data(), cols, rows, q)),
-          codes(row_major.codes), transposed_codes(transpose.codes),
-          scales(device_scales(row_major)), transposed_scales(device_scales(transpose)) {}
+          codes(row_major.codes), transposed_codes(transpose.codes), scales(device_scales(row_major)),
+          transposed_scales(device_scales(transpose)) {}
     Operand operand() const {
         const View view{codes.get(), scales.get(), row_major.rows, row_major.cols, row_major.quant};
         return {view, transposed_codes.get(), transposed_scales.get()};
@@ -67,7 +67,6 @@ std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
             {Gemm::Dgrad, "dgrad", tokens, out, out, in, tokens, in, out, out, 1, in, 1},
             {Gemm::Wgrad, "wgrad", tokens, out, tokens, in, out, in, tokens, 1, out, in, 1}};
 }
-
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.

@@ -18,8 +18,7 @@ GPU_TEST_CASE("gradient_norm: norm, clipping, and steps to skip") {
         Buffer<double> sums(1 + units), dloss(1);
         dloss.write({loss});
         const Buffer<gpu::Segment> segment({gpu::Segment{0, n, {}, {}, true, nullptr}});
-        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, dloss.get(), sums.get(),
-                              0);
+        gpu::gradient_squares(segment.get(), 1, x.codes.get(), f, 0, 0, units, dloss.get(), sums.get(), 0);
         gpu::gradient_norm(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];
     };

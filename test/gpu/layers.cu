@@ -22,18 +22,13 @@ struct NormCase {
     const Buffer<float2> stats;
 
     NormCase(Random& rng, RecipeFormats f, bool rms, Shape s)
-        : N(s.rows),
-          C(s.cols),
-          rms(rms),
-          in(N, C, f.nonlinear),
-          weight(normals(rng, f.compute, C), f.compute),
-          bias(normals(rng, f.compute, C), f.compute),
+        : N(s.rows), C(s.cols), rms(rms), in(N, C, f.nonlinear),
+          weight(normals(rng, f.compute, C), f.compute), bias(normals(rng, f.compute, C), f.compute),
           stats(N) {}
     gpu::Norm norm(const View& x) const {
         return {x, weight.codes.get(), rms ? nullptr : bias.codes.get(), stats.get(), rms, EPS};
     }
-    template <class Real>
-    std::vector<Real> forward(const Floats& x) const {
+    template <class Real> std::vector<Real> forward(const Floats& x) const {
         const Floats w = weight.values(), b = bias.values();
         const std::vector<Real> xs(x.begin(), x.end()), ws(w.begin(), w.end()), bs(b.begin(), b.end());
         std::vector<Real> y(x.size());
@@ -54,8 +49,7 @@ struct NormCase {
         return {dx, dw, db};
     }
     // {mean, 1 / std} or {0, 1 / rms} of each row.
-    template <class Real>
-    std::array<std::vector<Real>, 2> statistics(const Floats& x) const {
+    template <class Real> std::array<std::vector<Real>, 2> statistics(const Floats& x) const {
         std::vector<Real> means, inverses;
         for (int64_t n = 0; n < N; n++) {
             Real mean = 0, square = 0;

@@ -1,5 +1,5 @@
-// earlier_adamw_run.h - one AdamW step on the GPU over parameters of several sizes, and the check of its moments, for
-// the tests of adamw.
+// earlier_adamw_run.h - one AdamW step on the GPU over parameters of several sizes, and the check of its
+// moments, for the tests of adamw.
 #pragma once
 #include <cmath>
 #include <memory>
@@ -33,8 +33,7 @@ struct DeviceMoment {
         : codes(padded * info(m.format).bytes),
           // With one scale per tensor, a second element receives the maximum of the new moment.
           max(static_cast<int64_t>(m.max.size()) * (m.group == 0 ? 2 : 1)),
-          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expands),
-          per_tensor(m.group == 0) {
+          k(static_cast<int64_t>(m.k.size())), format(m.format), expand(m.expands), per_tensor(m.group == 0) {
         codes.zero();
         codes.write(m.codes);
         max.write(m.max);

@@ -1,5 +1,5 @@
-// earlier_gpu.h - what all tests of the GPU need: whether there is a GPU, device memory with guard bytes, and the
-// layout of scales.
+// earlier_gpu.h - what all tests of the GPU need: whether there is a GPU, device memory with guard bytes, and
+// the layout of scales.
 //
 // GPU_TEST_CASE("name") declares a test that needs a GPU. Its name begins with "gpu: "; without a GPU doctest
 // skips it.
@@ -14,8 +14,8 @@
 #include "../../reference.h"
 
 namespace coat::test {
-// Names of their own beside help/gpu.h, which replaces this file: the tests of AdamW in the new form (adamw.cu)
-// have to pass with 20 seeds on a GPU before those that include this one go.
+// Names of their own beside help/gpu.h, which replaces this file: the tests of AdamW in the new form
+// (adamw.cu) have to pass with 20 seeds on a GPU before those that include this one go.
 inline namespace earlier {
 
 inline bool gpu_available() {
@@ -33,8 +33,7 @@ inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGet
 // An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
 // so a test notices an element that no kernel has written. Guard bytes follow the array; intact() checks that
 // they are unchanged.
-template <class T>
-class Buffer {
+template <class T> class Buffer {
 public:
     explicit Buffer(int64_t n) : n_(n) {
         succeeded(cudaMalloc(&data_, n * sizeof(T) + GUARD));
@@ -68,13 +67,11 @@ private:
     void* data_ = nullptr;
 };
 
-template <class T>
-bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+template <class T> bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-template <class T>
-std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
+template <class T> std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
     std::vector<T> t(x.size());
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];

@@ -12,8 +12,8 @@
 
 namespace coat::test::device_tensors {
 
-using gpu::Operand;
 using gpu::AmaxAndScale;
+using gpu::Operand;
 using gpu::View;
 using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
@@ -168,8 +168,6 @@ struct NormCase {
 };
 
 // The value of a code of FP16 or FP8.
-inline double decode_any(Format f, int code) {
-    return reference::decode(f, static_cast<uint16_t>(code));
-}
+inline double decode_any(Format f, int code) { return reference::decode(f, static_cast<uint16_t>(code)); }
 
 }  // namespace coat::test::device_tensors

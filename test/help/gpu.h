@@ -44,8 +44,7 @@ inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGet
 // An array in device memory. Its bytes start as 0xFF, which is NaN in every floating-point format used here,
 // so a test notices an element that no kernel has written. Guard bytes follow the array; that they are
 // unchanged is checked at the end.
-template <class T>
-class Buffer {
+template <class T> class Buffer {
 public:
     explicit Buffer(int64_t n) : n_(n) {
         succeeded(cudaMalloc(&data_, n * sizeof(T) + GUARD));
@@ -79,8 +78,7 @@ private:
     void* data_ = nullptr;
 };
 
-template <class T>
-bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+template <class T> bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 // Equal bytes, but for NaN: GPUs and CPUs write the same NaN with another sign and other bits.
@@ -89,8 +87,7 @@ inline bool same_values(const Floats& a, const Floats& b) {
         return std::isnan(x) ? std::isnan(y) : std::memcmp(&x, &y, sizeof x) == 0;
     });
 }
-template <class T>
-std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
+template <class T> std::vector<T> transposed(const std::vector<T>& x, int64_t rows, int64_t cols) {
     std::vector<T> t(x.size());
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < cols; c++) t[c * rows + r] = x[r * cols + c];
@@ -145,15 +142,11 @@ public:
     Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
 
     Tensor(int64_t rows, int64_t cols, Quant q)
-        : rows(rows),
-          cols(cols),
-          quant(q),
-          codes(q.code_bytes(rows, cols)),
+        : rows(rows), cols(cols), quant(q), codes(q.code_bytes(rows, cols)),
           transposed(for_gemm() ? q.code_bytes(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scales(rows, cols), q.operand_scales(rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(for_gemm() ? q.operand_scales(cols, rows) * 4 : 0),
-          slot(1) {
+          transposed_scales(for_gemm() ? q.operand_scales(cols, rows) * 4 : 0), slot(1) {
         slot.zero();
     }
     Tensor(const Floats& x, int64_t rows, int64_t cols, Quant q) : Tensor(rows, cols, q) {

@@ -32,8 +32,7 @@ inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<vo
             own.rank = rank, own.ranks = ranks;
             try {
                 std::unique_ptr<ProcessGroup> processes;
-                if (ranks > 1)
-                    processes = std::make_unique<ProcessGroup>(rank, rank, sockets[size_t(rank)]);
+                if (ranks > 1) processes = std::make_unique<ProcessGroup>(rank, rank, sockets[size_t(rank)]);
                 own.processes = processes.get();
                 try {
                     body(own);
@@ -80,8 +79,7 @@ struct RankTraining {
     Text text;
     bool masked;
     AdamW adamw{0, 3e-3f};
-    explicit RankTraining(Model& m, bool some = false)
-        : model(m), text(1, m.setup().config.V), masked(some) {
+    explicit RankTraining(Model& m, bool some = false) : model(m), text(1, m.setup().config.V), masked(some) {
         if (!m.setup().keep_gradients) adamw.clip = 0;
     }
     StepResult step() {

@@ -98,8 +98,7 @@ struct Training {
     }
 };
 
-template <class Value>
-std::vector<Value> read_as(Model& model, const std::string& name, int64_t n) {
+template <class Value> std::vector<Value> read_as(Model& model, const std::string& name, int64_t n) {
     std::vector<Value> x(static_cast<size_t>(n));
     model.read(name, x.data());
     return x;

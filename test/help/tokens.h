@@ -11,8 +11,7 @@ inline std::vector<int32_t> tokens_of(const TokenStream& stream) {
     stream.read(0, stream.size(), tokens.data(), targets.data());
     return tokens;
 }
-template <class Token>
-TokenStream stream_of(const std::vector<Token>& tokens) {
+template <class Token> TokenStream stream_of(const std::vector<Token>& tokens) {
     const auto memory = std::make_shared<const std::vector<Token>>(tokens);
     TokenStream stream;
     stream.append(memory, reinterpret_cast<const uint8_t*>(memory->data()), sizeof(Token),

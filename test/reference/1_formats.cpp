@@ -24,8 +24,7 @@ bool encodes(const Definition& d, float x) {
 }
 
 // Calls check(bits) for so many FP32 bit patterns, spread over all 2^32, and reports one that failed.
-template <class Check>
-void over_all_floats(uint32_t first, int64_t number, Check check) {
+template <class Check> void over_all_floats(uint32_t first, int64_t number, Check check) {
     const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;  // odd: the lower bits take every value
     std::atomic<int64_t> failures{0};
     std::atomic<uint32_t> failed{0};

@@ -74,7 +74,9 @@ constexpr HeadShape HEADS[] = {
 
 TEST_CASE("matmul: adds the product of the triple loop, for every layout") {
     FRESH_RANDOM(rng);
-    struct Size { int64_t M, N, K; };
+    struct Size {
+        int64_t M, N, K;
+    };
     for (Size z : {Size{1, 1, 1},
                    {3, 5, 7},
                    {16, 16, 16},
@@ -134,8 +136,10 @@ TEST_CASE("norm_backward: RMSNorm and LayerNorm match finite differences") {
                           rms ? nullptr : dbias.data());
             for (double& v : dweight) v -= 10;
             for (double& v : dbias) v -= 20;
-            check_gradient("x", [&](const Vector& z) { return loss(z, weight, bias); }, x, dx);
-            check_gradient("weight", [&](const Vector& z) { return loss(x, z, bias); }, weight, dweight);
+            check_gradient(
+                "x", [&](const Vector& z) { return loss(z, weight, bias); }, x, dx);
+            check_gradient(
+                "weight", [&](const Vector& z) { return loss(x, z, bias); }, weight, dweight);
             check_gradient(
                 "bias", [&](const Vector& z) { return loss(x, weight, z); }, bias,
                 rms ? Vector(weight.size()) : dbias);
@@ -327,7 +331,8 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns, and none wher
     Vector gradient = logits;
     const double scale = 0.3;
     cross_entropy(N, V, stride, gradient.data(), targets, scale);
-    check_gradient("logits", [&](const Vector& x) { return scale * loss(x); }, logits, gradient);
+    check_gradient(
+        "logits", [&](const Vector& x) { return scale * loss(x); }, logits, gradient);
     for (int64_t n = 0; n < N; n++)
         for (int64_t i = V; i < stride; i++)
             CHECK(gradient[size_t(n * stride + i)] == 0);  // padding of the vocabulary

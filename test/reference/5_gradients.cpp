@@ -27,7 +27,19 @@ std::vector<Case> model_cases() {
             {"Llama, tied, one key head, its own head size",
              {"test", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16}},
             {"Qwen2, untied, grouped queries, scaled frequencies",
-             {"test", QWEN2, 2, 32, 4, 2, 48, 11, 16, false, 1e-5f, 100.0f, 0,
+             {"test",
+              QWEN2,
+              2,
+              32,
+              4,
+              2,
+              48,
+              11,
+              16,
+              false,
+              1e-5f,
+              100.0f,
+              0,
               {RopeScaling::Llama3, 4, 1, 2, 8}}},
             {"GPT-2", {"test", GPT2, 2, 16, 2, 2, 32, 11, 16, true}}};
 }
@@ -290,8 +302,7 @@ TEST_CASE("gradients: recipes with FP8 in linear layers differ from fp32 by the 
                      bound, ")");
                 CHECK(error <= bound);
                 CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
-                if (params[p].role.linear)
-                    CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is in use
+                if (params[p].role.linear) CHECK(error > rms_error(Format::E4M3) / 2);  // FP8 is in use
             }
         }
         for (size_t a = 0; a < runs.size(); a++)

@@ -128,7 +128,7 @@ TEST_CASE("delayed scaling: a doubled tensor saturates for one step; a smaller o
         // A margin of one power of two is enough.
         CHECK((saturated(training, Kind::Weight) > 0) == (margin == 0));
         CHECK(read_scale(*training.model, name) == before);  // the report changes nothing
-        CHECK(!training.step().skipped);  // saturated values are finite
+        CHECK(!training.step().skipped);                     // saturated values are finite
         CHECK(read_scale(*training.model, name) == 2 * before);
         CHECK(saturated(training, Kind::Weight) == 0);
         scale_weight(*training.model, 0.5f);

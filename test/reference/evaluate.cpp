@@ -70,7 +70,8 @@ TEST_CASE("evaluate: where only backward reads groups, the loss is that of a rec
         auto loss = [&](Model& model) {
             return model.evaluate(training.tokens.data(), training.targets.data());
         };
-        CHECK((loss(*training.model) == loss(*other)) == !training.model->setup().recipe.forward_reads_groups);
+        CHECK((loss(*training.model) == loss(*other)) ==
+              !training.model->setup().recipe.forward_reads_groups);
     }
 }
 

@@ -88,8 +88,7 @@ TEST_CASE("--gradients none: bit-identical to kept gradients") {
             CHECK_THROWS_AS(kept.model->write("final_norm.weight.gradient", gradient.data()), Error);
             // The report computes every gradient once, with the same result.
             const QuantReport x = kept.model->quantization(kept.tokens.data(), kept.targets.data());
-            const QuantReport y =
-                dropped.model->quantization(dropped.tokens.data(), dropped.targets.data());
+            const QuantReport y = dropped.model->quantization(dropped.tokens.data(), dropped.targets.data());
             for (int kind = 0; kind < static_cast<int>(Kind::Count); kind++)
                 CHECK((x.kinds[kind].noise == y.kinds[kind].noise &&
                        x.kinds[kind].elements == y.kinds[kind].elements));

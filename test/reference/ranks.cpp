@@ -11,7 +11,6 @@ using namespace coat::test::several_ranks;
 
 namespace {
 
-
 // Matrices have 1/2, 1, 3/8 and 3/4 units beyond whole ones: no number of ranks divides them all.
 Setup setup_of(const std::string& recipe, const Architecture& arch, bool tied, int64_t accumulate = 1) {
     Setup s = tiny_setup(tiny_config(arch, tied), recipe, optimizer_of(recipe), 2, 16);
@@ -59,8 +58,7 @@ TEST_CASE("ranks: where sums are FP32, R ranks have the bits of one rank with R 
 
 TEST_CASE("ranks: if the head is the embedding, its FP32 sums differ from one rank's, by rounding alone") {
     const Setup setup = setup_of("fp32", LLAMA, true, 2);
-    const Run two = train_ranks(setup, 2, 1),
-              one = train_ranks(setup_of("fp32", LLAMA, true, 4), 1, 1);
+    const Run two = train_ranks(setup, 2, 1), one = train_ranks(setup_of("fp32", LLAMA, true, 4), 1, 1);
     CHECK(two.losses == one.losses);
     for (const auto& [name, bytes] : one.gradients) {
         CAPTURE(name);
@@ -82,8 +80,7 @@ TEST_CASE("ranks: if the head is the embedding, its FP32 sums differ from one ra
 TEST_CASE("ranks: with uneven masks the loss is the mean over the targets of all ranks") {
     for (const auto& [recipe, each] : {std::pair{"fp32", int64_t(2)}, {"coat", 5}}) {
         const Setup setup = setup_of(recipe, LLAMA, false, each);
-        const Run one = train_ranks(setup_of(recipe, LLAMA, false, each * 2), 1, 3,
-                                    make_reference, true);
+        const Run one = train_ranks(setup_of(recipe, LLAMA, false, each * 2), 1, 3, make_reference, true);
         CHECK((train_ranks(setup, 2, 3, make_reference, true) == one));
     }
 }
@@ -93,8 +90,7 @@ TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one
         CAPTURE(recipe);
         const Setup setup = setup_of(recipe, LLAMA, false);
         REQUIRE(gradient_format(setup) == Format::BF16);
-        const Run four = train_ranks(setup, 4, 1),
-                  one = train_ranks(setup_of(recipe, LLAMA, false, 4), 1, 1);
+        const Run four = train_ranks(setup, 4, 1), one = train_ranks(setup_of(recipe, LLAMA, false, 4), 1, 1);
         CHECK(four.losses == one.losses);  // sums in double
         // The gradients of each micro-batch alone: four times as large.
         std::vector<Snapshot> parts;
@@ -128,23 +124,23 @@ TEST_CASE("ranks: BF16 sums over ranks are rounded once, so they differ from one
 TEST_CASE("ranks: a NaN on one rank skips the step on all") {
     for (const char* mode : {"", "gradients"})
         with_ranks(with_mode(setup_of("coat", LLAMA, false), mode), 3, [&](const Setup& own) {
-                const std::unique_ptr<Model> model = make_reference(own);
-                // The first row of the embedding is NaN. Only the tokens of rank 1 have token 0.
-                const StateTensor embedding = weight_tensors(own.config).at(0);
-                const Slice kept_here = kept(own, embedding);
-                std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
-                model->read("embedding", w.data());
-                for (int64_t i = 0; i < own.config.C && i < kept_here.count; i++) w[size_t(i)] = 0x7FC0;
-                model->write("embedding", w.data());
-                const Snapshot before = snapshot(*model);
-                const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
-                const StepResult skipped =
-                    model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f});
-                const bool same = snapshot(*model) == before;
-                const StepResult done = model->step(fine.data(), fine.data(), {1, 1e-3f});
-                if (!skipped.skipped || !same) throw Error("The step was not skipped.");
-                if (done.skipped || !(snapshot(*model) != before)) throw Error("A good step was skipped.");
-            });
+            const std::unique_ptr<Model> model = make_reference(own);
+            // The first row of the embedding is NaN. Only the tokens of rank 1 have token 0.
+            const StateTensor embedding = weight_tensors(own.config).at(0);
+            const Slice kept_here = kept(own, embedding);
+            std::vector<uint16_t> w(static_cast<size_t>(kept_here.count));
+            model->read("embedding", w.data());
+            for (int64_t i = 0; i < own.config.C && i < kept_here.count; i++) w[size_t(i)] = 0x7FC0;
+            model->write("embedding", w.data());
+            const Snapshot before = snapshot(*model);
+            const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0);
+            const StepResult skipped =
+                model->step((own.rank == 1 ? bad : fine).data(), fine.data(), {1, 1e-3f});
+            const bool same = snapshot(*model) == before;
+            const StepResult done = model->step(fine.data(), fine.data(), {1, 1e-3f});
+            if (!skipped.skipped || !same) throw Error("The step was not skipped.");
+            if (done.skipped || !(snapshot(*model) != before)) throw Error("A good step was skipped.");
+        });
 }
 
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
