@@ -1,7 +1,7 @@
 // plan.cpp - the tables of plan.h, computed from those of coat.h and model.h: a new recipe or model is a new
 // row there.
 //
-// In order: learning rate, memory modes and checks, precision plan, memory plan, sizes on a GPU, printing.
+// In order: learning rate, checks, precision plan, memory plan, sizes on a GPU, printing.
 #include "plan.h"
 
 #include <algorithm>
@@ -20,38 +20,19 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Memory modes, and what no device supports
-
-const std::vector<MemoryMode>& memory_modes() {
-    static const std::vector<MemoryMode> table = {
-        {"attention",
-         nullptr,
-         {{"compute", "q, k, v and attention's output are saved in the compute dtype"},
-          {"groups", "they are saved in FP8 groups of 16, and the forward pass computes with those values"}}},
-        {"master",
-         &Setup::master,
-         {{"exact", "16 bits beside each BF16 weight make an exact FP32 master weight"},
-          {"none", "BF16 weights alone; the update rounds them stochastically"}}},
-        {"gradients",
-         &Setup::keep_gradients,
-         {{"kept", "all gradients are kept until the update, which follows the backward pass"},
-          {"none", "backward updates each layer once its gradient is complete; needs --clip 0"}}},
-    };
-    return table;
-}
+// What no device supports
 
 // The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.longest())
-        throw Error("--seq ", s.T, " is too long for ", s.config.name,
-                    (s.T > s.config.max_T ? "" : ", whose sliding window of attention is not implemented"),
-                    "; use at most --seq ", s.config.longest(), ".");
-    constexpr int64_t MAX_SEQUENCES = 65535, MAX_TOKENS = 128 * MAX_SEQUENCES;  // of a micro-batch
+        throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
+                    s.config.longest(), " (attention within a sliding window is not implemented).");
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
-    if (s.B > MAX_SEQUENCES || s.B > MAX_TOKENS / s.T)
-        throw Error("--batch ", s.B, " with --seq ", s.T, " is more than ", MAX_SEQUENCES, " sequences or ",
-                    MAX_TOKENS, " tokens; use a smaller --batch and more --accumulate.");
+    constexpr int64_t MOST = 65535;
+    if (s.B > MOST || s.B * s.T > 128 * MOST)
+        throw Error("--batch ", s.B, " with --seq ", s.T, " is more than ", MOST, " sequences or ",
+                    128 * MOST, " tokens; use a smaller --batch and more --accumulate.");
     const bool groups = s.recipe.attention.fp8(), fp32 = s.recipe.compute == Format::F32;
     if (fp32 && (groups || !s.master))
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
@@ -78,32 +59,33 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                       falls = q.fallback ? " (falls back)" : "",
                       dw = concat(info(gradient_format(s)).name, " gradient"),
                       weights = remainder ? compute + " + 16 bits = " + fp32 : compute;
-    std::vector<PrecisionRow> table = {{"", {"embedding", "tokens", compute, sum}}};
-    const std::string layers = concat("each of ", s.config.L, " layers");
-    for (const Operator& o : block(s.config, r, q)) table.push_back({layers, o});
-    const SavedTensor final_input{Saved{}, "its input", s.config.C, Quant{r.compute}};
-    const PrecisionRow others[] = {
-        {"", {"final norm", compute, compute, compute, {final_input}}},
-        {"", {"head", compute, compute, compute}},
-        {"", {"cross-entropy", compute, none, fp32}},
-        // Every linear layer has the same pair of GEMMs in backward.
-        {"backward", {"linear layers, dgrad" + falls, g, q.w.text(), compute}},
-        {"backward", {"linear layers, wgrad" + falls, g + " x " + x, none, dw}},
-        {"backward", {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g}},
-        {"backward", {"norms", nonlinear, compute, compute}},
-        {"backward", {"attention", attention, none, compute}},
-        {"backward", {"head", compute, compute, compute}},
-        {"update", {"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")}},
+    std::vector<PrecisionRow> table;
+    auto add = [&](const std::string& part, const std::vector<Operator>& operators) {
+        for (const Operator& o : operators) table.push_back({part, o});
     };
-    table.insert(table.end(), std::begin(others), std::end(others));
-    const OptimizerFormat& o = s.optimizer;
-    for (const auto& [name, f] : {std::pair{"AdamW, first moment", o.m}, {"AdamW, second moment", o.v}}) {
-        const std::string of = o.group == 0 ? " per tensor" : " per 128",
-                          scale = o.expands(f)   ? ", max and k" + of
-                                  : is_scaled(f) ? ", max" + of
-                                                 : "";
-        table.push_back({"update", {name, info(f).name, none, info(f).name + scale}});
-    }
+    auto moment = [&](const char* name, Format f) {
+        const std::string of = s.optimizer.group == 0 ? " per tensor" : " per 128",
+                          scale = s.optimizer.expands(f) ? ", max and k" + of
+                                  : is_scaled(f)         ? ", max" + of
+                                                         : "";
+        return Operator{name, info(f).name, none, info(f).name + scale};
+    };
+    add("", {{"embedding", "tokens", compute, sum}});
+    add(concat("each of ", s.config.L, " layers"), block(s.config, r, q));
+    add("",
+        {{"final norm", compute, compute, compute, {{Saved{}, "its input", s.config.C, Quant{r.compute}}}},
+         {"head", compute, compute, compute},
+         {"cross-entropy", compute, none, fp32}});
+    // Every linear layer has the same pair of GEMMs in backward.
+    add("backward", {{"linear layers, dgrad" + falls, g, q.w.text(), compute},
+                     {"linear layers, wgrad" + falls, g + " x " + x, none, dw},
+                     {gated ? "SiLU(gate) x up" : "GELU", nonlinear, none, g},
+                     {"norms", nonlinear, compute, compute},
+                     {"attention", attention, none, compute},
+                     {"head", compute, compute, compute}});
+    add("update", {{"AdamW, weights", weights, none, weights + (s.master ? "" : ", stochastic")},
+                   moment("AdamW, first moment", s.optimizer.m),
+                   moment("AdamW, second moment", s.optimizer.v)});
     return table;
 }
 
@@ -124,13 +106,6 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     return table;
 }
 
-// All elements that a rank keeps, with padding. kept: kept_weight or owned.
-static int64_t kept_elements(const Setup& s, Slice (*kept)(const Setup&, const Param&)) {
-    int64_t elements = 0;
-    for (const Param& p : parameters(s.config)) elements += padded(kept(s, p));
-    return elements;
-}
-
 // Bytes of one element of the gradients.
 static int64_t gradient_bytes(const Setup& s) { return info(gradient_format(s)).bytes; }
 
@@ -140,13 +115,6 @@ BucketElements bucket_elements(const Setup& s) {
         if (bucket.first == 0 && s.config.tied) e.embedding = bucket.elements;
         else e.largest = std::max(e.largest, bucket.elements);
     return e;
-}
-
-// Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
-static int64_t gradient_elements(const Setup& s) {
-    if (s.keep_gradients) return kept_elements(s, owned);
-    const BucketElements e = bucket_elements(s);
-    return s.ranks > 1 ? std::max(e.largest, e.embedding) : e.largest + e.embedding;
 }
 
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
@@ -187,27 +155,32 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
 
     // Flat buffers in the order of parameters(), each parameter padded to whole groups. A weight that is
     // stored in FP32 is its own master; a BF16 weight has a 16-bit remainder beside it.
-    int64_t m = 0, v = 0, moment_scales = 0, scaling = 0;
-    for (const Param& p : parameters(c))
+    int64_t weights = 0, state = 0, m = 0, v = 0, moment_scales = 0, scaling = 0;
+    for (const Param& p : parameters(c)) {
+        const Slice slice = owned(s, p);
+        weights += padded(kept_weight(s, p)), state += padded(slice);
         for (const auto& [bytes, wanted] : {std::pair{&m, s.optimizer.m}, {&v, s.optimizer.v}}) {
             const Format f = p.moment(wanted);
-            const Slice slice = owned(s, p);
             *bytes += padded(slice) * info(f).bytes;
             moment_scales += s.optimizer.scales(f, slice.count) * 4 * (s.optimizer.expands(f) ? 2 : 1);
         }
+    }
     for (const StateTensor& t : scaling_tensors(c, s.recipe)) scaling += t.total_bytes();
+    // Elements whose gradients, or sums of gradients over the ranks, exist at the same time.
+    const BucketElements e = bucket_elements(s);
+    const int64_t gradients = s.keep_gradients ? state
+                              : s.ranks > 1    ? std::max(e.largest, e.embedding)
+                                               : e.largest + e.embedding;
     auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const std::string scales = concat(s.optimizer.expand ? "max and k" : "max",
                                       s.optimizer.group == 0 ? " per tensor" : " per group");
     const char* const kept = s.keep_gradients ? "gradients" : "gradients of the largest bucket";
-    const int64_t weights = kept_elements(s, kept_weight) * info(compute).bytes,
-                  gradients = gradient_elements(s) * gradient_bytes(s);
-    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : kept_elements(s, owned) * 2;
+    const int64_t remainder = compute == Format::F32 || !s.master ? 0 : state * 2;
     using C = Category;
     std::vector<MemoryRow> plan = {
-        {C::Weights, format("weights", compute), weights, "parameter", params},
+        {C::Weights, format("weights", compute), weights * info(compute).bytes, "parameter", params},
         {C::Weights, "remainder of the FP32 masters (int16)", remainder, "parameter", params},
-        {C::Gradients, format(kept, gradient_format(s)), gradients, "parameter", params},
+        {C::Gradients, format(kept, gradient_format(s)), gradients * gradient_bytes(s), "parameter", params},
         {C::Optimizer, format("first moments", s.optimizer.m), m, "parameter", params},
         {C::Optimizer, format("second moments", s.optimizer.v), v, "parameter", params},
         {C::Optimizer, scales, moment_scales, "parameter", params},
@@ -236,7 +209,7 @@ double saved_bytes_per_token_and_layer(const Setup& s) {
 Setup bf16_baseline(Setup s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    for (const MemoryMode& mode : memory_modes()) mode.choose(s, true);
+    s.master = s.keep_gradients = true;
     return s;
 }
 
@@ -284,7 +257,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     const int64_t allocated = arena_bytes(s, caches_weights(s));
     if (!allocated) return plan;
     auto add = [&](const char* name, int64_t bytes) { plan.push_back({Category::Workspace, name, bytes}); };
-    const int64_t saved = s.config.L * saved_layer_bytes(s), all = gradient_elements(s) * gradient_bytes(s),
+    const int64_t saved = s.config.L * saved_layer_bytes(s), all = total_bytes(plan, Category::Gradients),
                   over = s.keep_gradients ? std::min(saved - gradients_offset(s), all) : 0;
     if (over > 0) add("gradients stored over activations", -over);
     add("operands, one layer's gradients, logits", allocated - total_bytes(plan));
@@ -315,11 +288,10 @@ void print_precision_plan(const Setup& s) {
         r.name, r.about);
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
-    std::string part;
-    for (const PrecisionRow& row : precision_plan(s)) {
-        if (row.part != part && !row.part.empty()) std::printf("  %s\n", row.part.c_str());
-        part = row.part;
-        const Operator& o = row.of;
+    std::string before;
+    for (const auto& [part, o] : precision_plan(s)) {
+        if (part != before && !part.empty()) std::printf("  %s\n", part.c_str());
+        before = part;
         std::string saves;
         for (const SavedTensor& t : o.saves)
             saves += concat(saves.empty() ? "" : "; ", t.name, " ", t.quant.text());
@@ -338,23 +310,24 @@ void print_precision_plan(const Setup& s) {
                     info(r.compute).name, s.B * s.T);
 }
 
-// The run beside the BF16 baseline, row by row and by category; then what a GPU adds, and what ranks send.
+// The run beside the BF16 baseline, row by row and by category; then what a GPU adds.
 void print_memory_plan(const Setup& s) {
     const Setup other = bf16_baseline(s);
-    const std::vector<MemoryRow> plan = memory_plan(s), beside = memory_plan(other);
+    const std::vector<MemoryRow> plan = memory_plan(s), gpu = gpu_memory_plan(s);
+    std::vector<MemoryRow> beside = memory_plan(other);
+    beside.resize(plan.size(), {Category::Weights, "", 0});  // it has fewer rows, or as many
     auto title = [](const Setup& t) {
         const OptimizerFormat& o = t.optimizer;
         return concat("recipe ", t.recipe.name, ", moments ", info(o.m).name, " ", info(o.v).name);
     };
-    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n",
-                parameter_count(s.config), s.config.L, s.B * s.T);
+    const int64_t C = s.config.C, count = parameter_count(s.config);
+    std::printf("\nMemory plan: %ld parameters, %ld layers, %ld tokens per micro-batch\n\n", count,
+                s.config.L, s.B * s.T);
     std::printf("  %-37s %35s  %35s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-37s %15s %19s  %15s %19s  item\n", "", "MiB", "bytes per item", "MiB", "bytes per item");
-    for (size_t i = 0; i < plan.size(); i++) {
-        const MemoryRow &row = plan[i], same = i < beside.size() ? beside[i] : MemoryRow{row.category, "", 0};
-        std::printf("  %-37s %15.1f %19.3f  %15.1f %19.3f  %s\n", row.name.c_str(), mib(row.bytes),
-                    row.of_one(), mib(same.bytes), same.of_one(), row.per);
-    }
+    for (size_t i = 0; i < plan.size(); i++)
+        std::printf("  %-37s %15.1f %19.3f  %15.1f %19.3f  %s\n", plan[i].name.c_str(), mib(plan[i].bytes),
+                    plan[i].of_one(), mib(beside[i].bytes), beside[i].of_one(), plan[i].per);
     std::printf("\n");
     for (const auto& [name, category] : {std::pair{"weights", Category::Weights},
                                          {"gradients", Category::Gradients},
@@ -363,20 +336,16 @@ void print_memory_plan(const Setup& s) {
                                          {"total without workspace", Category::All}})
         std::printf("  %-37s %15.1f %19s  %15.1f\n", name, mib(total_bytes(plan, category)), "",
                     mib(total_bytes(beside, category)));
-
-    const std::vector<MemoryRow> gpu = gpu_memory_plan(s);
     auto line = [](const std::string& name, int64_t bytes) {
         std::printf("  %-40s %8.1f\n", name.c_str(), mib(bytes));
     };
     if (gpu.size() > plan.size()) {
         std::printf("\n  %-45s MiB\n", s.ranks > 1 ? "On the GPU of each rank, at most" : "On one GPU");
         line("total without workspace", total_bytes(plan));
-        for (const MemoryRow& row : gpu)
-            if (row.category == Category::Workspace) line(row.name, row.bytes);
+        for (size_t i = plan.size(); i < gpu.size(); i++) line(gpu[i].name, gpu[i].bytes);
         line("total", total_bytes(gpu));
         line("total of " + title(other), total_bytes(gpu_memory_plan(other)));
     }
-    const int64_t C = s.config.C, count = parameter_count(s.config);
     auto moments = [&](const auto& rows) { return double(total_bytes(rows, Category::Optimizer)) / count; };
     std::printf(
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"

@@ -11,25 +11,6 @@ namespace coat {
 // Of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of it.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 
-// A flag with two values that trades memory for precision. The first is the default, the more exact one. A
-// checkpoint can only be resumed with the value that it was saved with.
-struct Choice {
-    const char *name, *about;
-};
-using Switch = bool Setup::*;  // a name of its own: nvcc writes the type with parentheses, a warning of GCC
-struct MemoryMode {
-    const char* flag;
-    Switch setting;  // true is the first choice; null: the recipe's column `attention`
-    std::vector<Choice> choices;
-    bool is_first(const Setup& s) const { return setting ? s.*setting : !s.recipe.attention.fp8(); }
-    void choose(Setup& s, bool first) const {
-        if (setting) s.*setting = first;
-        else s.recipe.attention = first ? Quant{s.recipe.compute} : Q_GROUP;
-    }
-    const char* chosen(const Setup& s) const { return choices[is_first(s) ? 0 : 1].name; }
-};
-const std::vector<MemoryMode>& memory_modes();
-
 // Error if a run is refused, on every device, also where only GPUs have the limit. Allocates nothing.
 void validate(const Setup& s);
 
@@ -58,7 +39,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s);
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category = Category::All);
 double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input
 
-// The run that the plan is compared with: recipe bf16, FP32 moments, no memory mode.
+// The run that the plan is compared with: recipe bf16, FP32 moments and masters, all gradients kept.
 Setup bf16_baseline(Setup s);
 
 // -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
 #include <map>
 
 #include "../program/plan.h"
-#include "../program/ranks.h"
 #include "help/files.h"
+#include "help/tiny.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -96,33 +96,26 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
                 {"attention", {Category::Activations, attention}},
                 {"master", {Category::Weights, 2 * elements}},
                 {"gradients", {Category::Gradients, 2 * (elements - largest)}}};
-            for (const MemoryMode& mode : memory_modes()) {
-                CAPTURE(mode.flag);
-                Setup other = s;
-                mode.choose(other, false);
-                CHECK(!mode.is_first(other));
+            for (const std::string& mode : MEMORY_MODES) {
+                CAPTURE(mode);
+                const Setup other = with_mode(s, mode);
                 const std::vector<MemoryRow> plan = memory_plan(other);
-                const auto& [category, bytes] = freed.at(mode.flag);
+                const auto& [category, bytes] = freed.at(mode);
                 CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
                 CHECK(total_bytes(by_default) - total_bytes(plan) == bytes);
                 // The BF16 baseline does not change.
                 CHECK(total_bytes(memory_plan(bf16_baseline(other))) ==
                       total_bytes(memory_plan(bf16_baseline(s))));
-                mode.choose(other, true);
-                CHECK(mode.is_first(other));
-                CHECK(total_bytes(memory_plan(other)) == total_bytes(by_default));
             }
         }
 }
 
 TEST_CASE("precision plan: says what each memory mode changes") {
     auto matching_rows = [](const std::string& flag, const std::string& part) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
-                find_row(optimizers(), "coat", ""), 1, 64};
+        const Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
+                      find_row(optimizers(), "coat", ""), 1, 64};
         int rows = 0;
-        for (const MemoryMode& mode : memory_modes())
-            if (flag == mode.flag) mode.choose(s, false);
-        for (const PrecisionRow& r : precision_plan(s))
+        for (const PrecisionRow& r : precision_plan(with_mode(s, flag)))
             rows += contains(r.of.name + "|" + r.of.reads + "|" + r.of.writes, part);
         return rows;
     };

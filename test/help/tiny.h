@@ -33,10 +33,12 @@ inline const char* optimizer_of(const std::string& recipe) {
     return recipe == "coat" ? "coat" : recipe == "bf16" ? "bf16" : "fp32";
 }
 
-// The setup with the second choice of --flag (see plan.h); "lean": of all flags.
+// The setup with the choice of --attention, --master or --gradients that saves memory; "lean": of all three.
+inline const std::vector<std::string> MEMORY_MODES = {"attention", "master", "gradients"};
 inline Setup with_mode(Setup s, const std::string& flag) {
-    for (const MemoryMode& mode : memory_modes())
-        if (flag == mode.flag || flag == "lean") mode.choose(s, false);
+    if (flag == "attention" || flag == "lean") s.recipe.attention = Q_GROUP;
+    if (flag == "master" || flag == "lean") s.master = false;
+    if (flag == "gradients" || flag == "lean") s.keep_gradients = false;
     return s;
 }
 
