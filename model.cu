@@ -1,28 +1,25 @@
-// model.cu - one training step on the GPU: Llama and GPT-2, forward, backward and update, in any recipe.
+// model.cu - one training step on the GPU: Llama and GPT-2, forward and backward, in any recipe.
 //
 // It mirrors the CPU reference (reference.cpp) with the kernels of coat.cuh, adamw.cuh and gpu/. Read
-// GpuModel::block_forward() and block_backward() first: they follow the table that --plan prints. There are
+// Network::block_forward() and block_backward() first: they follow the table that --plan prints. There are
 // three rules:
-//   - Everything is in one allocation (gpu/arena.cuh): a step takes memory where it uses it. Nothing is
-//     allocated after the start, and the host waits for the GPU only at the end of a step.
+//   - Everything is in one allocation (gpu/arena.cuh): a step takes memory where it uses it. The host waits
+//     for the GPU only at the end of a step.
 //   - Saved for backward is what model.h's saved_per_layer() lists. What can be recomputed elementwise is
 //     recomputed on the way into the next GEMM's operand.
 //   - Memory is reused. The gradient of the residual stream takes the place of the final norm's input.
 //     Gradients of weights take the place of saved activations that backward no longer needs (plan.h).
 //
 // The parts, each of which uses those before it:
-//   Device    settings, memory and stream of this GPU                              (gpu/state.cuh)
-//   Peers     the other GPUs                                                       (gpu/comm.cuh)
-//   State     weights, gradients, scales and moments, by parameter; the update     (gpu/state.cuh)
-//   Exchange  which gradients and weights travel between GPUs, and when            (gpu/exchange.cuh)
-//   LinearLayer  its GEMMs, and the operands that they read                        (gpu/linear.cuh)
-//   GpuModel  the Model that train.cpp drives: a step, its micro-batches, and their blocks in the order of
-//             the --plan print-out
-#include <algorithm>
-
+//   Device       settings, memory and stream of this GPU                              (gpu/state.cuh)
+//   Peers        the other GPUs                                                       (gpu/comm.cuh)
+//   State        weights, gradients, scales and moments, by parameter; the update     (gpu/state.cuh)
+//   Exchange     which gradients and weights travel between GPUs, and when            (gpu/exchange.cuh)
+//   LinearLayer  its GEMMs, and the operands that they read                           (gpu/linear.cuh)
+//   GpuModel     the Model that train.cpp drives: steps, micro-batches and buckets    (gpu/gpu_model.cuh)
+//   Network      forward and backward of one micro-batch, block by block in the order of the --plan print-out
 #include "gpu/attention.cuh"
-#include "gpu/layers.cuh"
-#include "gpu/linear.cuh"
+#include "gpu/gpu_model.cuh"
 #include "gpu/norm.cuh"
 #include "gpu/report.cuh"
 
@@ -37,320 +34,70 @@ struct Block {
     LinearLayer qkv, attention_out, gate_up, down;
 };
 
-class GpuModel : public Model {
+class Network final : public GpuModel {
 public:
-    // bytes: of the allocation; 0: a dry run, which goes through a micro-batch and an update, and launches
-    // nothing.
-    GpuModel(const Setup& s, int64_t bytes, bool cache_weights)
-        : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
-          peers_(setup_, device_.memory, cuda_), state_(device_, peers_),
-          exchange_(device_, state_, peers_), linear_{device_, state_, exchange_, gemms_,
-                                                      linear_formats(setup_)},
-          caches_weights_(cache_weights), embedding_(state_.number("embedding")),
-          head_weight_(state_.number(config_.tied ? "embedding" : "head")),
+    Network(const Setup& s, int64_t bytes, bool cache_weights)
+        : GpuModel(s, bytes, cache_weights), embedding_(state_.number("embedding")),
           final_norm_(state_.number("final_norm.weight")),
-          positions_(config_.arch.rope ? embedding_ : state_.number("positions")),
+          positions_(rotary_ ? embedding_ : state_.number("positions")),
           final_input_(arena_.take(gpu_tokens(setup_) * config_.C * info(recipe_.compute).bytes)),
           norm_partials_(arena_.take<float>(norm_backward_workspace(config_.C) / sizeof(float))),
           norm_statistics_(arena_.take<float2>(gpu_tokens(setup_))),
-          device_tokens_(arena_.take<int32_t>(batch_tokens())),
-          device_targets_(arena_.take<int32_t>(batch_tokens())),
-          device_order_(arena_.take<int32_t>(batch_tokens())),
-          device_runs_(arena_.take<TokenRun>(batch_tokens())), losses_(arena_.take<float>(batch_tokens())),
-          rope_table_(arena_.take<float2>(config_.arch.rope ? setup_.T * config_.HS() / 2 : 0)),
-          tokens_(pinned_tokens(), dry_run()), targets_(pinned_tokens(), dry_run()),
-          order_(pinned_tokens(), dry_run()), runs_(pinned_tokens(), dry_run()), outcome_(1, dry_run()),
-          loss_scale_(1, dry_run()) {
+          losses_(arena_.take<float>(setup_.B * setup_.T)),
+          rope_table_(arena_.take<float2>(rotary_ ? setup_.T * config_.HS() / 2 : 0)) {
         blocks_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) blocks_.push_back(make_block(l));
-        set_shape(setup_.B, setup_.T);
-        if (config_.arch.rope) rope_table(config_, setup_.T, rope_table_, cuda_);
-        start();
-        if (dry_run()) dry_step();
-        else warm_up(), start();
+        if (rotary_) rope_table(config_, setup_.T, rope_table_, cuda_);
     }
-    int64_t most_memory() const { return arena_.most(); }
-
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        check_and_pin(tokens, targets, step_tokens());
-        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
-        if (counted == 0) return {0, 0, true};
-        begin(static_cast<double>(counted));
-        adamw_ = &adamw;
-        for (int64_t i = 0; i < setup_.accumulate; i++) {
-            run(i);
-            if (setup_.keep_gradients) check_loss(&device_.results->checked_loss);
-        }
-        peers_.make_compute_wait();
-        if (setup_.keep_gradients) state_.update(adamw);
-        weights_changed(true);
-        state_.end_delayed_step();
-        const Outcome& outcome = finish();
-        const bool skipped = outcome.gradients.skip != 0;
-        if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
-        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, counted};
-    }
-
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        check_and_pin(tokens, targets, batch_tokens());
-        upload(0, batch_tokens());
-        begin(divisor_of_mean(targets, batch_tokens()));
-        forward(setup_.B, setup_.T);
-        head_and_loss(false);
-        check_loss(&device_.results->outcome.loss);
-        return finish().loss;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check_and_pin(tokens, tokens, n);
-        upload(0, n);
-        begin(1);
-        forward(1, n);
-        exchange_.make_ready(exchange_.head_stage(), Exchange::NONE, nullptr);
-        const Arena::Scope scope(arena_);
-        const View row = head_part(n - 1, 1).logits, wide{gemms_.scratch(), nullptr, 1, row.cols, Q_F32};
-        convert(row, wide, cuda_);
-        copy(logits, wide.data, config_.V * 4, cuda_);
-        device_.wait();
-    }
-
-    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
-        report_ = {};
-        check_and_pin(tokens, targets, batch_tokens());
-        clear(device_.results->stats, sizeof(device_.results->stats), cuda_);
-        begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
-        run(0);
-        peers_.make_compute_wait();
-        report_.k_m = state_.expansion_factors(false);
-        report_.k_v = state_.expansion_factors(true);
-        copy(report_.kinds, device_.results->stats, sizeof(device_.results->stats), cuda_);
-        device_.wait();
-        // Where weights travel as codes, each rank has measured those that it made.
-        QuantStats& weights = report_.kinds[static_cast<int>(Kind::Weight)];
-        if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
-        return report_;
-    }
-
-    // Gradients can be read from the end of a step to the next forward pass.
-    void read(const std::string& name, void* out) override {
-        peers_.make_compute_wait();
-        state_.read(name, out);
-    }
-    void write(const std::string& name, const void* in) override {
-        peers_.make_compute_wait();
-        state_.write(name, in);
-        // In the fp32 recipe a remainder is the lower half of the FP32 weight. Only its owner has written it,
-        // so the weights must be sent again.
-        weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
-    }
-    const Setup& setup() const override { return setup_; }
 
 private:
-    Device device_;
-    Arena& arena_ = device_.arena;
-    const Setup& setup_ = device_.setup;
-    const ModelConfig& config_ = setup_.config;
-    const Recipe& recipe_ = setup_.recipe;
-    const cudaStream_t cuda_ = device_.stream;
-    Gemms gemms_;
-    Peers peers_;
-    State state_;
-    Exchange exchange_;
-    LinearContext linear_;
-
-    QuantReport report_;  // while quantization is measured
-
-    const bool caches_weights_;
-    bool cache_is_valid_ = false;
-    // Parameters; positions_ only where the architecture has them.
-    const size_t embedding_, head_weight_, final_norm_, positions_;
+    const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated;
+    // The gate_up gradient's codes replace the saved gate and up (plan.h).
+    const bool in_place_ = gate_up_gradient_in_place(setup_);
+    const size_t embedding_, final_norm_, positions_;  // parameters
     std::vector<Block> blocks_;
     // Memory that is used in every phase of a step: the final norm's input, then the gradient of the residual
-    // stream; sums and statistics of norms; a micro-batch.
+    // stream; sums and statistics of norms; losses.
     uint8_t* const final_input_;
     float* const norm_partials_;
     float2* const norm_statistics_;
-    int32_t *const device_tokens_, *const device_targets_, *const device_order_;
-    TokenRun* const device_runs_;
     float* const losses_;
     float2* const rope_table_;
-    // The gate_up gradient's codes replace the saved gate and up (plan.h).
-    const bool gated_ = config_.arch.gated, in_place_ = gate_up_gradient_in_place(setup_);
-
-    // Of the pass that runs: its shape, and which micro-batch of which step it is.
-    int64_t B_ = 0, T_ = 0, N_ = 0;
     void* residual_ = nullptr;  // the residual stream of a forward pass whose norms read groups
-    int64_t micro_batch_ = 0;
-    const AdamW* adamw_ = nullptr;  // of a step, while it runs
 
-    Pinned<int32_t> tokens_, targets_, order_;
-    Pinned<TokenRun> runs_;
-    Pinned<Outcome> outcome_;
-    Pinned<double> loss_scale_;
-    CudaGraph first_micro_batch_, later_micro_batch_;
-    bool warming_up_ = false;
-
-    int64_t buckets() const { return static_cast<int64_t>(state_.buckets.size()); }
-    int64_t batch_tokens() const { return setup_.B * setup_.T; }
-    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
-    bool dry_run() const { return cuda_ == DRY_RUN; }
-    int64_t pinned_tokens() const { return dry_run() ? batch_tokens() : step_tokens(); }
-
-    void start() {
-        peers_.make_compute_wait();
-        clear(device_.results, sizeof(Results), cuda_);
-        state_.initialize();
-        weights_changed(false);
-    }
-    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
-    // and each GEMM chooses its algorithm. The second is recorded.
-    void warm_up() {
-        std::vector<int32_t> tokens(step_tokens());
-        const uint64_t V = static_cast<uint64_t>(config_.V);
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        warming_up_ = true;
-        step(tokens.data(), tokens.data(), {1, 0.0f});
-        warming_up_ = false;
-        step(tokens.data(), tokens.data(), {2, 0.0f});
-    }
-
-    void dry_step() {
-        const AdamW adamw{1, 0.0f};
-        adamw_ = &adamw;
-        begin(1);
-        run(0);
-        if (setup_.keep_gradients) state_.update(adamw);
-    }
-
-    template <class T> T sum_of_ranks(const T& mine) const {
-        if (!peers_.several()) return mine;
-        T sum{};
-        for (const T& theirs : setup_.processes->all_gather(mine)) sum += theirs;
-        return sum;
-    }
-
-    // --- Before a pass
-    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        require_tokens(config_, tokens, targets, n);
-        std::copy(tokens, tokens + n, tokens_.get());
-        std::copy(targets, targets + n, targets_.get());
-    }
-    void upload(int64_t first, int64_t n) {
-        copy(device_tokens_, tokens_.get() + first, n * 4, cuda_);
-        copy(device_targets_, targets_.get() + first, n * 4, cuda_);
-    }
-    // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
-    // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
-    void begin(double counted, QuantStats* stats = nullptr) {
-        *loss_scale_.get() = 1.0 / counted;
-        copy(&device_.results->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
-        clear(&device_.results->outcome, sizeof(Outcome), cuda_);
-        clear(&device_.results->checked_loss, sizeof(double), cuda_);
-        linear_.stats = stats;
-        if (state_.delayed_scaling()) {
-            state_.clear_amaxes();
-            cache_is_valid_ = false;
-            exchange_.forget_gathered();
-        }
-        if (!caches_weights_ || (cache_is_valid_ && !stats)) return;
-        for (Block& b : blocks_)
-            for (LinearLayer* layer : {&b.qkv, &b.attention_out, &b.gate_up, &b.down})
-                layer->make_cached_weight();
-        cache_is_valid_ = true;
-    }
-    void weights_changed(bool send) {  // send: as in Exchange
-        cache_is_valid_ = false;
-        exchange_.weights_changed(send);
-    }
-
-    // --- One micro-batch of the pinned tokens
-    // Forward and backward are replayed from a CUDA graph, unless a launch may differ from the last one:
-    // in the first step of all, while quantization is measured, when buckets are sent or updated on the way,
-    // and while an operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient
-    // of the embedding.
-    void run(int64_t micro_batch) {
-        micro_batch_ = micro_batch;
-        linear_.assigns = assigns();
-        set_shape(setup_.B, setup_.T);
-        upload(micro_batch * N_, N_);
-        const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
-        auto work = [&] { forward_and_backward(); };
-        if (warming_up_ || linear_.stats || buckets_travel || state_.some_without_history) work();
-        else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
-        embedding_backward();
-    }
-    // Whether gradients are assigned, not added: by the first micro-batch of a step. Several ranks sum what
-    // each micro-batch gives right away, so every one assigns.
-    bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
-
-    // Runs the embedding and all blocks. Leaves the final norm's input in final_input(), and its statistics.
-    void forward(int64_t B, int64_t T) {
-        set_shape(B, T);
+    // --- The passes, as gpu_model.cuh calls them
+    void forward() override {
         const Arena::Scope scope(arena_);
         if (recipe_.nonlinear.fp8()) residual_ = compute_view(N_, config_.C).data;
         if (!state_.delayed_scaling()) state_.clear_amaxes();
         const Norm norm1 = norm1_of(blocks_[0]);
         exchange_.make_ready(0, 1, nullptr);
-        const View positions = config_.arch.rope ? View{} : state_.weight(positions_);
-        embedding_forward(device_tokens_, state_.weight(embedding_), positions, T_, stream_to_write(norm1),
+        const View positions = rotary_ ? View{} : state_.weight(positions_);
+        embedding_forward(tokens_.device, state_.weight(embedding_), positions, T_, stream_to_write(norm1),
                           norm1, reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
-    // Computes all gradients but those of the embeddings.
-    void forward_and_backward() {
-        forward(setup_.B, setup_.T);
-        head_and_loss(true);
+    void blocks_backward() override {
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
     }
-    void embedding_backward() {
-        const int64_t first = micro_batch_ * N_;
-        const EmbeddingOrder order = embedding_order(tokens_.get() + first, N_, config_.V);
-        const int64_t runs = static_cast<int64_t>(order.runs.size());
+    void embedding_backward(int64_t runs) override {
         const Arena::Scope scope(arena_);
-        std::copy(order.order.begin(), order.order.end(), order_.get() + first);
-        std::copy(order.runs.begin(), order.runs.end(), runs_.get() + first);
-        copy(device_order_, order_.get() + first, N_ * 4, cuda_);
-        copy(device_runs_, runs_.get() + first, runs * int64_t(sizeof(TokenRun)), cuda_);
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), device_order_, device_runs_, runs,
+        gpu::embedding_backward(residual_gradient(), order_.device, runs_.device, runs,
                                 state_.gradient(embedding_), arena_.take<float>(N_ * config_.C), cuda_);
-        if (!config_.arch.rope)
-            positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
+        if (!rotary_) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }
-
-    // Where assigns(), GEMMs write gradients and do not add. All other kernels add, so their gradients are
-    // cleared first. A tied embedding has the head's part already.
-    void begin_bucket(int64_t number) const {
-        exchange_.wait_for_bucket(number);
-        const BucketRange& bucket = state_.buckets[number];
-        for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
-            const Param& p = state_.params[i];
-            if (!p.role.linear && i != head_weight_)
-                clear(state_.gradient(i).data, p.padded_size() * state_.gradient_bytes, cuda_);
-        }
+    void last_logits(void* logits) override {
+        exchange_.make_ready(exchange_.head_stage(), Exchange::NONE, nullptr);
+        const Arena::Scope scope(arena_);
+        convert(head_part(N_ - 1, 1).logits, {logits, nullptr, 1, config_.padded_V(), Q_F32}, cuda_);
     }
-    // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
-    // --gradients none the weights are updated.
-    void end_bucket(int64_t bucket) {
-        if (linear_.stats) return state_.measure(bucket, report_);
-        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
-        if (setup_.keep_gradients) return;
-        peers_.make_compute_wait();
-        check_loss(&device_.results->checked_loss);
-        state_.update(*adamw_, bucket);
-    }
-
-    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
-    void check_loss(double* checked) {
-        checked_loss(state_.scale(0), state_.number_of_scales(), &device_.results->outcome.loss, checked,
-                     cuda_);
-    }
-    const Outcome& finish() {
-        copy(outcome_.get(), &device_.results->outcome, sizeof(Outcome), cuda_);
-        device_.wait();
-        return *outcome_.get();
+    void make_cached_weights() override {
+        for (Block& b : blocks_)
+            for (LinearLayer* layer : {&b.qkv, &b.attention_out, &b.gate_up, &b.down})
+                layer->make_cached_weight();
     }
 
     // --- One block: the comments are the rows of the --plan print-out
@@ -366,7 +113,7 @@ private:
             // saved input (in coat-saved from the residual stream) while its codes are made
             b.qkv.forward(norm(as_forward_reads(norm1)), qkv);
             // rotary positions
-            if (config_.arch.rope) rope_forward(rope(), qkv, cuda_);
+            if (rotary_) rope_forward(rope(), qkv, cuda_);
             save_attention(qkv, saved_qkv);
             // attention: causal, within each sequence of T tokens -> (N, q_cols)
             attention_forward(attention(), qkv.data, out.data, log_sum_exp(b), cuda_);
@@ -449,10 +196,9 @@ private:
                                workspace, cuda_);
         }
         // rotary positions
-        const bool rotated = config_.arch.rope;
-        if (rotated) rope_backward(rope(), dqkv, b.qkv.g_amax(), cuda_);
+        if (rotary_) rope_backward(rope(), dqkv, b.qkv.g_amax(), cuda_);
         // q, k, v projection, dgrad; norm 1; wgrad
-        const Operand g8 = b.qkv.gradient_operand(stored(dqkv), rotated ? nullptr : b.qkv.g_amax());
+        const Operand g8 = b.qkv.gradient_operand(stored(dqkv), rotary_ ? nullptr : b.qkv.g_amax());
         dgrad_and_norm(b.qkv, g8, norm1, b.norm1, l > 0 ? blocks_[l - 1].down.g_amax() : nullptr);
         b.qkv.wgrad(g8, norm(norm1));
         end_bucket(b.qkv.bucket);
@@ -550,11 +296,10 @@ private:
         gemms_.run(Gemm::Fprop, {part.y}, {state_.weight(head_weight_)}, part.logits, false, nullptr, cuda_);
         return part;
     }
-    // Results::outcome.loss += the sum of the micro-batch's losses * Results::loss_scale; and in backward the
-    // gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time; their gradients
-    // take their place. The head's gradient is summed in FP32 where a BF16 sum would be rounded too often
-    // (plan.h, head_sum_apart).
-    void head_and_loss(bool backward) {
+    // In backward also the gradient of the final norm's input. Logits exist for HEAD_TOKENS tokens at a time;
+    // their gradients take their place. The head's gradient is summed in FP32 where a BF16 sum would be
+    // rounded too often (plan.h, head_sum_apart).
+    void head_and_loss(bool backward) override {
         const Arena::Scope scope(arena_);
         const View gradient = state_.gradient(head_weight_);
         const View dy = backward ? compute_view(N_, config_.C) : View{};
@@ -570,7 +315,7 @@ private:
             const Arena::Scope scope(arena_);
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const HeadPart part = head_part(first, n);
-            cross_entropy(part.logits, config_.V, device_targets_ + first,
+            cross_entropy(part.logits, config_.V, targets_.device + first,
                           backward ? &device_.results->loss_scale : nullptr, losses_ + first, cuda_);
             if (!backward) continue;
             gemms_.run(Gemm::Wgrad, {part.logits}, {part.y}, sum, !(assigns() && first == 0), nullptr, cuda_);
@@ -580,13 +325,13 @@ private:
         loss_sum(losses_, N_, &device_.results->loss_scale, &device_.results->outcome.loss, cuda_);
         if (!backward) return;
         if (in_fp32) convert(sum, gradient, cuda_);  // FP32 to BF16
-        begin_bucket(buckets() - 1);  // clears gradients of the final norm; a GEMM has written the head's
+        const int64_t bucket = static_cast<int64_t>(state_.buckets.size()) - 1;
+        begin_bucket(bucket);  // clears gradients of the final norm; a GEMM has written the head's
         residual_backward(final_norm(), final_norm_, dy, View{}, blocks_.back().down.g_amax());
-        end_bucket(buckets() - 1);
+        end_bucket(bucket);
     }
 
     // --- Views
-    void set_shape(int64_t B, int64_t T) { B_ = B, T_ = T, N_ = B * T; }
     View saved(const Block& b, Saved which) const {  // the rows of this batch
         const View& v = b.saved[static_cast<int>(which)];
         return {v.data, v.scales, N_, v.cols, v.quant};
@@ -618,20 +363,10 @@ private:
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
     QuantStats* stats_of(Kind k) const { return linear_.stats_of(k); }
 
-    // --- Construction
     Block make_block(int64_t l) {
         const int64_t N = gpu_tokens(setup_);
         const std::string name = "layers." + std::to_string(l) + ".";
-        int64_t number = 0;
-        auto linear = [&](const char* of) {
-            const size_t i = state_.number(name + of);
-            const Param& p = state_.params[i];
-            const Quant& w = linear_.formats.w;
-            const int64_t bytes = w.operand_bytes(p.rows, p.cols) + w.operand_bytes(p.cols, p.rows);
-            const bool biased = number == 0 ? config_.arch.qkv_bias : config_.arch.bias;
-            uint8_t* const cached = caches_weights_ ? arena_.take(bytes) : nullptr;
-            return LinearLayer(linear_, i, l, number++, biased, cached);
-        };
+        auto linear = [&](const char* of) { return LinearLayer(linear_, state_.number(name + of)); };
         Block b{{},
                 state_.number(name + "norm1.weight"),
                 state_.number(name + "norm2.weight"),
@@ -652,13 +387,15 @@ private:
 }  // namespace
 
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights) {
-    return std::make_unique<GpuModel>(s, bytes, cache_weights);
+    auto model = std::make_unique<Network>(s, bytes, cache_weights);
+    model->warm_up();
+    return model;
 }
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {
     Setup alone = s;
     alone.processes = nullptr;  // the ranks do not meet in a dry run
-    return GpuModel(alone, 0, cache_weights).most_memory();
+    return Network(alone, 0, cache_weights).dry_step();
 }
 
 }  // namespace coat

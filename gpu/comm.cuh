@@ -60,8 +60,7 @@ public:
     void make_compute_wait() {
         if (several()) then_.record(stream_), then_.make_wait(compute_);
     }
-    // The key of an exchange: its topic, and a number within the topic. The same key stands for the same
-    // addresses every time.
+    // The key of an exchange: its topic, and a number within the topic.
     enum class Topic : int64_t { Gradients, Vectors, Gather, Amaxes, Squares };
     void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
         if (comm_) comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);

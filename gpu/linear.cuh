@@ -17,6 +17,7 @@ struct LinearContext {
     Exchange& exchange;
     Gemms& gemms;
     const LinearFormats formats;
+    const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
     // Of the pass that runs: whether gradients are assigned, not added; and what is measured, one per Kind on
     // the device, or null.
     bool assigns = true;
@@ -27,16 +28,15 @@ struct LinearContext {
 
 class LinearLayer {
 public:
-    // param: number of the weight (out, in); the bias (out) is the parameter that follows it. number: among
-    // the linear layers of a block. cached: where FP8 codes and scales of the weight are made once a step,
-    // and behind them the transposed ones; null: they are made when needed.
-    LinearLayer(LinearContext& context, size_t param, int64_t layer, int64_t number, bool biased,
-                uint8_t* cached)
-        : bucket(context.state.params[param].bucket), c_(context), param_(param), biased_(biased),
-          out_(context.state.params[param].rows), in_(context.state.params[param].cols), cached_(cached),
-          x_scale_(c_.state.operand_scales(layer, LinearOperand::X) + number),
+    // param: number of the weight (out, in). A bias (out) is the parameter that follows it.
+    LinearLayer(LinearContext& context, size_t param)
+        : bucket(context.state.params[param].bucket), c_(context), param_(param),
+          biased_(c_.state.params[param + 1].name == c_.state.params[param].name + ".bias"),
+          out_(c_.state.params[param].rows), in_(c_.state.params[param].cols),
+          cached_(c_.caches_weights ? take_weight() : nullptr),
+          x_scale_(c_.state.operand_scales(LinearOperand::X) + bucket - 1),
           w_scale_(c_.state.weight_scale(param)),
-          g_scale_(c_.state.operand_scales(layer, LinearOperand::G) + number) {}
+          g_scale_(c_.state.operand_scales(LinearOperand::G) + bucket - 1) {}
 
     const int64_t bucket;  // of its gradients; also the stage in which its weight is gathered (plan.h)
 
@@ -105,13 +105,17 @@ private:
     const size_t param_;
     const bool biased_;
     const int64_t out_, in_;
-    uint8_t* const cached_;
+    uint8_t* const cached_;  // codes and scales of the weight, and behind them the transposed ones; or null
     AmaxAndScale *const x_scale_, *const w_scale_, *const g_scale_;
 
     Arena& arena() const { return c_.device.arena; }
     cudaStream_t stream() const { return c_.device.stream; }
 
     // --- Operands
+    uint8_t* take_weight() const {
+        const Quant& q = c_.formats.w;
+        return arena().take(q.operand_bytes(out_, in_) + q.operand_bytes(in_, out_));
+    }
     // A dense tensor that is stored in the wanted format is used in place.
     static bool stored_dense(const Lazy& x) { return x.op == LazyOp::Stored && !x.input.quant.fp8(); }
     // A per-tensor scale is in its AmaxAndScale; other scales lie right behind the codes.

@@ -129,12 +129,12 @@ public:
     // One AmaxAndScale for each parameter; behind them those of the operands of the linear layers, four
     // linear layers in each block. (Those of weights among the operands are for delayed scaling.)
     AmaxAndScale* scale(size_t i) const { return scales_ + i; }
-    AmaxAndScale* operand_scales(int64_t layer, LinearOperand o) const {
-        return scale(params.size()) + (static_cast<int>(o) * setup.config.L + layer) * LINEARS;
+    AmaxAndScale* operand_scales(LinearOperand o) const {
+        return scale(params.size()) + static_cast<int>(o) * setup.config.L * LINEARS;
     }
     // Of the weight of a linear layer. Linear layer number n has bucket n + 1: bucket 0 is the embedding's.
     AmaxAndScale* weight_scale(size_t i) const {
-        return delayed_scaling() ? operand_scales(0, LinearOperand::W) + params[i].bucket - 1 : scale(i);
+        return delayed_scaling() ? operand_scales(LinearOperand::W) + params[i].bucket - 1 : scale(i);
     }
     int64_t number_of_operand_scales() const { return OPERANDS * LINEARS * setup.config.L; }
     int64_t number_of_scales() const {
@@ -176,7 +176,7 @@ public:
         if (!delayed_scaling()) return;
         Outcome& outcome = device_.results->outcome;
         for (LinearOperand o : LINEAR_OPERANDS)
-            gpu::end_delayed_step(operand_scales(0, o), LINEARS * setup.config.L, history(0, o),
+            gpu::end_delayed_step(operand_scales(o), LINEARS * setup.config.L, history(0, o),
                                   setup.recipe.history, setup.recipe.margin, quant_of(setup.recipe, o).format,
                                   &outcome.gradients.skip, &outcome.without_history, cuda_);
     }
@@ -244,7 +244,6 @@ public:
         return all;
     }
 
-    // What model.h's Model::read() and write() do.
     void read(const std::string& name, void* out) const {
         const auto [i, suffix] = parse(name);
         if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
@@ -393,7 +392,7 @@ private:
             const std::string of = OPERAND_NAMES[static_cast<int>(o)];
             const int64_t linear = params[i].bucket - 1;
             if (suffix == of + ".history") return {history(linear, o), int64_t(setup.recipe.history) * 4};
-            if (suffix == of + ".scale") return {&operand_scales(0, o)[linear].from_history, 4};
+            if (suffix == of + ".scale") return {&operand_scales(o)[linear].from_history, 4};
         }
         throw Error("The model has no tensor " + name + ".");
     }

@@ -1,0 +1,279 @@
+// gpu/gpu_model.cuh - the Model that train.cpp drives, around the network of model.cu: steps and their
+// micro-batches, evaluation, logits and the quantization report; and what happens to the gradients of a
+// bucket before and after backward computes them.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "layers.cuh"
+#include "linear.cuh"
+
+namespace coat::gpu {
+
+class GpuModel : public Model {
+public:
+    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
+    GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
+        : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
+          peers_(setup_, device_.memory, cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
+          linear_{device_, state_, exchange_, gemms_, linear_formats(setup_), caches_weights}, tokens_(*this),
+          targets_(*this), order_(*this), runs_(*this), outcome_(1, dry_run()), loss_scale_(1, dry_run()) {}
+
+    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
+    // and each GEMM chooses its algorithm. The second is recorded.
+    void warm_up() {
+        start();
+        std::vector<int32_t> tokens(step_tokens());
+        const uint64_t V = static_cast<uint64_t>(config_.V);
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
+        warming_up_ = true;
+        step(tokens.data(), tokens.data(), {1, 0.0f});
+        warming_up_ = false;
+        step(tokens.data(), tokens.data(), {2, 0.0f});
+        start();
+    }
+    // Goes through a micro-batch and an update that launch nothing. Returns the bytes that they take.
+    int64_t dry_step() {
+        const AdamW adamw{1, 0.0f};
+        adamw_ = &adamw;
+        start();
+        begin(1);
+        run(0);
+        if (setup_.keep_gradients) state_.update(adamw);
+        return arena_.most();
+    }
+
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
+        check_and_pin(tokens, targets, step_tokens());
+        const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
+        if (counted == 0) return {0, 0, true};
+        begin(static_cast<double>(counted));
+        adamw_ = &adamw;
+        for (int64_t i = 0; i < setup_.accumulate; i++) {
+            run(i);
+            if (setup_.keep_gradients) check_loss(&device_.results->checked_loss);
+        }
+        peers_.make_compute_wait();
+        if (setup_.keep_gradients) state_.update(adamw);
+        weights_changed(true);
+        state_.end_delayed_step();
+        const Outcome& outcome = finish();
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
+        return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, counted};
+    }
+
+    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+        check_and_pin(tokens, targets, batch_tokens());
+        start_pass(setup_.B, setup_.T, 0);
+        begin(divisor_of_mean(targets, batch_tokens()));
+        forward();
+        head_and_loss(false);
+        check_loss(&device_.results->outcome.loss);
+        return finish().loss;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        check_and_pin(tokens, tokens, n);
+        start_pass(1, n, 0);
+        begin(1);
+        forward();
+        last_logits(gemms_.scratch());
+        copy(logits, gemms_.scratch(), config_.V * 4, cuda_);
+        device_.wait();
+    }
+
+    QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
+        report_ = {};
+        check_and_pin(tokens, targets, batch_tokens());
+        clear(device_.results->stats, sizeof(device_.results->stats), cuda_);
+        begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
+        run(0);
+        peers_.make_compute_wait();
+        report_.k_m = state_.expansion_factors(false);
+        report_.k_v = state_.expansion_factors(true);
+        copy(report_.kinds, device_.results->stats, sizeof(device_.results->stats), cuda_);
+        device_.wait();
+        // Where weights travel as codes, each rank has measured those that it made.
+        QuantStats& weights = report_.kinds[static_cast<int>(Kind::Weight)];
+        if (exchange_.sends_codes()) weights = sum_of_ranks(weights);
+        return report_;
+    }
+
+    void read(const std::string& name, void* out) override {
+        peers_.make_compute_wait();
+        state_.read(name, out);
+    }
+    void write(const std::string& name, const void* in) override {
+        peers_.make_compute_wait();
+        state_.write(name, in);
+        // In the fp32 recipe a remainder is the lower half of the FP32 weight. Only its owner has written it,
+        // so the weights must be sent again.
+        weights_changed(recipe_.compute == Format::F32 && name.find(".remainder") != name.npos);
+    }
+    const Setup& setup() const override { return setup_; }
+
+protected:
+    // --- What model.cu computes, for N_ tokens of tokens_.device and targets_.device
+    // The embedding and all blocks, up to the input of the final norm.
+    virtual void forward() = 0;
+    // Results::outcome.loss += the sum of the losses * Results::loss_scale; with the gradients of the head.
+    virtual void head_and_loss(bool backward) = 0;
+    // The gradients of all blocks; then of the embeddings, whose rows order_ and runs_ sort by token.
+    virtual void blocks_backward() = 0;
+    virtual void embedding_backward(int64_t runs) = 0;
+    // The logits of the last token in FP32, after forward().
+    virtual void last_logits(void* logits) = 0;
+    virtual void make_cached_weights() = 0;
+
+    // --- What it computes with
+    Device device_;
+    Arena& arena_ = device_.arena;
+    const Setup& setup_ = device_.setup;
+    const ModelConfig& config_ = setup_.config;
+    const Recipe& recipe_ = setup_.recipe;
+    const cudaStream_t cuda_ = device_.stream;
+    Gemms gemms_;
+    Peers peers_;
+    State state_;
+    Exchange exchange_;
+    LinearContext linear_;
+    const size_t head_weight_ = state_.number(config_.tied ? "embedding" : "head");
+    int64_t B_ = 0, T_ = 0, N_ = 0;  // of the pass that runs: sequences, tokens of each, tokens in all
+
+    // Whether gradients are assigned, not added: by the first micro-batch of a step. Several ranks sum what
+    // each micro-batch gives right away, so every one assigns.
+    bool assigns() const { return micro_batch_ == 0 || peers_.several(); }
+    // Where assigns(), GEMMs write gradients and do not add. All other kernels add, so their gradients are
+    // cleared first. A tied embedding has the head's part already.
+    void begin_bucket(int64_t number) const {
+        exchange_.wait_for_bucket(number);
+        const BucketRange& bucket = state_.buckets[number];
+        for (size_t i = bucket.first; assigns() && i < bucket.last; i++) {
+            const Param& p = state_.params[i];
+            if (!p.role.linear && i != head_weight_)
+                clear(state_.gradient(i).data, p.padded_size() * state_.gradient_bytes, cuda_);
+        }
+    }
+    // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
+    // --gradients none the weights are updated.
+    void end_bucket(int64_t bucket) {
+        if (linear_.stats) return state_.measure(bucket, report_);
+        if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
+        if (setup_.keep_gradients) return;
+        peers_.make_compute_wait();
+        check_loss(&device_.results->checked_loss);
+        state_.update(*adamw_, bucket);
+    }
+
+    // What the host makes of the tokens of a step, in pinned memory; a micro-batch of it on the device.
+    template <class T> struct Upload {
+        Pinned<T> host;
+        T* const device;
+
+        explicit Upload(GpuModel& m)
+            : host(m.dry_run() ? m.batch_tokens() : m.step_tokens(), m.dry_run()),
+              device(m.arena_.template take<T>(m.batch_tokens())) {}
+        void send(int64_t first, int64_t n, cudaStream_t s) {
+            copy(device, host.get() + first, n * int64_t(sizeof(T)), s);
+        }
+    };
+    Upload<int32_t> tokens_, targets_, order_;
+    Upload<TokenRun> runs_;
+
+private:
+    Pinned<Outcome> outcome_;
+    Pinned<double> loss_scale_;
+    CudaGraph first_micro_batch_, later_micro_batch_;
+    bool warming_up_ = false, cache_is_valid_ = false;
+    int64_t micro_batch_ = 0;       // of the step that runs
+    const AdamW* adamw_ = nullptr;  // of a step, while it runs
+    QuantReport report_;            // while quantization is measured
+
+    bool dry_run() const { return cuda_ == DRY_RUN; }
+    int64_t batch_tokens() const { return setup_.B * setup_.T; }
+    int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
+
+    void start() {
+        peers_.make_compute_wait();
+        clear(device_.results, sizeof(Results), cuda_);
+        state_.initialize();
+        weights_changed(false);
+    }
+    template <class T> T sum_of_ranks(const T& mine) const {
+        if (!peers_.several()) return mine;
+        T sum{};
+        for (const T& theirs : setup_.processes->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+
+    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
+        require_tokens(config_, tokens, targets, n);
+        std::copy(tokens, tokens + n, tokens_.host.get());
+        std::copy(targets, targets + n, targets_.host.get());
+    }
+    void start_pass(int64_t B, int64_t T, int64_t first) {
+        B_ = B, T_ = T, N_ = B * T;
+        tokens_.send(first, N_, cuda_);
+        targets_.send(first, N_, cuda_);
+    }
+    // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
+    // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
+    void begin(double counted, QuantStats* stats = nullptr) {
+        *loss_scale_.get() = 1.0 / counted;
+        copy(&device_.results->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
+        clear(device_.results, offsetof(Results, loss_scale), cuda_);
+        linear_.stats = stats;
+        if (state_.delayed_scaling()) {
+            state_.clear_amaxes();
+            cache_is_valid_ = false;
+            exchange_.forget_gathered();
+        }
+        if (!linear_.caches_weights || (cache_is_valid_ && !stats)) return;
+        make_cached_weights();
+        cache_is_valid_ = true;
+    }
+    void weights_changed(bool send) {  // send: as in Exchange
+        cache_is_valid_ = false;
+        exchange_.weights_changed(send);
+    }
+
+    // One micro-batch of the pinned tokens. Forward and backward are replayed from a CUDA graph, unless a
+    // launch may differ from the last one: in the first step of all, while quantization is measured, when
+    // buckets are sent or updated on the way, and while an operand may lack its delayed scale. Meanwhile the
+    // host sorts the tokens for the gradient of the embedding.
+    void run(int64_t micro_batch) {
+        micro_batch_ = micro_batch;
+        linear_.assigns = assigns();
+        const int64_t first = micro_batch * batch_tokens();
+        start_pass(setup_.B, setup_.T, first);
+        auto work = [&] {
+            forward();
+            head_and_loss(true);
+            blocks_backward();
+        };
+        const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
+        if (warming_up_ || linear_.stats || buckets_travel || state_.some_without_history) work();
+        else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
+        const EmbeddingOrder sorted = embedding_order(tokens_.host.get() + first, N_, config_.V);
+        const int64_t runs = static_cast<int64_t>(sorted.runs.size());
+        std::copy(sorted.order.begin(), sorted.order.end(), order_.host.get() + first);
+        std::copy(sorted.runs.begin(), sorted.runs.end(), runs_.host.get() + first);
+        order_.send(first, N_, cuda_);
+        runs_.send(first, runs, cuda_);
+        embedding_backward(runs);
+    }
+
+    // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.
+    void check_loss(double* checked) {
+        checked_loss(state_.scale(0), state_.number_of_scales(), &device_.results->outcome.loss, checked,
+                     cuda_);
+    }
+    const Outcome& finish() {
+        copy(outcome_.get(), &device_.results->outcome, sizeof(Outcome), cuda_);
+        device_.wait();
+        return *outcome_.get();
+    }
+};
+
+}  // namespace coat::gpu
