@@ -1,131 +1,17 @@
 // adamw.cu - the paper's section 4 on the GPU: AdamW with moments in FP8 and dynamic range expansion
-// (interface: adamw.cuh; the same operators on the CPU: reference.cpp).
+// (interface, and AdamW of one element: gpu/adamw.cuh; the same operators on the CPU: reference.cpp).
 //
 // Read it in this order:
-//   1. AdamW of one element
-//   2. dynamic range expansion (equation 4): expand, contract, and the scales of a group
-//   3. AdamW without groups: with the optimizer coat, of norms and biases only
-//   4. AdamW with both moments in FP8 groups, at 85% of copy bandwidth (dev/ladders/adamw.cu shows the way
+//   1. dynamic range expansion (equation 4): expand, contract, and the scales of a group
+//   2. AdamW with both moments in FP8 groups, at 85% of copy bandwidth (dev/ladders/adamw.cu shows the way
 //      there)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
-
-// ===========================================================================================================
-// 1. AdamW of one element, in FP32
-
 namespace {
 
-// The constants of a step. The bias corrections are computed in double on the host.
-struct Factors {
-    float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
-    float root_factor, scaled_eps;  // see adamw_element
-};
-Factors factors(const AdamW& a) {
-    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
-    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
-    const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
-                scaled_eps = static_cast<float>(bias1 * a.eps);
-    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, scaled_eps};
-}
-
-//   m = b1 m + (1 - b1) g
-//   v = b2 v + (1 - b2) g^2
-//   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
-// m needs no division by c1 = 1 - b1^t, because with c2 = 1 - b2^t
-//   m / c1 / (sqrt(v / c2) + eps) = m / (sqrt(v) root_factor + scaled_eps),   root_factor = c1 / sqrt(c2).
-// On entry m lacks a factor, which decode_moment() returns: the max of its group with expansion, else the
-// group's scale. keep_m is b1 times that factor: so one FMA decays m and completes it. The same holds for v.
-__device__ void adamw_element(const Factors& f, float keep_m, float keep_v, float decay, float g, float& m,
-                              float& v, float& w) {
-    // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    m = __fmaf_rn(keep_m, m, __fmaf_rn(f.one_minus_beta1, g, 0.0f));
-    v = __fmaf_rn(keep_v, v, f.one_minus_beta2 * (g * g));
-    const float update = m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), f.root_factor, f.scaled_eps));
-    w = __fmaf_rn(-f.lr, __fmaf_rn(decay, w, update), w);
-}
-
-constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
-__device__ uint4 halves(const uint32_t (&b)[CHUNK], uint32_t selector) {  // lower or upper 16 bits of each
-    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
-            __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
-}
-
-// How eight weights are stored: MasterWeights, StochasticWeights and FloatWeights have the same functions,
-// and DenseWeights is what the last two share. store() rounds the weights and updates `top`, the bits of the
-// largest magnitude so far.
-template <class T> struct DenseWeights {  // without a remainder
-    using Value = T;
-    using Raw = typename Dense<T>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<T>{static_cast<T*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& weight) { Dense<T>().values(raw, weight); }
-};
-
-struct MasterWeights {  // the exact FP32 master: bits = (BF16 weight << 16) + signed remainder
-    using Value = bf16;
-    struct Raw {
-        uint4 w, r;
-    };
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i),
-                *reinterpret_cast<const uint4*>(w.remainder + i)};
-    }
-    static __device__ void values(const Raw& raw, Values& master) {
-        const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
-                       high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++)  // the inverse of store()
-            master[j] = __uint_as_float(
-                __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
-    }
-    static __device__ void store(const Weights& w, int64_t i, const Values& master, uint64_t, uint64_t,
-                                 bool live, uint32_t& top) {
-        uint32_t b[CHUNK];
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
-            b[j] = __float_as_uint(master[j]) + 0x8000u;
-            top = max(top, b[j] & 0x7FFF0000u);
-        }
-        const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
-        if (!live) return;
-        put(static_cast<bf16*>(w.values) + i, weights);
-        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
-        put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
-                                        rest.w ^ 0x80008000u));
-    }
-};
-
-// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16. Rounding to nearest would lose every
-// update below half a step of BF16; stochastic rounding keeps it on average. The random bits follow from the
-// step's key and the number of the element.
-struct StochasticWeights : DenseWeights<bf16> {
-    static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
-                                 uint64_t element, bool live, uint32_t& top) {
-        const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
-        uint32_t b[CHUNK];
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
-            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
-            top = max(top, b[j] & 0x7FFF0000u);
-        }
-        const uint4 weights = halves(b, UPPER);
-        if (live) put(static_cast<bf16*>(w.values) + i, weights);
-    }
-};
-
-struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
-    static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
-                                 uint32_t& top) {
-        Dense<float>{static_cast<float*>(w.values)}.round_and_store(i, master, live);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
-    }
-};
-
 // ===========================================================================================================
-// 2. Dynamic range expansion (paper section 4.2, equation 4)
+// 1. Dynamic range expansion (paper section 4.2, equation 4)
 //
 // The magnitudes of a group of 128 moments span R_X = max / smallest non-zero. A power stretches them to the
 // range of E4M3, R = 448 / 2^-9:
@@ -144,10 +30,6 @@ static_assert(GROUP_LANES >= 4, "group_scales() shares four maxima among the lan
 __device__ int group_of_lane() { return threadIdx.x / GROUP_LANES % WARP_GROUPS; }
 __device__ int first_of_lane() { return threadIdx.x % GROUP_LANES * CHUNK; }  // its elements in the group
 
-struct MomentFormat {  // of one moment, as the kernels need it; of FP32 and BF16 moments nothing
-    bool e5m2 = false, expand = false, per_tensor = false, keep_positive = false;
-    float max = 1, log_max = 0, log_range = 1;  // FMAX, log2(FMAX), and log2(FMAX / FMIN)
-};
 MomentFormat moment_format(Format f, const OptimizerFormat& o) {
     if (!is_scaled(f)) return {};
     const double max = info(f).max;
@@ -319,130 +201,15 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
     gm = has_v ? theirs : mine;
     gv = has_v ? mine : theirs;
 }
-
 // ===========================================================================================================
-// 3. AdamW without groups
-//
-// For moments in FP32 and BF16, and for FP8 and FP16 with one scale per tensor. Such a scale (FP8-LM) needs
-// the largest new moment before the first one is encoded. So the moments are computed twice: first for the
-// maxima, which go to max[1] while max[0] still decodes, and then to be stored.
-
-struct AdamArguments {
-    Factors f;
-    MomentFormat m, v;
-    const Segment* segments;
-    int number_of_segments;
-    int64_t first, groups;  // of the range: its first element, how many groups it has
-    Weights w;
-    uint64_t rounding;
-    EitherDense gradients;  // of the range
-    const GradientState* state;
-};
-
-// One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
-template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
-__device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
-    const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
-                b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
-    const __half2 two = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&two);
-}
-
-// Whether a moment has scales. FP32 moments have none: those of norm weights and biases, in every optimizer.
-__device__ bool scaled(const MomentView& m) { return m.format != Format::F32 && m.format != Format::BF16; }
-// Writes eight values of a moment to x, but for a factor that it returns.
-__device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, const float* table,
-                             Values& x) {
-    if (!scaled(m)) {
-        EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
-        return 1.0f;
-    }
-    if (m.format != Format::F16)
-        return decode_moment<false>(f, {m.max[0], 1}, get<uint2>(static_cast<uint8_t*>(m.data) + i), table,
-                                    x);
-    const uint4 raw = get<uint4>(static_cast<uint16_t*>(m.data) + i);
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
-        x[2 * j] = two.x, x[2 * j + 1] = two.y;
-    }
-    return scale_of(f.max, m.max[0]);
-}
-// Rounds eight new values; max[1] is the largest of the tensor.
-__device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
-    if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
-    const GroupScale g{m.max[1], 1, __frcp_rn(scale_of(f.max, m.max[1]))};
-    if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode_moment<false>(f, g, x));
-    put(static_cast<uint16_t*>(m.data) + i,
-        make_uint4(half_pair(x[0], x[1], g.inverse), half_pair(x[2], x[3], g.inverse),
-                   half_pair(x[4], x[5], g.inverse), half_pair(x[6], x[7], g.inverse)));
-}
-
-// Whether the kernel of part 4 updates the segment.
-__device__ bool in_fp8_groups(const AdamArguments& a, const Segment& s) {
-    return scaled(s.m) && !a.m.per_tensor;
-}
-
-constexpr int PLAIN_THREADS = 256;
-template <class W>
-__global__ void __launch_bounds__(PLAIN_THREADS)
-    adamw_plain_kernel(const AdamArguments a, bool maxima) {  // blockIdx.y: the segment
-    using T = typename W::Value;
-    const Segment segment = a.segments[blockIdx.y];
-    if (a.state->skip || in_fp8_groups(a, segment)) return;
-    if (maxima && !scaled(segment.m) && !scaled(segment.v)) return;
-    __shared__ float table_m[128], table_v[128];
-    fill_table(a.m, table_m);
-    fill_table(a.v, table_v);
-    __syncthreads();
-    const Weights weights{static_cast<T*>(a.w.values) + segment.offset + segment.to_weight,
-                          a.w.remainder ? a.w.remainder + segment.offset : nullptr, a.w.format};
-    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
-    uint32_t top_w = 0, top_m = 0, top_v = 0;
-    for (int64_t i = (int64_t(blockIdx.x) * PLAIN_THREADS + threadIdx.x) * CHUNK; i < segment.size;
-         i += int64_t(gridDim.x) * PLAIN_THREADS * CHUNK) {
-        Values w = {}, g, m, v;
-        if (!maxima) W::values(W::load(weights, i), w);
-        a.gradients.load_values(segment.offset - a.first + i, g);
-        const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, table_m, m);
-        const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, table_v, v);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
-            adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
-            top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
-        }
-        if (maxima) continue;
-        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, true, top_w);
-        store_moment(segment.m, a.m, i, m);
-        store_moment(segment.v, a.v, i, v);
-    }
-    if (!maxima && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
-    if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
-    if (maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
-}
-
-// What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
-// the maxima of the moments. After the last pass the new maxima decode the moments.
-__global__ void next_maxima_kernel(const AdamArguments a, bool after) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.number_of_segments || a.state->skip) return;
-    const Segment& segment = a.segments[i];
-    if (!after && segment.amax) segment.amax->amax = 0;
-    if (!a.m.per_tensor && !a.v.per_tensor) return;
-    for (const MomentView& m : {segment.m, segment.v})
-        if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
-}
-void next_maxima(const AdamArguments& a, bool after, cudaStream_t s) {
-    launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a, after);
-}
-
-// ===========================================================================================================
-// 4. AdamW with both moments in FP8 groups: the kernel of training with COAT
+// 2. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
 // Two things make it fast. The next groups are being loaded while these are computed. And the scales (max, k)
 // of eight groups are loaded and stored together: eight neighbouring lanes then access eight neighbouring
 // floats, 32 bytes, which is a whole sector of memory.
+
+// One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
+template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
 
 constexpr int FP8_WARPS = 8, FP8_GROUPS = FP8_WARPS * WARP_GROUPS, FP8_BLOCKS_PER_SM = 2;
 constexpr int64_t FP8_GROUPS_PER_BLOCK = 16384;  // or more, so that a block's start and end do not count
@@ -504,12 +271,10 @@ struct WindowScales {
 template <class W>
 __device__ uint32_t update_segment(const AdamArguments& a, const Segment& segment, int first, int last,
                                    const float* table_m, const float* table_v) {
-    using T = typename W::Value;
     if (first >= last) return 0;
     const int groups = static_cast<int>((segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP);
     const int64_t start = segment.offset + first_of_lane(), to_gradients = start - a.first;
-    const Weights weights{static_cast<T*>(a.w.values) + start + segment.to_weight,
-                          a.w.remainder ? a.w.remainder + start : nullptr, a.w.format};
+    const Weights weights = a.w.from<typename W::Value>(start + segment.to_weight, start);
     uint8_t* const codes_m = static_cast<uint8_t*>(segment.m.data) + first_of_lane();
     uint8_t* const codes_v = static_cast<uint8_t*>(segment.v.data) + first_of_lane();
     const WindowScales scales(segment, groups);
@@ -580,7 +345,7 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
         const int64_t start = segment.offset / MOMENT_GROUP,
                       stop = start + (segment.size + MOMENT_GROUP - 1) / MOMENT_GROUP;
         if (start >= end) return;
-        if (!in_fp8_groups(a, segment)) continue;
+        if (!a.in_fp8_groups(segment)) continue;
         const int64_t first = max(begin, start), last = min(end, stop);
         const int warp = threadIdx.x / 32,
                   window = static_cast<int>((first - start + WINDOW - 1) / WINDOW + warp) * WINDOW;
@@ -590,26 +355,20 @@ __global__ void __launch_bounds__(32 * FP8_WARPS, FP8_BLOCKS_PER_SM) adamw_fp8_k
     }
 }
 
-// The kernels of one update.
-template <class W> void update(const AdamArguments& a, bool fp8_groups, bool per_tensor, cudaStream_t s) {
-    next_maxima(a, false, s);
-    if (a.groups == 0) return;
-    const int64_t sms = multiprocessors();
-    if (fp8_groups) {
-        // Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow
-        // groups are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
-        const int64_t at_once = sms * FP8_BLOCKS_PER_SM,
-                      rounds = std::max<int64_t>(1, a.groups / (at_once * FP8_GROUPS_PER_BLOCK));
-        const unsigned grid =
-            static_cast<unsigned>(std::min(ceil_div(a.groups, FP8_GROUPS), at_once * rounds));
-        launch("adamw, FP8", adamw_fp8_kernel<W>, grid, 32 * FP8_WARPS, 0, s, a);
-    }
-    const int64_t wanted = ceil_div(a.groups * MOMENT_GROUP, PLAIN_THREADS * CHUNK),
-                  each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * sms);
-    const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
-    if (per_tensor) launch("adamw, maxima", adamw_plain_kernel<W>, grid, PLAIN_THREADS, 0, s, a, true);
-    launch("adamw", adamw_plain_kernel<W>, grid, PLAIN_THREADS, 0, s, a, false);
-    if (per_tensor) next_maxima(a, true, s);
+// Several blocks for each multiprocessor, if each then has at least FP8_GROUPS_PER_BLOCK groups. Slow groups
+// are neighbours (rows of tokens that no longer occur): smaller blocks balance the load.
+unsigned fp8_grid(int64_t groups) {
+    const int64_t at_once = multiprocessors() * FP8_BLOCKS_PER_SM,
+                  rounds = std::max<int64_t>(1, groups / (at_once * FP8_GROUPS_PER_BLOCK));
+    return static_cast<unsigned>(std::min(ceil_div(groups, FP8_GROUPS), at_once * rounds));
+}
+
+Factors factors(const AdamW& a) {
+    const double bias1 = 1 - std::pow(static_cast<double>(a.beta1), static_cast<double>(a.step));
+    const double bias2 = 1 - std::pow(static_cast<double>(a.beta2), static_cast<double>(a.step));
+    const float root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
+                scaled_eps = static_cast<float>(bias1 * a.eps);
+    return {a.lr, a.beta1, a.beta2, 1 - a.beta1, 1 - a.beta2, a.weight_decay, root_factor, scaled_eps};
 }
 
 }  // namespace
@@ -617,30 +376,20 @@ template <class W> void update(const AdamArguments& a, bool fp8_groups, bool per
 void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segments, int number_of_segments,
            const Slice& range, const Weights& w, uint64_t rounding, const void* gradients, Format format,
            const GradientState* state, cudaStream_t s) {
-    const bool per_tensor = optimizer.group == 0;
-    require(format == Format::F32 || format == w.format,
-            "gradients are FP32, or in the format of the weights");
-    require(range.first % MOMENT_GROUP == 0 && range.count % MOMENT_GROUP == 0,
-            "the rank's order is not padded to groups");
-    const bool fp8_groups = !per_tensor && is_fp8(optimizer.m) && is_fp8(optimizer.v);
-    require(per_tensor || fp8_groups || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v)),
+    const bool fp8_groups = optimizer.group != 0 && is_fp8(optimizer.m) && is_fp8(optimizer.v);
+    require(optimizer.group == 0 || fp8_groups || (!is_scaled(optimizer.m) && !is_scaled(optimizer.v)),
             "of moments in groups, both are FP8");
-    require(!per_tensor || (!optimizer.expand && !optimizer.keep_positive),
-            "one scale per tensor rounds plainly");
-    const AdamArguments arguments{factors(a),
-                                  moment_format(optimizer.m, optimizer),
-                                  moment_format(optimizer.v, optimizer),
-                                  segments,
-                                  number_of_segments,
-                                  range.first,
-                                  range.count / MOMENT_GROUP,
-                                  w,
-                                  rounding,
-                                  either_dense(gradients, format),
-                                  state};
-    if (w.format == Format::F32) update<FloatWeights>(arguments, fp8_groups, per_tensor, s);
-    else if (w.remainder) update<MasterWeights>(arguments, fp8_groups, per_tensor, s);
-    else update<StochasticWeights>(arguments, fp8_groups, per_tensor, s);
+    AdamArguments u{};
+    u.f = factors(a), u.m = moment_format(optimizer.m, optimizer),
+    u.v = moment_format(optimizer.v, optimizer);
+    u.segments = segments, u.number_of_segments = number_of_segments;
+    u.first = range.first, u.groups = range.count / MOMENT_GROUP;
+    u.w = w, u.rounding = rounding, u.gradients = either_dense(gradients, format), u.state = state;
+    update_without_groups(u, fp8_groups, s);
+    if (!fp8_groups || range.count == 0) return;
+    with_weights(w, [&](auto kind) {
+        launch("adamw, FP8", adamw_fp8_kernel<decltype(kind)>, fp8_grid(u.groups), 32 * FP8_WARPS, 0, s, u);
+    });
 }
 
 }  // namespace coat::gpu

@@ -1,5 +1,6 @@
 // gpu/parameters.cuh - how a parameter lies in a GPU's memory: its weights with their FP32 masters, its
-// moments, and its row in the table of an update (parameters.cu: first values).
+// moments, and its row in the table of an update (parameters.cu: first values); how kernels read and round
+// weights.
 //
 // All parameters lie in one flat order (model.h, parameters()): each has `size` elements from its `offset`
 // on. The padding up to a multiple of MOMENT_GROUP stays zero. No function allocates or waits; all launch on
@@ -17,6 +18,11 @@ struct Weights {
     void* values;        // (total) BF16 or FP32
     int16_t* remainder;  // (total); null if the weights are FP32, or have no master
     Format format;
+
+    // Counted from these elements on: of the weights, which are T, and of the remainders.
+    template <class T> __device__ Weights from(int64_t weight, int64_t state) const {
+        return {static_cast<T*>(values) + weight, remainder ? remainder + state : nullptr, format};
+    }
 };
 
 // One moment of one parameter. FP8 in groups: codes, and (max, k) for each group. FP8 and FP16 with one scale
@@ -45,5 +51,94 @@ bool kernels_fit();  // whether this program was compiled for the GPU in use
 // the remainders of the slice `state` at state_at. used: used_elements() of model.h; the rest is 0.
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
+
+// -----------------------------------------------------------------------------------------------------------
+// Eight weights in registers, and how they are rounded when they are stored
+
+constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
+inline __device__ uint4 halves(const uint32_t (&b)[CHUNK],
+                               uint32_t selector) {  // lower or upper 16 bits of each
+    return {__byte_perm(b[0], b[1], selector), __byte_perm(b[2], b[3], selector),
+            __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
+}
+
+// MasterWeights, StochasticWeights and FloatWeights have the same functions, and DenseWeights is what the
+// last two share. store() rounds the weights and updates `top`, the bits of the largest magnitude so far.
+template <class T> struct DenseWeights {  // without a remainder
+    using Value = T;
+    using Raw = typename Dense<T>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<T>{static_cast<T*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& weight) { Dense<T>().values(raw, weight); }
+};
+
+struct MasterWeights {  // the exact FP32 master: bits = (BF16 weight << 16) + signed remainder
+    using Value = bf16;
+    struct Raw {
+        uint4 w, r;
+    };
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i),
+                *reinterpret_cast<const uint4*>(w.remainder + i)};
+    }
+    static __device__ void values(const Raw& raw, Values& master) {
+        const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
+                       high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++)  // the inverse of store()
+            master[j] = __uint_as_float(
+                __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
+    }
+    static __device__ void store(const Weights& w, int64_t i, const Values& master, uint64_t, uint64_t,
+                                 bool live, uint32_t& top) {
+        uint32_t b[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            b[j] = __float_as_uint(master[j]) + 0x8000u;
+            top = max(top, b[j] & 0x7FFF0000u);
+        }
+        const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
+        if (!live) return;
+        put(static_cast<bf16*>(w.values) + i, weights);
+        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
+        put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
+                                        rest.w ^ 0x80008000u));
+    }
+};
+
+// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16. Rounding to nearest would lose every
+// update below half a step of BF16; stochastic rounding keeps it on average. The random bits follow from the
+// step's key and the number of the element.
+struct StochasticWeights : DenseWeights<bf16> {
+    static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
+                                 uint64_t element, bool live, uint32_t& top) {
+        const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
+        uint32_t b[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            top = max(top, b[j] & 0x7FFF0000u);
+        }
+        const uint4 weights = halves(b, UPPER);
+        if (live) put(static_cast<bf16*>(w.values) + i, weights);
+    }
+};
+
+struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
+    static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
+                                 uint32_t& top) {
+        Dense<float>{static_cast<float*>(w.values)}.round_and_store(i, master, live);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
+    }
+};
+
+// Calls f with how these weights are stored.
+template <class F> void with_weights(const Weights& w, F f) {
+    if (w.format == Format::F32) f(FloatWeights());
+    else if (w.remainder) f(MasterWeights());
+    else f(StochasticWeights());
+}
 
 }  // namespace coat::gpu

@@ -1,0 +1,113 @@
+// gpu/other_optimizers.cu - AdamW with moments that have no groups (interface: adamw.cuh): in FP32 and BF16,
+// and in FP8 and FP16 with one scale per tensor, as FP8-LM has them. With the optimizer coat these are the
+// moments of norms and biases only, in FP32.
+//
+// A scale per tensor needs the largest new moment before the first one is encoded. So the moments are
+// computed twice: first for the maxima, which go to max[1] while max[0] still decodes, and then to be stored.
+#include "adamw.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// Writes eight values of a moment to x, but for a factor that it returns.
+__device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+    if (!scaled(m)) {
+        EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
+        return 1.0f;
+    }
+    if (m.format == Format::F16) {
+        const uint4 raw = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
+            x[2 * j] = two.x, x[2 * j + 1] = two.y;
+        }
+    } else {
+        decode(f.e5m2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK), 1.0f, x);
+    }
+    return scale_of(f.max, m.max[0]);
+}
+
+__device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
+    const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
+                b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
+    const __half2 two = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+// Rounds eight new values; max[1] is the largest of the tensor.
+__device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+    if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
+    const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
+    if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
+    put(static_cast<uint16_t*>(m.data) + i,
+        make_uint4(half_pair(x[0], x[1], inverse), half_pair(x[2], x[3], inverse),
+                   half_pair(x[4], x[5], inverse), half_pair(x[6], x[7], inverse)));
+}
+
+constexpr int THREADS = 256;
+template <class W>
+__global__ void __launch_bounds__(THREADS)
+    adamw_plain_kernel(const AdamArguments a, bool maxima) {  // blockIdx.y: the segment
+    const Segment segment = a.segments[blockIdx.y];
+    if (a.state->skip || a.in_fp8_groups(segment)) return;
+    if (maxima && !scaled(segment.m) && !scaled(segment.v)) return;
+    const Weights weights = a.w.from<typename W::Value>(segment.offset + segment.to_weight, segment.offset);
+    const float clip = a.state->clip_factor, decay = segment.decays ? a.f.decay : 0.0f;
+    uint32_t top_w = 0, top_m = 0, top_v = 0;
+    for (int64_t i = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * CHUNK; i < segment.size;
+         i += int64_t(gridDim.x) * THREADS * CHUNK) {
+        Values w = {}, g, m, v;
+        if (!maxima) W::values(W::load(weights, i), w);
+        a.gradients.load_values(segment.offset - a.first + i, g);
+        const float keep_m = a.f.beta1 * load_moment(segment.m, a.m, i, m);
+        const float keep_v = a.f.beta2 * load_moment(segment.v, a.v, i, v);
+#pragma unroll
+        for (int j = 0; j < CHUNK; j++) {
+            adamw_element(a.f, keep_m, keep_v, decay, g[j] * clip, m[j], v[j], w[j]);
+            top_m = max(top_m, magnitude(m[j])), top_v = max(top_v, magnitude(v[j]));
+        }
+        if (maxima) continue;
+        W::store(weights, i, w, a.rounding, segment.offset + segment.to_flat + i, true, top_w);
+        store_moment(segment.m, a.m, i, m);
+        store_moment(segment.v, a.v, i, v);
+    }
+    if (!maxima && segment.amax) update_amax_by_warp(&segment.amax->amax, top_w);
+    if (maxima && scaled(segment.m)) update_amax_by_warp(segment.m.max + 1, top_m);
+    if (maxima && scaled(segment.v)) update_amax_by_warp(segment.v.max + 1, top_v);
+}
+
+// What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
+// the maxima of the moments. After the last pass the new maxima decode the moments.
+__global__ void next_maxima_kernel(const AdamArguments a, bool per_tensor, bool after) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= a.number_of_segments || a.state->skip) return;
+    const Segment& segment = a.segments[i];
+    if (!after && segment.amax) segment.amax->amax = 0;
+    if (!per_tensor) return;
+    for (const MomentView& m : {segment.m, segment.v})
+        if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
+}
+
+}  // namespace
+
+void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s) {
+    const bool per_tensor = a.m.per_tensor || a.v.per_tensor;
+    auto next_maxima = [&](bool after) {
+        launch("adamw, maxima", next_maxima_kernel, blocks(a.number_of_segments, 128), 128, 0, s, a,
+               per_tensor, after);
+    };
+    next_maxima(false);
+    if (a.groups == 0) return;
+    const int64_t wanted = ceil_div(a.groups * MOMENT_GROUP, THREADS * CHUNK),
+                  each = std::min<int64_t>(wanted, fp8_groups ? 8 : 4 * multiprocessors());
+    const dim3 grid(static_cast<unsigned>(each), static_cast<unsigned>(a.number_of_segments));
+    with_weights(a.w, [&](auto w) {
+        const auto kernel = adamw_plain_kernel<decltype(w)>;
+        if (per_tensor) launch("adamw, maxima", kernel, grid, THREADS, 0, s, a, true);
+        launch("adamw", kernel, grid, THREADS, 0, s, a, false);
+    });
+    if (per_tensor) next_maxima(true);
+}
+
+}  // namespace coat::gpu
