@@ -8,7 +8,7 @@
 //   2. group scaling: the amax of a tensor
 //   3. per-tensor FP8, row-major and transposed
 //   4. quantize(): the kernel for each format
-//   5. fused kernels: the input of an activation; a bias gradient
+//   5. a fused kernel: the input of an activation
 // From part 2 on, kernels go through a tensor in tiles, and a producer computes what is not stored: both are
 // in gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu.
 //
@@ -26,7 +26,6 @@
 // dev/ladders/quantize_transpose.cu shows how part 3 of this file became fast, starting from four lines.
 #include "gpu/coat.cuh"
 
-#include "gpu/norm.cuh"
 #include "gpu/other_scaling.cuh"
 #include "gpu/report.cuh"
 #include "gpu/tiles.cuh"
@@ -46,10 +45,8 @@ namespace coat::gpu {
 // time). embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
 // the same Groups::round_and_store.
 
-namespace {
-
 constexpr int GROUP_THREADS = 256;
-__global__ void __launch_bounds__(GROUP_THREADS)
+static __global__ void __launch_bounds__(GROUP_THREADS)
     quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool write_back) {
     const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
                   i = min(chunk, chunks - 1) * CHUNK;
@@ -59,13 +56,9 @@ __global__ void __launch_bounds__(GROUP_THREADS)
     groups.round_and_store(i, v, live);  // v becomes scale * code
     if (write_back) x.round_and_store(i, v, live);
 }
-}  // namespace
 
 void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
-    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
-                x.cols == groups.cols && x.cols % GROUP == 0,
-            "only BF16 is quantized in groups, in the same shape and with a multiple of 16 columns");
-    if (x.rows == 0) return;
+    require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
     measure_groups(stored(x), stats, s);
     const int64_t chunks = x.rows * x.cols / CHUNK;
     launch("quantize_groups", quantize_groups_kernel, blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s,
@@ -83,10 +76,8 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 // of gate and up is never stored. The kernel below is for it, for attention's output, and for weights that
 // AdamW did not just update; in other recipes also for the activation's output.
 
-namespace {
-
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     amax_kernel(Producer x, int64_t rows, AmaxAndScale* out) {
     float top = 0;
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
@@ -98,10 +89,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     update_amax_by_warp(&out->amax, magnitude(top));
 }
 
-}  // namespace
-
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
-    if (x.rows == 0) return;
     with_bf16_producer(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
                producer, x.rows, out);
@@ -113,13 +101,11 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 //
 // A kernel multiplies by 1 / s, rounded to FP32, as the CPU does.
 
-namespace {
-
 // Just-in-time scaling, as in coat: the amax is known, the scale follows from it; `delayed` is false, and
 // for_later does nothing. Delayed scaling: the scale is known, and DelayedAmax (gpu/other_scaling.cuh) takes
 // the amax for later steps. codes may be null; transposed is used if TRANSPOSED.
 template <class Producer, bool TRANSPOSED>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, float fmax, bool e5m2, uint8_t* codes,
                     uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
@@ -149,8 +135,7 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
 }
 
 template <class Producer>
-void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
-    require(out.view.scales, "a per-tensor FP8 output needs its AmaxAndScale");
+static void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
     const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
     launch("quantize", kernel, tile_grid(rows, x.width), TILE_THREADS, 0, s, x, rows,
@@ -158,38 +143,13 @@ void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cu
            static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
 }
 
-// Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
-    __shared__ __align__(16) TransposeTile tiles[1];
-    const TilePlace at;
-    uint2 raw[ROWS / 4][4] = {};
-#pragma unroll
-    for (int i = 0; i < ROWS; i++)
-        if (at.row + i < rows && at.col < cols)
-            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
-#pragma unroll
-    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
-    store_transposed(tiles, rows, cols, transposed);
-}
-
-}  // namespace
-
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
-    require(codes.quant.fp8() && codes.cols % CHUNK == 0, "codes are FP8 and have a multiple of 8 columns");
-    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
-           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
-           static_cast<uint8_t*>(transposed));
-}
-
 // ===========================================================================================================
 // 4. quantize(): the kernel for each format
 
-namespace {
-
 // Values rounded to BF16 or stored as FP32.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, 2) round_kernel(Producer x, int64_t rows, EitherDense out) {
+static __global__ void __launch_bounds__(TILE_THREADS, 2)
+    round_kernel(Producer x, int64_t rows, EitherDense out) {
     const TilePlace at;
     for_each_row(x, at, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
 #pragma unroll
@@ -198,25 +158,14 @@ __global__ void __launch_bounds__(TILE_THREADS, 2) round_kernel(Producer x, int6
     });
 }
 
-}  // namespace
-
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s) {
-    // The row-major codes may have rows beyond x's, which are left as they are: the GEMM wants a multiple of
-    // 16 rows.
-    require(
-        x.cols == out.view.cols && (x.rows == out.view.rows || (x.rows < out.view.rows && !out.transposed)),
-        "a tensor and its quantized form differ in shape");
-    if (x.rows == 0) return;
     const Quant& q = out.view.quant;
     if (!q.fp8())
         return with_producer(x, [&](auto producer) {
             launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS,
                    0, s, producer, x.rows, either_dense(out.view));
         });
-    if (in_groups(q)) {
-        require(x.op == LazyOp::Stored, "only a stored tensor is quantized in groups");
-        return quantize_groups(x.input, out.view, false, stats, s);
-    }
+    if (in_groups(q)) return quantize_groups(x.input, out.view, false, stats, s);
     if (q.granularity == PER_TENSOR) {
         measure(x, out, stats, s);  // first, because the codes may overwrite x
         with_bf16_producer(x, [&](auto producer) { quantize_per_tensor(producer, x.rows, out, s); });
@@ -226,20 +175,15 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     }
 }
 
-void convert(const View& x, const View& out, cudaStream_t s) {
-    require(!out.quant.fp8(), "a tensor is converted to BF16 or FP32");
-    quantize(stored(x), {out}, nullptr, s);
-}
+void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }
 
 // ===========================================================================================================
-// 5. Fused kernels of the precision flow
-
-namespace {
+// 5. A fused kernel of the precision flow
 
 // The input of the activation is quantized in groups. The same pass takes the amax of the activation's
 // output.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, bool reads_saved, AmaxAndScale* act) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace at;
@@ -262,41 +206,8 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     update_amax_by_warp(&act->amax, at.col < x.width ? magnitude(top) : 0);
 }
 
-// Column sums in two stages. One: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the
-// amax in passing. Two: reduce_partials (gpu/norm.cuh) adds up these sums, in order.
-constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
-template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
-    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* out) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ float sums[ACROSS][TILE + 1];
-    const TilePlace at;
-    Values sum[PLANES] = {};
-    float top = 0;
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
-#pragma unroll
-            for (int p = 0; p < PLANES; p++)
-#pragma unroll
-                for (int j = 0; j < CHUNK; j++) {
-                    if (live) sum[p][j] += v[p][j];
-                    top = larger_magnitude(top, v[p][j]);
-                }
-        });
-    if (out) update_amax_by_warp(&out->amax, magnitude(top));
-    combine_columns(
-        x, at, sum, sums, [](float a, float b) { return a + b; },
-        [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
-}
-
-}  // namespace
-
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s) {
-    require(x.quant.format == Format::BF16 && in_groups(groups.quant) && x.rows == groups.rows &&
-                x.cols == groups.cols,
-            "quantize_gate_up is from BF16 to groups of the same shape");
-    if (x.rows == 0) return;
     if (!act_amax) return quantize(stored(x), {groups}, stats, s);
     measure_groups(stored(x), stats, s);
     auto run = [&](auto producer) {
@@ -306,17 +217,6 @@ void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_
     };
     if (gated) run(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});
     else run(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
-}
-
-void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s) {
-    require(gradient.rows * gradient.cols == x.cols,
-            "a bias gradient has another length than the rows that it sums");
-    with_producer(x, [&](auto producer) {
-        const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
-        launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
-               x.rows, workspace, out);
-    });
-    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
 
 }  // namespace coat::gpu

@@ -19,6 +19,8 @@ void adamw(const AdamW& a, const OptimizerFormat& optimizer, const Segment* segm
 // -----------------------------------------------------------------------------------------------------------
 // What the kernels of an update share
 
+#ifdef __CUDACC__
+
 // The constants of a step. The bias corrections are computed in double on the host.
 struct Factors {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, decay;
@@ -68,5 +70,7 @@ inline __device__ void adamw_element(const Factors& f, float keep_m, float keep_
 // Clears the amaxes of the weights, then updates the segments whose moments are not in FP8 groups
 // (other_optimizers.cu). fp8_groups: other segments are.
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s);
+
+#endif  // __CUDACC__
 
 }  // namespace coat::gpu

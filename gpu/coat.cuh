@@ -38,9 +38,6 @@ inline Lazy activation(bool gated, const View& gate_up) {
 // dact (N, F) is the gradient of the activation's output, in the compute dtype. Result: the gradient of
 // gate_up, same shape.
 inline Lazy activation_backward(bool gated, const View& gate_up, const View& dact) {
-    require(dact.rows == gate_up.rows && dact.cols * (gated ? 2 : 1) == gate_up.cols &&
-                dact.quant.format == (gate_up.quant.fp8() ? Format::BF16 : gate_up.quant.format),
-            "dact and gate_up differ in shape, or dact is not in the compute dtype");
     return {LazyOp::ActivationBackward, gate_up.rows, gate_up.cols, gate_up, dact, gated};
 }
 
@@ -51,11 +48,8 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 // from its amax); FP8 per row, 1x128 or 128x128, with their scales, just in time; E4M3 in 1x16 groups,
 // if x is stored in BF16; BF16 or FP32. Codes may take the place of the stored elements they are computed
 // from, where an element's code is as large as the element. What quantizing loses is added to *stats if that
-// is not null.
+// is not null. Codes may have rows beyond x's, which are left as they are.
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
-
-// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
-void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
 // very values that backward will read.
@@ -66,11 +60,6 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 // or x (coat.h, forward_reads_groups). act_amax may be null.
 void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
                       QuantStats* stats, cudaStream_t s);
-
-// gradient (cols) = round(gradient + column sums of x). Takes x's amax in the same pass if out is not null.
-// Workspace: (COLUMN_PARTIALS, cols) floats.
-inline constexpr int COLUMN_PARTIALS = 128;
-void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
 void convert(const View& x, const View& out, cudaStream_t s);

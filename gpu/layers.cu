@@ -1,30 +1,28 @@
-// gpu/layers.cu - RoPE, cross-entropy and the embedding's backward pass on the GPU (interface: layers.cuh;
-// how tensors are read and written: tensor.cuh).
+// gpu/layers.cu - RoPE, cross-entropy, sums over rows, and the embedding's backward pass on the GPU
+// (interface: layers.cuh; how tensors are read and written: tensor.cuh and tiles.cuh).
 #include "layers.cuh"
+
+#include "tiles.cuh"
 
 namespace coat::gpu {
 
 // ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
-namespace {
-
 // f_i = theta^(-2i / HS), scaled (model.h, RopeScaling). `kept` is the part of f_i that is not divided: 0 up
 // to low_freq_factor rotations in the original positions, 1 from high_freq_factor on, linear between.
-__device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
+static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
-    double kept = 0;
-    if (s.type == RopeScaling::Llama3) {
-        const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846),
-                     range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
-        kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
-    }
+    const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846),
+                 range = static_cast<double>(s.high_freq_factor) - s.low_freq_factor,
+                 kept = fmin(fmax((rotations - s.low_freq_factor) / range, 0.0), 1.0);
     return f * (kept + (1 - kept) / s.factor);
 }
 
 // table[t, i] = {cos, sin} of t f_i; in double, because angles reach thousands of radians.
-__global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling, float2* table) {
+static __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
+                                         float2* table) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
@@ -35,41 +33,43 @@ __global__ void rope_table_kernel(int64_t n, int half, double theta, RopeScaling
 }
 
 // Four elements: half a head may be a multiple of four only.
-__device__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
-__device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-__device__ float4 values4(uint2 raw) {
+static __device__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
+static __device__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+static __device__ float4 values4(uint2 raw) {
     const float2 lo = unpack(raw.x), hi = unpack(raw.y);
     return {lo.x, lo.y, hi.x, hi.y};
 }
-__device__ float4 values4(float4 raw) { return raw; }
-__device__ float4 store4(bf16* p, float4 v) {  // and returns what is stored
+static __device__ float4 values4(float4 raw) { return raw; }
+static __device__ float4 store4(bf16* p, float4 v) {  // and returns what is stored
     const uint2 raw = make_uint2(pack(v.x, v.y), pack(v.z, v.w));
     put(p, raw);
     return values4(raw);
 }
-__device__ float4 store4(float* p, float4 v) {
+static __device__ float4 store4(float* p, float4 v) {
     put(p, v);
     return v;
 }
 // (x, y) -> (x cos - y sin, y cos + x sin): one of the two. The sign is in the sine.
-__device__ float rotated(float own, float partner, float cosine, float sine) {
+static __device__ float rotated(float own, float partner, float cosine, float sine) {
     return __fmaf_rn(own, cosine, __fmul_rn(partner, sine));
 }
-__device__ float4 rotated(float4 own, float4 partner, float4 a, float4 b, float sign) {  // a, b: four angles
+static __device__ float4 rotated(float4 own, float4 partner, float4 a, float4 b,
+                                 float sign) {  // a, b: four angles
     return {rotated(own.x, partner.x, a.x, sign * a.y), rotated(own.y, partner.y, a.z, sign * a.w),
             rotated(own.z, partner.z, b.x, sign * b.y), rotated(own.w, partner.w, b.z, sign * b.w)};
 }
-__device__ float larger_magnitude(float top, float4 v) {
-    const float two = gpu::larger_magnitude(gpu::larger_magnitude(top, v.x), v.y);
-    return gpu::larger_magnitude(gpu::larger_magnitude(two, v.z), v.w);
+static __device__ float larger_of4(float top, float4 v) {
+    const float two = larger_magnitude(larger_magnitude(top, v.x), v.y);
+    return larger_magnitude(larger_magnitude(two, v.z), v.w);
 }
 
 // A thread has four pairs of one row in ROPE_HEADS heads, which are rotated by the same angles. sign: 1
 // forward, -1 backward. Heads from `rotated_heads` on (v) only enter the amax.
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class T>
-__global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols,
-                                                            uint32_t heads, float sign, AmaxAndScale* amax) {
+static __global__ void __launch_bounds__(ROPE_THREADS)
+    rope_kernel(T* qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
+                AmaxAndScale* amax) {
     using Four = decltype(load4(static_cast<const T*>(nullptr)));
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
                 x = store4(p + h * rope.HS, x_new);
                 y = store4(p + h * rope.HS + half, y_new);
             }
-            if (amax) top = larger_magnitude(larger_magnitude(top, x), y);
+            if (amax) top = larger_of4(larger_of4(top, x), y);
         }
     }
     if (amax) update_amax_by_warp(&amax->amax, magnitude(top));
@@ -102,12 +102,9 @@ __global__ void __launch_bounds__(ROPE_THREADS) rope_kernel(T* qkv, Rope rope, u
 
 // The angles depend on position and pair only: those of all heads of a thread are the same. Without an amax,
 // columns that are not rotated are not touched.
-void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax, cudaStream_t s) {
-    require(r.HS % 8 == 0 && r.rotated_cols % r.HS == 0 && qkv.cols % r.HS == 0,
-            "a head size is not a multiple of 8");
+static void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax, cudaStream_t s) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax ? qkv.cols : r.rotated_cols) / r.HS;
     require(quads < int64_t(1) << 32, "there are more rows than RoPE can count");
-    if (quads == 0 || heads == 0) return;
     const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
     with_dense(qkv, [&](auto x) {
         using T = std::remove_pointer_t<decltype(x.data)>;
@@ -115,8 +112,6 @@ void launch_rope(const Rope& r, const View& qkv, float sign, AmaxAndScale* amax,
                qkv.cols, static_cast<uint32_t>(heads), sign, amax);
     });
 }
-
-}  // namespace
 
 void rope_table(const ModelConfig& c, int64_t positions, float2* table, cudaStream_t s) {
     const int64_t half = c.HS() / 2;
@@ -131,9 +126,7 @@ void rope_backward(const Rope& r, const View& dqkv, AmaxAndScale* amax, cudaStre
 // ===========================================================================================================
 // Cross-entropy
 
-namespace {
-
-__device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
+static __device__ float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
 // The sum of a softmax over a part of a row, in one pass: a maximum, and the sum of exp(x - maximum). Two
 // parts are merged by rescaling the sum of the one with the smaller maximum.
@@ -150,7 +143,7 @@ struct Softmax {
 
 constexpr int LOSS_THREADS = 512;
 // Of all threads: merged within warps, then over the warps in order, so that every thread has the same bits.
-__device__ Softmax block_softmax(Softmax mine) {
+static __device__ Softmax block_softmax(Softmax mine) {
     __shared__ float tops[LOSS_THREADS / 32], sums[LOSS_THREADS / 32];
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -169,7 +162,7 @@ __device__ Softmax block_softmax(Softmax mine) {
 // One block per token. The second pass reads the row from shared memory, each thread what it has left there;
 // a row that is too long for it (not CACHED) comes from L2.
 template <class T, bool CACHED>
-__global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
+static __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
     cross_entropy_kernel(Dense<T> logits, int64_t stride, int64_t V, const int32_t* targets,
                          const double* scale_of_step, float* losses) {
     extern __shared__ __align__(16) unsigned char shared[];  // (stride) T
@@ -232,7 +225,7 @@ __global__ void __launch_bounds__(LOSS_THREADS, sizeof(T) < 4 ? 3 : 2)
 
 // One block: a step has few losses, and their order must not depend on the GPU.
 constexpr int SUM_THREADS = 1024;
-__global__ void __launch_bounds__(SUM_THREADS)
+static __global__ void __launch_bounds__(SUM_THREADS)
     loss_sum_kernel(const float* losses, int64_t n, const double* scale, double* total) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += SUM_THREADS) sum += losses[i];
@@ -240,12 +233,8 @@ __global__ void __launch_bounds__(SUM_THREADS)
     if (threadIdx.x == 0) *total += *scale * sum;
 }
 
-}  // namespace
-
 void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const double* scale, float* losses,
                    cudaStream_t s) {
-    require(V >= 1 && V <= logits.cols, "the vocabulary is larger than the logits");
-    if (logits.rows == 0) return;
     with_dense(logits, [&](auto x) {
         using T = typename decltype(x)::Compute;
         const int row = static_cast<int>(logits.cols * sizeof(T));
@@ -258,6 +247,69 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
 
 void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s) {
     launch("loss_sum", loss_sum_kernel, 1, SUM_THREADS, 0, s, losses, n, scale, total);
+}
+
+// ===========================================================================================================
+// Sums over rows, in two stages. One: a block adds up some of the rows. Two: these sums are added up in
+// order.
+
+// Stage one: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
+constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows
+template <class Producer>
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS)
+    column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* out) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ float sums[ACROSS][TILE + 1];
+    const TilePlace at;
+    Values sum[PLANES] = {};
+    float top = 0;
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
+        for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
+#pragma unroll
+            for (int p = 0; p < PLANES; p++)
+#pragma unroll
+                for (int j = 0; j < CHUNK; j++) {
+                    if (live) sum[p][j] += v[p][j];
+                    top = larger_magnitude(top, v[p][j]);
+                }
+        });
+    if (out) update_amax_by_warp(&out->amax, magnitude(top));
+    combine_columns(
+        x, at, sum, sums, [](float a, float b) { return a + b; },
+        [&](int64_t col, float total) { partials[int64_t(blockIdx.y) * PLANES * x.width + col] = total; });
+}
+
+// Stage two. A block has 32 columns: thread (x, y) adds the rows y, y + 16, ...; then the 16 sums are added.
+constexpr int REDUCE_ROWS = 16;
+static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    gradient.add(col, total);
+}
+
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
+    const int64_t n = gradient.rows * gradient.cols;
+    launch("reduce_partials", reduce_partials_kernel, blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s, partials,
+           rows, n, either_dense(gradient));
+}
+
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s) {
+    with_producer(x, [&](auto producer) {
+        const dim3 grid(blocks(producer.width, TILE), COLUMN_PARTIALS);
+        launch("column_sums", column_sums_kernel<decltype(producer)>, grid, TILE_THREADS, 0, s, producer,
+               x.rows, workspace, out);
+    });
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, s);
 }
 
 // ===========================================================================================================
@@ -283,19 +335,17 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
     return out;
 }
 
-namespace {
-
 constexpr int EMBEDDING_THREADS = 128;
-dim3 embedding_grid(int64_t n, int64_t C) {
+static dim3 embedding_grid(int64_t n, int64_t C) {
     return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)};
 }
-__device__ int64_t embedding_column() {
+static __device__ int64_t embedding_column() {
     return (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
 }
 
 // sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
 template <class Index>
-__device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
+static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
 #pragma unroll 4
     for (int i = 0; i < n; i++) {
         Values v;
@@ -306,7 +356,7 @@ __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index ind
 
 // Stage one: the rows of a run. A token with one run is done then; others leave their runs' sums in
 // partials.
-__global__ void __launch_bounds__(EMBEDDING_THREADS)
+static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_runs_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRun* runs,
                           EitherDense gradient, EitherDense partials) {
     const int64_t col = embedding_column();
@@ -320,7 +370,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Stage two: the runs of a token that has several, in order.
-__global__ void __launch_bounds__(EMBEDDING_THREADS)
+static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_tokens_kernel(int64_t C, const TokenRun* runs, EitherDense gradient, EitherDense partials) {
     const int64_t col = embedding_column();
     const TokenRun run = runs[blockIdx.x];
@@ -332,7 +382,7 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
-__global__ void __launch_bounds__(EMBEDDING_THREADS)
+static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     positions_kernel(EitherDense g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
@@ -343,11 +393,8 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
     gradient.add(t * C + col, sum);
 }
 
-}  // namespace
-
 void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs, int64_t number_of_runs,
                         const View& gradient, float* workspace, cudaStream_t s) {
-    if (number_of_runs == 0) return;
     const dim3 grid = embedding_grid(number_of_runs, g.cols);
     const EitherDense partials{workspace, true}, to = either_dense(gradient);
     launch("embedding_runs", embedding_runs_kernel, grid, EMBEDDING_THREADS, 0, s, either_dense(g), g.cols,
@@ -357,7 +404,6 @@ void embedding_backward(const View& g, const int32_t* order, const TokenRun* run
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
-    if (g.rows == 0) return;
     launch("positions_backward", positions_kernel, embedding_grid(std::min(T, g.rows), g.cols),
            EMBEDDING_THREADS, 0, s, either_dense(g), g.rows, g.cols, T, either_dense(gradient));
 }

@@ -1,10 +1,11 @@
-// gpu/layers.cuh - what any transformer has around its GEMMs, attention and norms: RoPE, loss and the
-// embedding's backward pass (layers.cu). Its forward pass is a residual add (norm.cuh).
+// gpu/layers.cuh - what any transformer has around its GEMMs, attention and norms: RoPE, loss,
+// gradients of biases, and the embedding's backward pass (layers.cu). Its forward pass is a residual add
+// (norm.cuh).
 //
 // Tensors, parameter gradients and launches are as norm.cuh says.
 #pragma once
 #include "../program/model.h"
-#include "tensor.cuh"
+#include "coat.cuh"
 
 namespace coat::gpu {
 
@@ -31,6 +32,15 @@ void cross_entropy(const View& logits, int64_t V, const int32_t* targets, const 
                    cudaStream_t s);
 // *total += *scale * sum of losses (n), in a fixed order, in double.
 void loss_sum(const float* losses, int64_t n, const double* scale, double* total, cudaStream_t s);
+
+// --- Sums over rows
+
+// gradient (n) = round(gradient + sums over the rows of partials (rows, n)): the second stage.
+void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
+// gradient (cols) = round(gradient + column sums of x). Takes x's amax in the same pass if out is not null.
+// Workspace: (COLUMN_PARTIALS, cols) floats.
+inline constexpr int COLUMN_PARTIALS = 128;
+void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndScale* out, cudaStream_t s);
 
 // --- Embedding, backward
 

@@ -7,6 +7,7 @@
 #pragma once
 #include "exchange.cuh"
 #include "gemm.cuh"
+#include "layers.cuh"
 
 namespace coat::gpu {
 

@@ -7,9 +7,9 @@
 // gradients of weight and bias in passing.
 #include "norm.cuh"
 
-namespace coat::gpu {
-namespace {
+#include "layers.cuh"
 
+namespace coat::gpu {
 // ===========================================================================================================
 // Rows: one warp or several hold a row in registers, up to ROW_CHUNKS chunks a thread. A block has one row at
 // a time, or several: threadIdx.y is the row's number, threadIdx.x the thread's number within the row.
@@ -17,17 +17,19 @@ namespace {
 constexpr int ROW_CHUNKS = 4, ROW_WARPS = 16;  // warps of a block, at most
 
 // As few warps as hold a row of C columns; several rows in a block where a row is short.
-dim3 row_block(int64_t C) {
+static dim3 row_block(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     require(C % 16 == 0 && warps <= ROW_WARPS, "a hidden size is not a multiple of 16 or is above 16384");
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
-__device__ int64_t row_column(int chunk) { return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK; }
+static __device__ int64_t row_column(int chunk) {
+    return (int64_t(chunk) * blockDim.x + threadIdx.x) * CHUNK;
+}
 
 // Sums over the threads of a row in a fixed order; all of them get the same bits. All threads of the block
 // call it. Two successive calls need different PLACEs in shared memory, because a thread may still be reading
 // the first when another writes the second.
-template <int PLACE, int K> __device__ void row_sum(float (&x)[K]) {
+template <int PLACE, int K> static __device__ void row_sum(float (&x)[K]) {
     __shared__ float parts[K][ROW_WARPS];
 #pragma unroll
     for (int k = 0; k < K; k++)
@@ -46,13 +48,13 @@ template <int PLACE, int K> __device__ void row_sum(float (&x)[K]) {
     }
 }
 
-__device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqrt(squares / C + eps)
+static __device__ float inverse_root(float squares, int64_t C, float eps) {  // 1 / sqrt(squares / C + eps)
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
 // {mean, 1 / std} of a row, or {0, 1 / rms}. Forward and backward have the same chunks in the same threads:
 // the same bits.
-__device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
+static __device__ float2 row_stats(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
 #pragma unroll
@@ -86,7 +88,7 @@ template <class Compute> struct Addends {
 // Writes the sum to x_out and to the norm's input. Leaves what the next GEMM's quantizer needs: the norm's
 // statistics and the amax of its output.
 template <class Storage, bool READS_SAVED, class T = typename Storage::Compute>
-__global__ void __launch_bounds__(32 * ROW_WARPS)
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_kernel(Addends<T> a, Dense<T> x_out, Storage in, NormParameters<T> parameters, float2* stats,
                     bool rms, float eps, AmaxAndScale* y_amax) {
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y, C = a.C;
@@ -130,10 +132,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     update_amax_by_warp(&y_amax->amax, top);
 }
 
-void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
-                     const Norm& n, bool reads_saved, AmaxAndScale* y_amax, cudaStream_t s) {
+static void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_t T, const View& x_out,
+                            const Norm& n, bool reads_saved, AmaxAndScale* y_amax, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
-    if (rows == 0) return;
     require(reads_saved || in_groups(n.in.quant), "only groups differ from the residual stream");
     const dim3 block = row_block(C);
     with_storage(n.in, [&](auto in) {
@@ -147,8 +148,6 @@ void launch_residual(const View& x, const View& y, const int32_t* tokens, int64_
                parameters, n.stats, n.rms, n.eps, y_amax);
     });
 }
-
-}  // namespace
 
 void residual_add(const View& x, const View& branch, const View& x_out, const Norm& next, bool reads_saved,
                   AmaxAndScale* y_amax, cudaStream_t s) {
@@ -167,8 +166,6 @@ void embedding_forward(const int32_t* tokens, const View& embedding, const View&
 //   both       dweight += dy xhat, dbias += dy
 // A block goes through many rows and sums dweight and dbias in shared memory; the blocks' sums are then added
 // in order.
-
-namespace {
 
 // A thread's own columns of a parameter gradient, in shared memory. The two halves of a chunk lie apart, so
 // that neighbouring threads use different banks.
@@ -189,7 +186,7 @@ struct ColumnSums {
 };
 
 // The sums of a block's threadIdx.y, added in order, to row blockIdx.x of partials (blocks, C).
-__device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
+static __device__ void write_partials(float* sums, int64_t C, Dense<float> partials) {
     for (int64_t col = (threadIdx.y * blockDim.x + threadIdx.x) * CHUNK; col < C;
          col += blockDim.x * blockDim.y * CHUNK) {
         Values total = {}, one;
@@ -252,7 +249,7 @@ template <class Storage> struct BackwardRow {
 };
 
 template <class Storage, bool RMS>
-__global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
+static __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const NormBackward<Storage> a) {
     extern __shared__ __align__(16) float sums[];  // (blockDim.y, C): dweight; behind it, of LayerNorm: dbias
     const ColumnSums dweight(sums + threadIdx.y * a.C, a.C),
         dbias(sums + (blockDim.y + threadIdx.y) * a.C, a.C);
@@ -315,35 +312,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS) norm_backward_kernel(const Nor
     if (!RMS) write_partials(sums + blockDim.y * a.C, a.C, {a.partials + gridDim.x * a.C});
 }
 
-// The second stage of a sum over rows: the partial sums of blocks, in order. A block has 32 columns: thread
-// (x, y) adds the rows y, y + 16, ...; then the 16 sums are added in order.
-constexpr int REDUCE_ROWS = 16;
-__global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, EitherDense gradient) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = int64_t(blockIdx.x) * 32 + threadIdx.x;
-    float sum = 0;
-    if (col < cols)
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += partials[i * cols + col];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0 || col >= cols) return;
-    float total = 0;
-    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    gradient.add(col, total);
-}
-
 // A fixed number of blocks for a GPU: it decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
-
-}  // namespace
-
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s) {
-    const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, blocks(n, 32), dim3(32, REDUCE_ROWS), 0, s, partials,
-           rows, n, either_dense(gradient));
-}
 
 size_t norm_backward_workspace(int64_t C) {
     return size_t(2) * multiprocessors() * NORM_BLOCKS_PER_SM * C * sizeof(float);
@@ -352,7 +322,6 @@ size_t norm_backward_workspace(int64_t C) {
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s) {
     const int64_t rows = n.in.rows, C = n.in.cols;
-    if (rows == 0) return;
     const dim3 block = row_block(C);
     const unsigned grid = std::min(blocks(rows, block.y), unsigned(multiprocessors() * NORM_BLOCKS_PER_SM));
     const int shared = static_cast<int>((n.rms ? 1 : 2) * block.y * C * sizeof(float));

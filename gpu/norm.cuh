@@ -28,8 +28,4 @@ size_t norm_backward_workspace(int64_t C);
 void norm_backward(const Norm& n, const View& dy, const View& g_in, const View& g_out, AmaxAndScale* g_amax,
                    const View& dweight, const View& dbias, float* workspace, cudaStream_t s);
 
-// gradient (n) = round(gradient + sums over the rows of partials (rows, n)): the second stage of every sum
-// over tokens.
-void reduce_partials(const float* partials, int64_t rows, const View& gradient, cudaStream_t s);
-
 }  // namespace coat::gpu

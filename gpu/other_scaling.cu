@@ -32,11 +32,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     return {p, shift_n, shift_k, along_n, along_k, count};
 }
 
-namespace {
-
 // Half a warp holds neighbouring columns, whose blocks mostly are one and the same: then one atomicMax serves
 // all its lanes.
-__device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
+static __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
     const uint32_t half = 0xFFFFu << (threadIdx.x & 16);
     const unsigned long long mine = reinterpret_cast<unsigned long long>(amax),
                              first = __shfl_sync(half, mine, 0, 16);
@@ -49,7 +47,7 @@ __device__ void update_amax_by_half_warp(float* amax, uint32_t top, bool live) {
 
 // Pass one. For the transposed codes a tile contributes 128 rows of each of its columns.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, 2)
+static __global__ void __launch_bounds__(TILE_THREADS, 2)
     block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid grid, ScaleGrid transposed) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[ACROSS][TILE + 1];
@@ -76,7 +74,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
 // hides it.
-__global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* tensor) {
+static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* tensor) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
@@ -85,7 +83,7 @@ __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAn
 
 // Pass two.
 template <class Producer>
-__global__ void __launch_bounds__(TILE_THREADS, 2)
+static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_blocks_kernel(Producer x, int64_t rows, bool e5m2, ScaleGrid grid, ScaleGrid transposed_grid,
                            uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
@@ -117,20 +115,12 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (transposed) store_transposed(tiles, rows, x.width, transposed);
 }
 
-}  // namespace
-
 void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
     const Quant& q = out.view.quant;
-    require(q.granularity == PER_ROW || q.granularity == PER_1x128 || q.granularity == PER_128x128,
-            "no kernel scales by such blocks");
-    require(q.scale_format == Format::F32, "the scales of an operand are FP32");
     const ScaleGrid grids[2] = {scale_grid(out, false), scale_grid(out, true)};
     uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed)};
-    for (int t : {0, 1}) {
-        const ScaleGrid& g = grids[t];
-        require(!codes[t] == !g.scales, "codes and their scales come together");
+    for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
-    }
     with_bf16_producer(x, [&](auto producer) {
         const dim3 tiles = tile_grid(x.rows, producer.width);
         const bool e5m2 = q.format == Format::E5M2;
@@ -149,12 +139,10 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
 // ===========================================================================================================
 // 2. Delayed scaling (te)
 
-namespace {
-
 // A block has one operand's history, which moves up by one from its end on: what is read has not been
 // overwritten yet.
 constexpr int HISTORY_THREADS = 256;
-__global__ void __launch_bounds__(HISTORY_THREADS)
+static __global__ void __launch_bounds__(HISTORY_THREADS)
     end_delayed_step_kernel(AmaxAndScale* scales, float* histories, int length, int margin, float fmax,
                             const uint32_t* skipped, uint32_t* empty) {
     __shared__ uint32_t most;
@@ -181,11 +169,8 @@ __global__ void __launch_bounds__(HISTORY_THREADS)
     else tensor.scale = tensor.from_history;  // a rank without a part of this weight receives only codes
 }
 
-}  // namespace
-
 void end_delayed_step(AmaxAndScale* scales, int64_t n, float* histories, int length, int margin, Format fp8,
                       const uint32_t* skipped, uint32_t* empty, cudaStream_t s) {
-    if (n == 0) return;
     launch("end_delayed_step", end_delayed_step_kernel, static_cast<unsigned>(n), HISTORY_THREADS, 0, s,
            scales, histories, length, margin, info(fp8).max, skipped, empty);
 }

@@ -1,8 +1,10 @@
-// parameters.cu - first values of weights, and of the remainders of their FP32 masters (interface:
-// parameters.cuh).
+// parameters.cu - first values of weights, and of the remainders of their FP32 masters; transposed codes of
+// weights (interface: parameters.cuh).
 //
 // BF16 weight and 16-bit remainder make the FP32 master: bits = (weight << 16) + remainder.
 #include "parameters.cuh"
+
+#include "tiles.cuh"
 
 namespace coat::gpu {
 namespace {
@@ -21,6 +23,21 @@ __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* rem
     if (values) values[i] = value;
     if (weights) weights[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     if (remainders) remainders[i] = static_cast<int16_t>(bits & 0xFFFFu);
+}
+
+// Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    __shared__ __align__(16) TransposeTile tiles[1];
+    const TilePlace at;
+    uint2 raw[ROWS / 4][4] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+        if (at.row + i < rows && at.col < cols)
+            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (at.row + i) * cols + at.col);
+#pragma unroll
+    for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
+    store_transposed(tiles, rows, cols, transposed);
 }
 
 }  // namespace
@@ -45,6 +62,12 @@ void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t
     run(at.weight, f32 ? static_cast<float*>(w.values) + at.weight_at : nullptr,
         f32 ? nullptr : static_cast<uint16_t*>(w.values) + at.weight_at, nullptr);
     if (w.remainder) run(at.state, nullptr, nullptr, w.remainder + at.state_at);
+}
+
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s) {
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0, s,
+           static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+           static_cast<uint8_t*>(transposed));
 }
 
 }  // namespace coat::gpu

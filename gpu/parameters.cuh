@@ -52,8 +52,13 @@ bool kernels_fit();  // whether this program was compiled for the GPU in use
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s);
 
+// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
+void transpose_codes(const View& codes, void* transposed, cudaStream_t s);
+
 // -----------------------------------------------------------------------------------------------------------
 // Eight weights in registers, and how they are rounded when they are stored
+
+#ifdef __CUDACC__
 
 constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
 inline __device__ uint4 halves(const uint32_t (&b)[CHUNK],
@@ -62,83 +67,72 @@ inline __device__ uint4 halves(const uint32_t (&b)[CHUNK],
             __byte_perm(b[4], b[5], selector), __byte_perm(b[6], b[7], selector)};
 }
 
-// MasterWeights, StochasticWeights and FloatWeights have the same functions, and DenseWeights is what the
-// last two share. store() rounds the weights and updates `top`, the bits of the largest magnitude so far.
-template <class T> struct DenseWeights {  // without a remainder
-    using Value = T;
-    using Raw = typename Dense<T>::Raw;
-    static __device__ Raw load(const Weights& w, int64_t i) {
-        return Dense<T>{static_cast<T*>(w.values)}.load(i);
-    }
-    static __device__ void values(const Raw& raw, Values& weight) { Dense<T>().values(raw, weight); }
-};
+// A kernel has Bf16Weights<true>, Bf16Weights<false> or FloatWeights. store() rounds the weights and updates
+// `top`, the bits of the largest magnitude so far.
 
-struct MasterWeights {  // the exact FP32 master: bits = (BF16 weight << 16) + signed remainder
+// A BF16 weight is the upper half of an FP32 value's bits after something was added to them. With a master
+// it is 0x8000: rounding to nearest. What the weight lacks is the remainder: bits = (weight << 16) + signed
+// remainder. Without a master, that rounding would lose every update below half a step of BF16: 16 random
+// bits are added instead, which keeps it on average. They follow from the step's key and the number of the
+// element.
+template <bool MASTER> struct Bf16Weights {
     using Value = bf16;
     struct Raw {
         uint4 w, r;
     };
     static __device__ Raw load(const Weights& w, int64_t i) {
         return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i),
-                *reinterpret_cast<const uint4*>(w.remainder + i)};
+                MASTER ? *reinterpret_cast<const uint4*>(w.remainder + i) : uint4{}};
     }
-    static __device__ void values(const Raw& raw, Values& master) {
+    static __device__ void values(const Raw& raw, Values& v) {
+        if constexpr (!MASTER) return Dense<bf16>().values(raw.w, v);
         const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
                        high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++)  // the inverse of store()
-            master[j] = __uint_as_float(
-                __byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) - 0x8000u);
+        for (int j = 0; MASTER && j < CHUNK; j++)  // the inverse of store()
+            v[j] = __uint_as_float(__byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) -
+                                   0x8000u);
     }
-    static __device__ void store(const Weights& w, int64_t i, const Values& master, uint64_t, uint64_t,
+    static __device__ void store(const Weights& w, int64_t i, const Values& v, uint64_t key, uint64_t element,
                                  bool live, uint32_t& top) {
-        uint32_t b[CHUNK];
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) {
-            b[j] = __float_as_uint(master[j]) + 0x8000u;
-            top = max(top, b[j] & 0x7FFF0000u);
-        }
-        const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
-        if (!live) return;
-        put(static_cast<bf16*>(w.values) + i, weights);
-        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
-        put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
-                                        rest.w ^ 0x80008000u));
-    }
-};
-
-// BF16 alone: bits = (bits of the FP32 value + 16 random bits) >> 16. Rounding to nearest would lose every
-// update below half a step of BF16; stochastic rounding keeps it on average. The random bits follow from the
-// step's key and the number of the element.
-struct StochasticWeights : DenseWeights<bf16> {
-    static __device__ void store(const Weights& w, int64_t i, const Values& weight, uint64_t key,
-                                 uint64_t element, bool live, uint32_t& top) {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t b[CHUNK];
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
-            b[j] = __float_as_uint(weight[j]) + static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            b[j] = __float_as_uint(v[j]) +
+                   (MASTER ? 0x8000u : static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF));
             top = max(top, b[j] & 0x7FFF0000u);
         }
-        const uint4 weights = halves(b, UPPER);
+        const uint4 weights = halves(b, UPPER), rest = halves(b, LOWER);
         if (live) put(static_cast<bf16*>(w.values) + i, weights);
+        // Subtracting the 0x8000 again from the lower halves only flips their highest bits.
+        if (MASTER && live)
+            put(w.remainder + i, make_uint4(rest.x ^ 0x80008000u, rest.y ^ 0x80008000u, rest.z ^ 0x80008000u,
+                                            rest.w ^ 0x80008000u));
     }
 };
 
-struct FloatWeights : DenseWeights<float> {  // the fp32 recipe
-    static __device__ void store(const Weights& w, int64_t i, Values& master, uint64_t, uint64_t, bool live,
+struct FloatWeights {  // the fp32 recipe
+    using Value = float;
+    using Raw = Dense<float>::Raw;
+    static __device__ Raw load(const Weights& w, int64_t i) {
+        return Dense<float>{static_cast<float*>(w.values)}.load(i);
+    }
+    static __device__ void values(const Raw& raw, Values& v) { Dense<float>().values(raw, v); }
+    static __device__ void store(const Weights& w, int64_t i, Values& v, uint64_t, uint64_t, bool live,
                                  uint32_t& top) {
-        Dense<float>{static_cast<float*>(w.values)}.round_and_store(i, master, live);
+        Dense<float>{static_cast<float*>(w.values)}.round_and_store(i, v, live);
 #pragma unroll
-        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(master[j]));
+        for (int j = 0; j < CHUNK; j++) top = max(top, magnitude(v[j]));
     }
 };
 
 // Calls f with how these weights are stored.
 template <class F> void with_weights(const Weights& w, F f) {
     if (w.format == Format::F32) f(FloatWeights());
-    else if (w.remainder) f(MasterWeights());
-    else f(StochasticWeights());
+    else if (w.remainder) f(Bf16Weights<true>());
+    else f(Bf16Weights<false>());
 }
+
+#endif  // __CUDACC__
 
 }  // namespace coat::gpu

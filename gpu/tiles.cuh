@@ -1,5 +1,5 @@
 // gpu/tiles.cuh - how kernels go through a tensor, and how they compute a tensor that is not stored: for
-// coat.cu, gpu/other_scaling.cu and gpu/report.cu.
+// all files of kernels that have a Lazy.
 //
 //   1. tiles: what a thread block and a thread work on; loads in flight; sums over columns; transposed codes
 //   2. producers: a stored tensor, a norm's output, an activation's output, and its gradient
@@ -304,7 +304,6 @@ struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
 
 // Calls f with the producer of a lazily computed tensor.
 template <class F> void with_producer(const Lazy& x, F f) {
-    require(x.cols % 16 == 0, "the columns are not a multiple of 16");
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../../gpu/coat.cuh"
+#include "../../gpu/layers.cuh"
 #include "../../reference.h"
 #include "random.h"
 
