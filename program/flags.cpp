@@ -15,29 +15,57 @@ using Json = nlohmann::ordered_json;
 // that of the checkpoint unless another is given. Same: another would make it another run, and is an error.
 enum class Resume : uint8_t { Here, Free, Same };
 
+struct Choice {
+    const char* name;
+};
 struct Flag {
     const char* name;
     std::variant<std::string Flags::*, int64_t Flags::*, double Flags::*, bool Flags::*> member;
     Resume resume;
-    const char* about;          // a line for --help
-    int64_t least = 0;          // of a number
-    const char* gpu = nullptr;  // the default on a GPU, if it is another
+    const char* about;                 // a line for --help
+    int64_t least = 0;                 // of a number
+    const char* gpu = nullptr;         // the default on a GPU, if it is another
+    std::vector<Choice> choices = {};  // empty: any text
 };
 
 constexpr Resume HERE = Resume::Here, FREE = Resume::Free, SAME = Resume::Same;
 const Flag TABLE[] = {
-    {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one"},
+    {"device",
+     &Flags::device,
+     HERE,
+     "auto, cpu or gpu; auto is the GPU if there is one",
+     0,
+     nullptr,
+     {{"auto"}, {"cpu"}, {"gpu"}}},
     {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", 1},
     {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", 0, "llama-30m"},
     {"recipe", &Flags::recipe, SAME, "formats of weights, activations and gradients"},
     {"optimizer", &Flags::optimizer, SAME, "formats of the moments; default: the recipe's"},
-    {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8"},
-    {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically"},
-    {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward"},
+    {"attention",
+     &Flags::attention,
+     SAME,
+     "saved q, k, v and attention output; groups: in FP8",
+     0,
+     nullptr,
+     {{"compute"}, {"groups"}}},
+    {"master",
+     &Flags::master,
+     SAME,
+     "FP32 master weights; none: rounded stochastically",
+     0,
+     nullptr,
+     {{"exact"}, {"none"}}},
+    {"gradients",
+     &Flags::gradients,
+     SAME,
+     "until the update; none: update in backward",
+     0,
+     nullptr,
+     {{"kept"}, {"none"}}},
     {"data", &Flags::data, FREE, "text, folders of it, token files (.bin), by commas"},
     {"batch", &Flags::batch, SAME, "sequences per micro-batch", 1, "32"},
     {"seq", &Flags::seq, SAME, "tokens per sequence", 1, "1024"},
-    {"accumulate", &Flags::accumulate, FREE, "micro-batches per step, on each rank", 1},
+    {"accumulate", &Flags::accumulate, SAME, "micro-batches per step, on each rank", 1},
     {"steps", &Flags::steps, FREE, "steps in total; 0 evaluates on held-out text and stops", 0, "900"},
     {"lr", &Flags::lr, SAME, "peak of the learning rate, which falls to a tenth", 0, "1e-3"},
     {"warmup", &Flags::warmup, SAME, "steps of linear warm-up, before half a cosine"},
@@ -65,6 +93,7 @@ void set(Flags& flags, const Flag& flag, const std::string& text) {
     auto parse = [&](auto member) {
         using T = std::decay_t<decltype(flags.*member)>;
         if constexpr (std::is_same_v<T, std::string>) {
+            if (!flag.choices.empty()) find_row(flag.choices, text, concat("--", flag.name).c_str());
             flags.*member = text;
         } else if constexpr (std::is_same_v<T, bool>) {
             flags.*member = true;
@@ -115,17 +144,10 @@ void Flags::take_gpu_defaults() {
         if (flag.gpu && !given(flag.name)) set(*this, flag, flag.gpu);
 }
 
-Json Flags::settings() const {
+Json Flags::settings(bool of_this_machine) const {
     Json all;
     for (const Flag& flag : TABLE)
-        if (!is_switch(flag)) all[flag.name] = value(*this, flag);
-    return all;
-}
-
-Json Flags::saved() const {
-    Json all;
-    for (const Flag& flag : TABLE)
-        if (flag.resume != HERE) all[flag.name] = value(*this, flag);
+        if (!is_switch(flag) && (of_this_machine || flag.resume != HERE)) all[flag.name] = value(*this, flag);
     return all;
 }
 
@@ -136,7 +158,6 @@ void print_help() {
         "this. Flags and their defaults (on a CPU | on a GPU, where they differ):\n\n");
     const Flags standard;
     for (const Flag& flag : TABLE) {
-        if (flag.name == std::string("help")) continue;
         const Json json = value(standard, flag);
         const std::string text = is_switch(flag)    ? ""
                                  : json.is_string() ? json.get<std::string>()

@@ -22,8 +22,8 @@ struct Flags {
     void take_gpu_defaults();                                                     // where nothing is given
     bool given(const std::string& name) const { return given_.count(name) > 0; }  // on the command line
 
-    nlohmann::ordered_json settings() const;  // by name, without those that only print
-    nlohmann::ordered_json saved() const;     // those that a checkpoint has: not those of this machine
+    // By name, without those that only print; also those of this machine, which no checkpoint has.
+    nlohmann::ordered_json settings(bool of_this_machine) const;
 
 private:
     std::set<std::string> given_;

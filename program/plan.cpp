@@ -1,26 +1,19 @@
 // plan.cpp - the tables of plan.h, computed from those of coat.h and model.h: a new recipe or model is a new
 // row there.
-//
-// In order: learning rate, checks, precision plan, memory plan, sizes on a GPU, printing.
 #include "plan.h"
 
 #include <algorithm>
 
 namespace coat {
 
-// -----------------------------------------------------------------------------------------------------------
-// The learning rate. Cosine and linear end at a tenth of the peak, as in the paper's runs (alpha_f = 0.1).
-
-// The first step already has a learning rate above 0, so no step of the warm-up is lost.
+// It ends at a tenth of the peak, as in the paper's runs (alpha_f = 0.1). The first step already has a
+// learning rate above 0, so no step of the warm-up is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double FLOOR = 0.1, PI = 3.14159265358979323846;
     if (step < warmup) return float(peak * (step + 1) / warmup);
     const double progress = std::min(1.0, double(step - warmup) / std::max<int64_t>(1, steps - warmup));
     return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// What no device supports
 
 // The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
@@ -44,9 +37,6 @@ void validate(const Setup& s) {
         throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, of which ", s.ranks,
                     " ranks cannot keep parts; use one rank, or another --optimizer.");
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// The precision flow, in the order of a step (paper section 5)
 
 std::vector<PrecisionRow> precision_plan(const Setup& s) {
     const Recipe& r = s.recipe;
@@ -88,9 +78,6 @@ std::vector<PrecisionRow> precision_plan(const Setup& s) {
                    moment("AdamW, second moment", s.optimizer.v)});
     return table;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Several ranks: what each keeps, and what travels
 
 // A rank's weights lie one after the other, as do its masters, moments and sums of gradients. Each slice is
 // padded to whole groups of moments.
@@ -143,9 +130,6 @@ bool gathers_codes(const Setup& s) {
     const Quant w = linear_formats(s).w;
     return w.fp8() && w.granularity == PER_TENSOR;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Memory
 
 // A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {

@@ -324,13 +324,12 @@ void ProcessGroup::ended(int rank) {
     const uint8_t last = last_message(peers_[size_t(rank)], 5, &sentence);
     if (last == FAILED) end(concat("Rank ", rank, ": ", sentence));
     if (last == ENDING || rank_ > 1) end("");
-    end(concat("Rank ", rank,
-               " has ended unexpectedly (killed, or out of memory?); start again with --resume "
-               "from the last checkpoint."));
+    end(concat("Rank ", rank, " has ended unexpectedly (killed, or out of memory?); start again."));
 }
 
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
+    if (!sentence.empty() && !advice.empty()) print_error(advice);
     for (const Peer& peer : peers_)
         if (rank_ == 0) tell(peer.socket, ENDING);
     for (const pid_t child : children) ::kill(child, SIGKILL);

@@ -60,6 +60,9 @@ public:
     void wait_until(const std::function<bool()>& done);
     static double patience;  // in seconds, until it is named
 
+    // Printed after the sentence of any error: what the user can continue from.
+    std::string advice;
+
     // Ends all ranks with exit code 1, after rank 0 has printed this sentence once. Where all fail, the
     // sentence is rank 0's. If the process of a rank ends in any other way, all end too.
     [[noreturn]] void fail(const std::string& sentence);

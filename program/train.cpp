@@ -41,27 +41,27 @@ struct Run {
     Json data;  // how many tokens it has, and their hashes
     std::unique_ptr<Model> model;
     std::ofstream log;
-    std::vector<int32_t> tokens, targets;  // of a step: (accumulate, B, T)
-    bool unsaved = false;  // the model is complete, finite as far as is known, and in no checkpoint
+    std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
+    bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
 
     int64_t batch_tokens() const { return setup.B * setup.T; }
-    int64_t micro_batches() const { return setup.accumulate * setup.ranks; }  // of a step, on all ranks
+    int64_t step_tokens() const { return micro_batches(setup) * batch_tokens(); }
 
     // A log on a full disk does not end the run.
-    void print_log(const Json& line) {
+    void print_log(const char* kind, const Json& fields) {
         if (!log.is_open()) return;
+        Json line = {{"kind", kind}, {"step", state.step}};
+        line.update(fields);
         log << line.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
         if (log) return;
         print_error("--log " + flags.log + " cannot be written any more; the run continues without it.");
         log.close();
     }
 
-    // Puts micro-batch `number` of a loader at a place of the batch.
-    void fill(const Loader& loader, int64_t place, int64_t number) {
-        const int64_t n = batch_tokens();
-        tokens.resize((place + 1) * n), targets.resize(tokens.size());
-        loader.read(number, &tokens[place * n], &targets[place * n]);
-        require_tokens(setup.config, &tokens[place * n], &targets[place * n], n);
+    void set_checkpoint(const std::string& path) {
+        checkpoint = path;
+        if (!path.empty())
+            processes->advice = "The last complete checkpoint is " + path + "; continue it with --resume.";
     }
 };
 
@@ -82,37 +82,72 @@ std::string duration(double seconds) {
 // -----------------------------------------------------------------------------------------------------------
 // What happens between steps. Every rank calls these functions; rank 0 alone prints, logs and saves.
 
-// Mean loss over the targets that count in up to 20 batches of held-out windows, the same in every run. The
-// ranks share the batches out.
+// Returns whether it was saved. Where it was not, say on a full disk, the run goes on, and the last
+// checkpoint stays. All ranks get the same answer.
+bool save(Run& run) {
+    if (run.flags.out.empty()) return true;
+    try {
+        run.set_checkpoint(
+            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep));
+    } catch (const Error& error) {
+        if (run.setup.rank == 0)
+            print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
+        return false;
+    }
+    run.unsaved = false;
+    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.checkpoint).c_str());
+    return true;
+}
+
+// Reads `count` micro-batches of a loader: number `first`, and each that is `ranks` further. If a rank cannot
+// read its own, an Error on all of them says so. By then all have saved the last complete step: the model has
+// not changed yet.
+void read_batches(Run& run, const Loader& loader, int64_t first, int64_t count) {
+    const int64_t n = run.batch_tokens();
+    std::string error;
+    run.tokens.resize(count * n), run.targets.resize(count * n);
+    try {
+        for (int64_t i = 0; i < count; i++)
+            loader.read(first + i * run.setup.ranks, &run.tokens[i * n], &run.targets[i * n]);
+        require_tokens(run.setup.config, run.tokens.data(), run.targets.data(), count * n);
+    } catch (const Error& failure) {
+        error = failure.what();
+    }
+    for (const std::string& found : run.processes->all_gather(error)) {
+        if (found.empty()) continue;
+        if (run.unsaved) save(run);
+        throw Error(found);
+    }
+}
+
+// Up to 20 batches of held-out windows, the same in every run.
+Loader held_out(const Run& run) { return {run.corpus.validation, run.setup.B, run.setup.T, 0}; }
+
+// Mean loss over the targets that count. The ranks share the batches out.
 double validate(Run& run) {
     constexpr int64_t MOST_BATCHES = 20;
-    constexpr uint64_t SEED = 0;
-    const Setup& s = run.setup;
-    const Loader held_out(run.corpus.validation, s.B, s.T, SEED);
-    const int64_t batches = std::clamp<int64_t>(held_out.windows() / s.B, 1, MOST_BATCHES);
+    const Loader loader = held_out(run);
+    const int64_t batches = std::clamp<int64_t>(loader.windows() / run.setup.B, 1, MOST_BATCHES),
+                  ranks = run.setup.ranks, n = run.batch_tokens();
     struct Part {  // of one batch
         double loss, targets;
     };
     double loss = 0, targets = 0;
-    for (int64_t first = 0; first < batches; first += s.ranks) {  // one batch for each rank
-        run.fill(held_out, 0, std::min(first + s.rank, batches - 1));
-        const double counted = double(counted_targets(run.targets.data(), run.batch_tokens()));
+    for (int64_t first = 0; first < batches; first += ranks) {  // one batch for each rank
+        read_batches(run, loader, std::min(first + run.setup.rank, batches - 1), 1);
+        const double counted = double(counted_targets(run.targets.data(), n));
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const std::vector<Part> parts = run.processes->all_gather(Part{mean * counted, counted});
-        for (int64_t r = 0; r < std::min(s.ranks, batches - first); r++)
+        for (int64_t r = 0; r < std::min(ranks, batches - first); r++)
             loss += parts[r].loss, targets += parts[r].targets;
     }
-    if (targets == 0)
-        throw Error(
-            "No token of the held-out --data counts in the loss; give other data, or the --seq that "
-            "data/tokenize.py had.");
+    if (targets == 0) throw Error("No token of the held-out --data counts in the loss; give other data.");
     loss /= targets;
-    run.unsaved &= std::isfinite(loss);
     if (!std::isfinite(loss))
-        throw Error("The validation loss is not finite after step ", run.state.step, "; begin again with ",
-                    run.state.step ? "a lower --lr." : "other weights: these overflow.");
+        throw Error("The validation loss is not finite after step ", run.state.step,
+                    "; begin again with a lower --lr, or with other weights.");
     std::printf("validation | step %ld | loss %.4f\n", run.state.step, loss);
-    run.print_log({{"kind", "validation"}, {"step", run.state.step}, {"loss", loss}});
+    run.print_log("validation", {{"loss", loss}});
     return loss;
 }
 
@@ -135,24 +170,7 @@ void sample(Run& run) {
     if (tokens.size() == PROMPT) return;
     std::printf("sample | step %ld\n----------\n%s\n----------\n", run.state.step,
                 printable(run.corpus.decode(tokens), "\n\t").c_str());
-    run.print_log({{"kind", "sample"}, {"step", run.state.step}, {"tokens", tokens}});
-}
-
-// Returns whether it was saved. Where it was not, say on a full disk, the run goes on, and the last
-// checkpoint stays. All ranks get the same answer.
-bool save(Run& run) {
-    if (run.flags.out.empty()) return true;
-    try {
-        run.checkpoint =
-            save_checkpoint(run.flags.out, *run.model, run.state, run.companions, run.flags.keep);
-    } catch (const Error& error) {
-        if (run.setup.rank == 0)
-            print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
-        return false;
-    }
-    run.unsaved = false;
-    std::printf("saved | step %ld | %s\n", run.state.step, printable(run.checkpoint).c_str());
-    return true;
+    run.print_log("sample", {{"tokens", tokens}});
 }
 
 // Of several ranks, each has measured the moments that it keeps: adds their counts, joins their factors k.
@@ -174,8 +192,7 @@ void merge_moments(QuantReport& report, const Run& run) {
 // How well FP8 represents each kind of tensor: measured on one validation batch, forward and backward, and on
 // the moments that its gradients would lead to; and the expansion factors k in use.
 void print_quantization(Run& run) {
-    const Loader held_out(run.corpus.validation, run.setup.B, run.setup.T, 0);
-    run.fill(held_out, 0, 0);  // the same batch on every rank
+    read_batches(run, held_out(run), 0, 1);  // the same batch on every rank
     QuantReport report = run.model->quantization(run.tokens.data(), run.targets.data());
     merge_moments(report, run);
     const auto nothing = [](const QuantStats& s) { return s.elements == 0; };
@@ -199,16 +216,10 @@ void print_quantization(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it.
 
-// What all ranks must agree upon: a signal to one rank stops all of them after the same step, and the clock
-// of rank 0 says when a checkpoint is due.
-struct Agreed {
-    int signal;
-    bool due;
-};
-Agreed agree(const Run& run, bool due = false) {
-    const std::vector<Agreed> all = run.processes->all_gather(Agreed{interrupted, due});
-    const auto later = [](const Agreed& a, const Agreed& b) { return a.signal < b.signal; };
-    return {std::max_element(all.begin(), all.end(), later)->signal, all[0].due};
+// A signal to one rank stops all of them after the same step. 0: there was none.
+int signal_to_any(const Run& run) {
+    const std::vector<int> all = run.processes->all_gather(int(interrupted));
+    return *std::max_element(all.begin(), all.end());
 }
 
 // The last save of a run: if it fails, it is tried again every minute until it succeeds or a signal comes.
@@ -217,17 +228,15 @@ int save_last(Run& run) {
     while (!save(run)) {
         print_error("The run tries again every minute; Ctrl-C ends it.");
         usleep(useconds_t(minute() * 1e6));  // until a signal comes
-        if (const int signal = agree(run).signal) return 128 + signal;
+        if (const int signal = signal_to_any(run)) return 128 + signal;
     }
     return 0;
 }
 
-// Weights after a skipped step may have overflowed: they must not replace a good checkpoint. Returns the exit
-// code that shells expect after a signal.
-int stop_early(Run& run, int signal, bool skipped) {
-    if (skipped && !run.checkpoint.empty())
-        std::printf("Step %ld was skipped; the last good checkpoint stays.\n", run.state.step);
-    else interrupted = 0, save_last(run);
+// Returns the exit code that shells expect after a signal.
+int stop_early(Run& run, int signal) {
+    if (run.unsaved) interrupted = 0, save_last(run);
+    else std::printf("Step %ld was skipped; the last good checkpoint stays.\n", run.state.step);
     if (run.checkpoint.empty())
         std::printf("Interrupted after step %ld; nothing was saved.\n", run.state.step);
     else
@@ -240,8 +249,7 @@ int stop_early(Run& run, int signal, bool skipped) {
 // ranks together train on the micro-batches of one rank with a larger --accumulate.
 StepResult train_step(Run& run, const Loader& loader, float lr) {
     const Setup& s = run.setup;
-    for (int64_t i = 0; i < s.accumulate; i++)
-        run.fill(loader, i, run.state.step * run.micro_batches() + i * s.ranks + s.rank);
+    read_batches(run, loader, run.state.step * micro_batches(s) + s.rank, s.accumulate);
     AdamW adamw{run.state.updates + 1, lr};
     adamw.skipped = run.state.step - run.state.updates;
     adamw.weight_decay = float(run.flags.weight_decay);
@@ -252,21 +260,16 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const double rate = run.micro_batches() * run.batch_tokens() / took;
+    const double rate = run.step_tokens() / took;
     std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s\n",
                 int(std::to_string(run.flags.steps).size()), run.state.step, run.flags.steps, result.loss,
                 result.grad_norm, lr, took * 1e3, rate, duration(left).c_str(),
                 !result.skipped  ? ""
                 : result.targets ? " | skipped: not finite"
                                  : " | skipped: no token counts");
-    run.print_log({{"kind", "step"},
-                   {"step", run.state.step},
-                   {"loss", result.loss},
-                   {"grad_norm", result.grad_norm},
-                   {"lr", lr},
-                   {"ms", took * 1e3},
-                   {"tokens_per_second", rate},
-                   {"skipped", result.skipped}});
+    Json line = {{"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3}};
+    line["tokens_per_second"] = rate, line["skipped"] = result.skipped;
+    run.print_log("step", line);
 }
 
 // Returns the exit code.
@@ -277,6 +280,7 @@ int loop(Run& run) {
     const Loader loader(run.corpus.train, run.setup.B, run.setup.T, run.setup.seed);
     const int64_t resumed_at = state.step;
     auto every = [&](int64_t steps) { return steps && state.step % steps == 0; };
+    run.set_checkpoint(run.checkpoint);  // errors name it from here on
     if (state.step == 0) state.first_validation = validate(run);
     const double started = now();
     double timed = 0, saved_at = started;  // timed: all steps but the first, which warms caches
@@ -289,7 +293,8 @@ int loop(Run& run) {
         // does not for the bias correction.
         state.step++, state.updates += !result.skipped;
         if (result.targets) skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        run.unsaved = skipped_in_a_row < MOST_SKIPPED;
+        // Weights after a skipped step may have overflowed: they must not replace a good checkpoint.
+        run.unsaved = !skipped_in_a_row || run.checkpoint.empty();
         const double took = now() - before, steps = state.step - resumed_at;
         if (steps > 1) timed += took;
         print_step(run, result, lr, took, (now() - started) / steps * (flags.steps - state.step));
@@ -300,11 +305,12 @@ int loop(Run& run) {
 
         // What comes after some of the steps. The last step is validated and saved after the loop.
         const bool last = state.step == flags.steps;
-        const auto [signal, due] = agree(run, now() - saved_at >= 30 * minute());
-        if (signal && !last) return stop_early(run, signal, skipped_in_a_row > 0);
+        const int signal = signal_to_any(run);
+        if (signal && !last) return stop_early(run, signal);
         if (!last && every(flags.eval_every)) validate(run);
         if (every(flags.sample_every) || (last && flags.sample_every)) sample(run);
-        // Without --save-every about every half hour.
+        // Without --save-every about every half hour, by the clock of rank 0.
+        const int due = run.processes->all_gather(int(now() - saved_at >= 30 * minute())).front();
         if (!last && !skipped_in_a_row && (flags.save_every ? every(flags.save_every) : due))
             save(run), saved_at = now();
     }
@@ -312,29 +318,15 @@ int loop(Run& run) {
     const int code = save_last(run);
     print_quantization(run);
     const int64_t steps = state.step - resumed_at, skipped = state.step - state.updates;
-    const double step_tokens = run.micro_batches() * run.batch_tokens(), seconds = now() - started;
-    const double rate = steps > 1 ? step_tokens * (steps - 1) / timed : step_tokens / seconds;
+    const double seconds = now() - started;
+    const double rate = run.step_tokens() * (steps > 1 ? (steps - 1) / timed : 1 / seconds);
     std::printf(
         "\nDone: %ld steps in %s, %.0f tok/s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
         steps, duration(seconds).c_str(), rate, skipped, state.first_validation, validation);
-    run.print_log({{"kind", "end"},
-                   {"step", state.step},
-                   {"first_validation", state.first_validation},
-                   {"validation", validation},
-                   {"skipped", skipped},
-                   {"seconds", seconds},
-                   {"tokens_per_second", rate}});
+    Json line = {{"first_validation", state.first_validation}, {"validation", validation}};
+    line["skipped"] = skipped, line["seconds"] = seconds, line["tokens_per_second"] = rate;
+    run.print_log("end", line);
     return code;
-}
-
-// After an error the last complete step is saved.
-int loop_and_save(Run& run) {
-    try {
-        return loop(run);
-    } catch (...) {
-        if (run.unsaved && !run.setup.processes) save(run);  // several ranks save together, or not at all
-        throw;
-    }
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -352,32 +344,25 @@ void lock_folder(const std::string& out) {
         throw Error("--out ", out, " is the folder of another run that is going on; choose another folder.");
 }
 
-std::string folder_above(const std::string& path) {
-    const fs::path whole = fs::absolute(path).lexically_normal();
-    return (whole.has_filename() ? whole : whole.parent_path()).parent_path().string();  // "out/step-3/"
-}
-
 // Rank 0 alone looks at --out and chooses the checkpoint to continue; it tells the others. A new run must not
 // use the folder of another run's checkpoints.
 void choose_checkpoint(Run& run) {
     Flags& flags = run.flags;
-    if (flags.given("resume") && flags.resume.empty())
-        throw Error("--resume is empty; name a checkpoint, or a folder of them.");
-    const bool resumes = !flags.resume.empty(), evaluates = flags.given("steps") && flags.steps == 0;
+    const bool resumes = flags.given("resume"), evaluates = flags.given("steps") && flags.steps == 0;
     if (run.processes->rank() == 0) {
         if (resumes) run.weights = find_checkpoint(flags.resume);
         if (resumes && run.weights.empty())
             throw Error("--resume ", flags.resume,
                         " has no complete checkpoint; give a folder that a run wrote.");
-        if (resumes && !flags.given("out")) flags.out = folder_above(run.weights);
-        const bool saves = !flags.out.empty() && !flags.plan && !evaluates;
-        if (saves) lock_folder(flags.out);
-        if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
-        const std::string newest = saves ? find_checkpoint(flags.out) : "";
-        if (!newest.empty() && resumes && fs::equivalent(newest, run.weights)) run.checkpoint = newest;
-        else if (!newest.empty())
-            throw Error("--out ", flags.out, " already holds the checkpoint ", newest, "; continue it with ",
-                        "--resume ", flags.out, ", or choose another folder with --out.");
+        if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
+        if (!flags.out.empty() && !flags.plan && !evaluates) {
+            lock_folder(flags.out);
+            if (resumes) run.weights = find_checkpoint(flags.resume);  // again, now under the lock
+            run.checkpoint = find_checkpoint(flags.out);
+        }
+        if (!run.checkpoint.empty() && !(resumes && fs::equivalent(run.checkpoint, run.weights)))
+            throw Error("--out ", flags.out, " already holds the checkpoint ", run.checkpoint,
+                        "; continue it with --resume ", flags.out, ", or choose another folder with --out.");
     }
     for (std::string* chosen : {&flags.out, &run.weights, &run.checkpoint})
         *chosen = run.processes->all_gather(*chosen).front();
@@ -385,7 +370,7 @@ void choose_checkpoint(Run& run) {
 
 // The settings of the checkpoint's run. A flag that is given here comes before its setting. The micro-batches
 // of a step, of all ranks together, are divided among the present ranks.
-void take_checkpoint(Run& run) try {
+void take_checkpoint(Run& run) {
     Flags& flags = run.flags;
     run.state = read_loop_state(run.weights);
     Json settings = run.state.settings;
@@ -393,29 +378,11 @@ void take_checkpoint(Run& run) try {
     if (all % ranks)
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
-    if (flags.given("accumulate") && flags.accumulate * ranks != all)
-        throw Error(
-            "--accumulate ", flags.accumulate, " on ", ranks, " ranks differs from the checkpoint's ", all,
-            " micro-batches a step; leave it out to continue that run, or leave --resume out to begin "
-            "another.");
     settings["accumulate"] = all / ranks;
     flags.take(settings);
     if (flags.steps && !flags.plan && flags.steps <= run.state.step)
         throw Error("--steps ", flags.steps, " is already done: the checkpoint is at step ", run.state.step,
                     "; give a larger --steps to continue.");
-} catch (const nlohmann::json::exception& error) {
-    throw Error("--resume ", run.weights, " has other settings in its trainer.json than this program (",
-                error.what(), "); start from its weights with --model.");
-}
-
-// Which of these names the value of a flag is.
-int64_t choose(const char* flag, const std::string& value, std::initializer_list<const char*> names) {
-    struct Row {
-        const char* name;
-    };
-    std::vector<Row> rows;
-    for (const char* name : names) rows.push_back({name});
-    return &find_row(rows, value, flag) - rows.data();
 }
 
 // The rows of the tables that the flags choose; Error if there is no such row. What a flag left open is
@@ -426,26 +393,20 @@ void make_setup(Run& run) {
     s.recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = s.recipe.optimizer;
     s.optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
-    if (choose("--attention", flags.attention, {"compute", "groups"}) == 1) s.recipe.attention = Q_GROUP;
-    s.master = choose("--master", flags.master, {"exact", "none"}) == 0;
-    s.keep_gradients = choose("--gradients", flags.gradients, {"kept", "none"}) == 0;
+    if (flags.attention == "groups") s.recipe.attention = Q_GROUP;
+    s.master = flags.master == "exact";
+    s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0)
         throw Error(
             "--gradients none updates weights before the norm of all gradients is known, so it cannot "
             "clip; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
-    if (run.weights.empty()) {
-        const bool folder = fs::is_directory(flags.model);
-        const auto& table = models();
-        const bool named =
-            std::any_of(table.begin(), table.end(), [&](auto& c) { return c.name == flags.model; });
-        if (named && folder)
-            throw Error("--model ", flags.model, " is a named model and also a folder here; write ./",
-                        flags.model, " for the folder, or rename it.");
-        if (folder) run.weights = flags.model;
-        else if (!named)
-            throw Error("--model ", flags.model,
-                        " is neither a folder nor a named model; ./train --help lists the names.");
+    if (run.weights.empty() && fs::is_directory(flags.model)) {
+        run.weights = flags.model;
+        for (const ModelConfig& c : models())
+            if (c.name == flags.model)
+                throw Error("--model ", flags.model, " is a named model and also a folder here; write ./",
+                            flags.model, " for the folder, or rename it.");
     }
     s.config =
         run.weights.empty() ? find_row(models(), flags.model, "--model") : read_model_config(run.weights);
@@ -482,11 +443,11 @@ void load_data(Run& run) {
 }
 
 // Ranks of one machine read the same files. Those of several may find others in a folder of the same name,
-// and each would train a part of another model: the first rank of each machine compares their hashes.
-std::map<std::string, std::string> hashes_of_weights(const Run& run) {
+// and each would train a part of another model: the first rank of each machine hashes them.
+Json hashes_of_weights(const Run& run) {
     const std::vector<int> places = run.processes->all_gather(run.processes->local());
     const bool several = std::count(places.begin(), places.end(), 0) > 1;
-    std::map<std::string, std::string> hashes;
+    Json hashes;
     if (run.weights.empty() || !several || run.processes->local() != 0) return hashes;
     for (const auto& file : fs::directory_iterator(run.weights))
         if (file.is_regular_file()) hashes[file.path().filename().string()] = hash_file(file.path().string());
@@ -496,37 +457,27 @@ std::map<std::string, std::string> hashes_of_weights(const Run& run) {
 // What every rank must have, and every run that continues this one: other flags or data would change what the
 // state means.
 void require_same(Run& run) {
-    Json mine = run.flags.saved();
-    mine["resume"] = run.flags.resume;
-    mine["device"] = run.flags.device;
-    mine["data_found"] = run.data;
+    Json settings = run.flags.settings(false);
+    settings["data_found"] = run.data;
+    Json mine = settings;
+    mine["resume"] = run.flags.resume, mine["device"] = run.flags.device;
     mine["weights_found"] = hashes_of_weights(run);
     const std::vector<std::string> all = run.processes->all_gather(mine.dump());
     for (size_t rank = 1; rank < all.size(); rank++) {
         const Json theirs = Json::parse(all[rank]), first = Json::parse(all[0]);
-        for (const auto& [name, value] : first.items()) {
+        for (const auto& [name, value] : first.items())
             // A rank that shares its machine with an earlier one has not hashed the weights again.
-            if (theirs[name] == value || (name == "weights_found" && theirs[name].empty())) continue;
-            if (name == "weights_found")
-                throw Error("Rank ", rank, " has other files in ", run.weights,
-                            " than rank 0; copy the folder to every machine.");
-            if (name == "data_found")
-                throw Error("Rank ", rank, " reads other --data than rank 0; give every rank the same data.");
-            throw Error("Rank ", rank, " was started with --", name, " ", theirs[name].dump(),
-                        ", but rank 0 with ", value.dump(), "; give every rank the same flags.");
-        }
+            if (theirs[name] != value && !theirs[name].is_null())
+                throw Error("Rank ", rank, " differs from rank 0 in ", name, " (", theirs[name].dump(),
+                            ", there ", value.dump(), "); give every rank the same flags, data and files of ",
+                            run.flags.model, ".");
     }
-    if (!run.flags.resume.empty()) {
-        const Json theirs = run.state.settings.at("data_found");
-        for (const auto& [part, found] : run.data.items())
-            if (theirs.at(part) != found)
-                throw Error("--data is not that of the checkpoint's run (", part, ": ",
-                            found.get<std::string>(), ", there ", theirs.at(part).get<std::string>(),
-                            "); give the same data again.");
-    }
-    Json settings = run.flags.saved();
-    settings["accumulate"] = run.micro_batches();  // a checkpoint knows nothing of ranks
-    settings["data_found"] = run.data;
+    if (!run.flags.resume.empty())
+        for (const auto& [part, theirs] : run.state.settings.at("data_found").items())
+            if (theirs != run.data[part])
+                throw Error("--data is not that of the checkpoint's run (", part, ": ", run.data[part].dump(),
+                            ", there ", theirs.dump(), "); give the same data again.");
+    settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
     run.state.settings = settings;
 }
 
@@ -543,25 +494,26 @@ void print_start(const Run& run, const std::string& device) {
     const bool gpu = run.flags.device == "gpu";
     const std::vector<MemoryRow> plan = gpu ? gpu_memory_plan(most_loaded(s)) : memory_plan(most_loaded(s));
     auto mib = [&](Category category) { return double(total_bytes(plan, category)) / (1 << 20); };
+    const std::string weights = run.weights.empty() ? "random weights" : "weights of " + run.weights,
+                      continues = run.flags.resume.empty()
+                                      ? ""
+                                      : concat("; continuing step ", run.state.step, " of ", run.weights);
     std::printf("model: %s, %ld parameters: %ld layers, hidden size %ld, %ld heads, vocabulary %ld; %s\n",
                 printable(c.name).c_str(), parameter_count(c), c.L, c.C, c.NH, c.V,
-                run.weights.empty() ? "random weights" : printable("weights of " + run.weights).c_str());
+                printable(weights).c_str());
     std::printf("recipe: %s, %s\n", s.recipe.name, s.recipe.about);
     std::printf("moments: %s, %s and %s; master weights: %s\n", s.optimizer.name, info(s.optimizer.m).name,
                 info(s.optimizer.v).name, run.flags.master.c_str());
     std::printf("device: %s\n", device.c_str());
     if (run.corpus.train.size()) std::printf("text: %s\n", printable(run.corpus.description).c_str());
     std::printf("tokens: %ld a step, %ld x %ld in each of %ld micro-batches on %ld ranks\n",
-                run.micro_batches() * run.batch_tokens(), s.B, s.T, run.micro_batches(), s.ranks);
+                run.step_tokens(), s.B, s.T, micro_batches(s), s.ranks);
     std::printf(
         "memory: %.1f MiB%s: weights %.1f, gradients %.1f, moments and masters %.1f, saved activations %.1f",
         mib(Category::All), gpu ? "" : " and workspace", mib(Category::Weights), mib(Category::Gradients),
         mib(Category::Optimizer), mib(Category::Activations));
     std::printf(gpu ? ", workspace %.1f\n" : "\n", mib(Category::Workspace));
-    if (run.flags.resume.empty()) std::printf("checkpoints: %s\n\n", printable(run.flags.out).c_str());
-    else
-        std::printf("checkpoints: %s; continuing step %ld of %s\n\n", printable(run.flags.out).c_str(),
-                    run.state.step, printable(run.weights).c_str());
+    std::printf("checkpoints: %s\n\n", printable(run.flags.out + continues).c_str());
 }
 
 // Files and flags are checked before the model is made, which can take minutes.
@@ -593,28 +545,22 @@ void finish_step_at_signal() {
 int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes) {
     Run run;
     Flags& flags = run.flags;
-    std::exception_ptr wrong_flags;  // the other ranks hear of it, too
-    try {
-        flags.parse(argc, argv);
-    } catch (const Error&) {
-        wrong_flags = std::current_exception();
-    }
-    const Launch launch = find_launch(!wrong_flags && flags.given("ranks") ? flags.ranks : 0);
-    const bool several = launch.ranks > 1 && !flags.plan && !flags.help;
-    processes = ProcessGroup::start(several ? launch : Launch());
-    const bool prints = launch.rank + processes->rank() == 0;  // rank 0 alone
-    if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
-    if (wrong_flags) std::rethrow_exception(wrong_flags);
+    flags.parse(argc, argv);
     if (flags.help) return print_help(), 0;
+    const Launch launch = find_launch(flags.given("ranks") ? flags.ranks : 0);
+    const bool several = launch.ranks > 1 && !flags.plan;
+    processes = ProcessGroup::start(several ? launch : Launch());
     run.processes = processes.get();
     run.setup.ranks = launch.ranks, run.setup.rank = processes->rank();
     run.setup.processes = several ? processes.get() : nullptr;
+    const bool prints = launch.rank + processes->rank() == 0;  // rank 0 alone
+    if (!prints && !std::freopen("/dev/null", "w", stdout)) ::close(1);
 
-    const int64_t device = choose("--device", flags.device, {"auto", "cpu", "gpu"});
-    const std::string why_cpu = device == 1 ? "" : why_no_gpu(processes->local());
-    const bool gpu = device != 1 && (why_cpu.empty() || (flags.plan && device == 2));  // a plan needs no GPU
-    if (device == 2 && !gpu) throw Error("--device gpu cannot be used: ", why_cpu, ".");
-    flags.device = gpu ? "gpu" : "cpu";
+    const std::string why_cpu = flags.device == "cpu" ? "" : why_no_gpu(processes->local());
+    if (flags.device == "gpu" && !why_cpu.empty() && !flags.plan)  // a plan needs no GPU
+        throw Error("--device gpu cannot be used: ", why_cpu, ".");
+    if (flags.device == "auto") flags.device = why_cpu.empty() ? "gpu" : "cpu";
+    const bool gpu = flags.device == "gpu";
     if (gpu) flags.take_gpu_defaults();
     choose_checkpoint(run);
     if (!flags.resume.empty()) take_checkpoint(run);
@@ -629,14 +575,13 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
         return 0;
     }
     make_model(run, gpu);
-    Json line = {
-        {"kind", "settings"}, {"step", run.state.step}, {"parameters", parameter_count(run.setup.config)}};
-    line.update(flags.settings());
+    Json line = {{"parameters", parameter_count(run.setup.config)}};
+    line.update(flags.settings(true));
     line["ranks"] = run.setup.ranks;
-    run.print_log(line);
+    run.print_log("settings", line);
     if (flags.steps == 0) return validate(run), print_quantization(run), 0;
     finish_step_at_signal();
-    return loop_and_save(run);
+    return loop(run);
 }
 
 // GNU's OpenMP spins at the end of every parallel loop unless it is told otherwise before main. On a machine

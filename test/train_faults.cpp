@@ -75,7 +75,9 @@ TEST_CASE(
             const Ended ended = interrupted
                                     ? run_with_action(folder, flags, "skipped: not finite", "kill -INT $pid")
                                     : train(folder, flags);
-            if (!interrupted) check_one_sentence(ended, "20 steps in a row");
+            if (!interrupted)
+                check_one_sentence(ended, "20 steps in a row",
+                                   saves ? "out/" + step_name(last_step(folder)) : "");
             else CHECK(ended.code == 130);
             const size_t skipped = ended.out.find("skipped: not finite"),
                          last = ended.out.rfind("saved | step ");
@@ -91,8 +93,8 @@ TEST_CASE(
     require_success(tiny(folder, "--steps 1 --out good"));
     fs::copy(folder.path / "good/step-000001", folder.path / "bad");
     std::string weights = read_file(folder.path / "bad/model.safetensors");
-    for (const auto& [byte, says] : {std::pair{'\xFF', "bad has NaN"},  // BF16's NaN
-                                     {'\x7F', "these overflow"}}) {     // BF16's maximum
+    for (const auto& [byte, says] : {std::pair{'\xFF', "bad has NaN"},        // BF16's NaN
+                                     {'\x7F', "not finite after step 0"}}) {  // BF16's maximum
         std::fill(weights.end() - 2000, weights.end(), byte);
         write_file(folder.path / "bad/model.safetensors", weights);
         check_rejected(folder, TINY + "--steps 2 --out '' --model bad", says);
@@ -159,27 +161,30 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
 }
 
 TEST_CASE(
-    "train: when its data are cut or overwritten, a run saves and ends, and goes on once they are restored") {
+    "train: when its data are cut or overwritten, all ranks save and end, and go on once they are restored") {
     for (const auto& [action, says] :
          {std::pair<std::string, std::string>{": > text.bin", "text.bin"},
           {"head -c 2000000 /dev/zero | tr '\\0' '\\377' | dd of=text.bin bs=1024 seek=1 conv=notrunc 2>dd",
-           ""}}) {
-        CAPTURE(action);
-        RunFolder folder;
-        const std::string text = read_file(folder.path / "text");  // bytes as tokens of 16 bits
-        folder.write("text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
-        const std::string whole = read_file(folder.path / "text.bin"),
-                          flags = TINY + "--data text.bin --eval-every 0 --lr 3 --warmup 1000000 --steps ";
-        check_one_sentence(run_with_action(folder, flags + "100000 --out out", "step      3/", action), says);
-        const int64_t step = last_step(folder);
-        CHECK(step >= 3);
-        write_file(folder.path / "text.bin", whole);
-        // The saved step is whole: it has the tensors of a run that ends there.
-        char name[32];
-        std::snprintf(name, sizeof name, "step-%06ld", long(step));
-        require_success(train(folder, flags + std::to_string(step) + " --out other"));
-        CHECK((tensors_of(folder.path / "out" / name) == tensors_of(folder.path / "other" / name)));
-    }
+           "outside the vocabulary"}})
+        for (const std::string ranks : {"--accumulate 2", "--ranks 2"}) {
+            INFO(action, " ", ranks);
+            RunFolder folder;
+            const std::string text = read_file(folder.path / "text");  // bytes as tokens of 16 bits
+            folder.write("text.bin", token_file(std::vector<uint16_t>(text.begin(), text.end())));
+            const std::string whole = read_file(folder.path / "text.bin"),
+                              flags = TINY + ranks +
+                                      " --data text.bin --eval-every 0 --lr 3 --warmup 1000000 --steps ";
+            const Ended ended = run_with_action(folder, flags + "100000 --out out", "step      3/", action);
+            REQUIRE(!find_checkpoint(folder / "out").empty());
+            const int64_t step = last_step(folder);
+            CHECK(step >= 3);
+            check_one_sentence(ended, says, "out/" + step_name(step));
+            write_file(folder.path / "text.bin", whole);
+            // The saved step is whole: it has the tensors of a run that ends there.
+            require_success(train(folder, flags + std::to_string(step) + " --out other"));
+            CHECK((tensors_of(folder.path / "out" / step_name(step)) ==
+                   tensors_of(folder.path / "other" / step_name(step))));
+        }
 }
 
 TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all after the same step, and saves") {
@@ -196,7 +201,8 @@ TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all afte
                   ended = run_with_action(folder, flags, "saved | step 4 ", std::string("kill ") + to);
               }) < 20);
         CHECK((ended.code == code && others_ended(folder)));
-        if (code == 1) check_one_sentence(ended, "Rank 1 has ended unexpectedly");
+        if (code == 1)
+            check_one_sentence(ended, "Rank 1 has ended unexpectedly", "out/" + step_name(last_step(folder)));
         if (code == 137) CHECK(contains(ended.error, "Rank 0 has ended"));
         if (code == 130) CHECK((ended.error.empty() && contains(ended.out, "--resume out")));
         CHECK(last_step(folder) >= 4);

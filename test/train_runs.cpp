@@ -358,10 +358,8 @@ TEST_CASE(
     require_success(train(folder, run + "--recipe fp32 --lr 1e-5 --weight-decay 0 --out after --steps " +
                                       std::to_string(first)));
     const std::unique_ptr<Model> before = small_reference(1, 16), after = small_reference(1, 16);
-    char name[32];
-    std::snprintf(name, sizeof name, "after/step-%06ld", long(first));
-    load_checkpoint(folder / name, *after);
-    CHECK(read_loop_state(folder / name).updates == 1);
+    load_checkpoint(folder / "after/" + step_name(first), *after);
+    CHECK(read_loop_state(folder / "after/" + step_name(first)).updates == 1);
     const double lr = double(learning_rate(1e-5, 0, first, first - 1));
     const int64_t n = small_config().C * small_config().F;
     std::vector<uint16_t> w[2] = {std::vector<uint16_t>(n), std::vector<uint16_t>(n)};

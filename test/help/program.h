@@ -93,8 +93,16 @@ inline void check_failed(const Ended& ended, const std::string& who, const std::
     check_error(ended.error.substr(0, ended.error.size() - 1), who, what);
 }
 
-// As above, of ./train, in one sentence.
-inline void check_one_sentence(const Ended& ended, const std::string& who) {
+// As above, of ./train, in one sentence. With a checkpoint, a second line says which is the last complete
+// one.
+inline void check_one_sentence(Ended ended, const std::string& who, const std::string& checkpoint = "") {
+    const std::string advice = "train: The last complete checkpoint is " + checkpoint + "; continue";
+    const size_t at = ended.error.find(advice);
+    if (!checkpoint.empty()) {
+        CAPTURE(ended.error);
+        REQUIRE((at != std::string::npos && ended.error.find('\n', at) + 1 == ended.error.size()));
+        ended.error.resize(at);
+    }
     check_failed(ended, who);
     CHECK(ended.error.compare(0, 7, "train: ") == 0);
     CHECK(!contains(ended.error, ". "));
@@ -132,6 +140,11 @@ inline std::string tensors_of(const fs::path& checkpoint) {
 inline int64_t last_step(const Folder& folder, const char* out = "out") {
     return read_loop_state(find_checkpoint(folder / out)).step;
 }
+inline std::string step_name(int64_t step) {
+    char name[32];
+    std::snprintf(name, sizeof name, "step-%06ld", long(step));
+    return name;
+}
 
 // Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs
 // `action`, in which $pid is rank 0 and $others are the processes that it has started; the file "others" has
@@ -166,8 +179,8 @@ inline bool others_ended(const Folder& folder) {
 inline std::string rank_by_hand(int rank, int ranks, int port, const std::string& flags) {
     const std::string n = std::to_string(rank);
     return "COAT_PORT=" + std::to_string(port) + " RANK=" + n + " LOCAL_RANK=" + n +
-           " WORLD_SIZE=" + std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 '" + program() + "' " + flags +
-           " > out" + n + " 2> err" + n + " & pid" + n + "=$!\n";
+           " WORLD_SIZE=" + std::to_string(ranks) + " MASTER_ADDR=127.0.0.1 COAT_TOKEN=secret '" + program() +
+           "' " + flags + " > out" + n + " 2> err" + n + " & pid" + n + "=$!\n";
 }
 // Waits for these two ranks, prints what they said, and returns the exit code of rank 0.
 inline const std::string WAIT_FOR_TWO =
