@@ -32,24 +32,24 @@ template <class Real> struct Head {
 
 // Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
 struct Heads : Dims {
-    __device__ int64_t qkv_cols() const { return int64_t(NH + 2 * NKV) * HS; }
-    template <class Real> __device__ Head<Real> column(Real* qkv, int b, int head) const {
-        return {qkv + b * T * qkv_cols() + int64_t(head) * HS, qkv_cols()};
+    explicit Heads(const AttentionShape& s) : Dims(dims(s)) {}
+    template <class Real> __device__ Head<Real> of(Real* tensor, int heads, int b, int h) const {
+        return {tensor + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
-    template <class Real> __device__ Head<Real> q(Real* qkv, int b, int h) const { return column(qkv, b, h); }
+    template <class Real> __device__ Head<Real> q(Real* qkv, int b, int h) const {
+        return of(qkv, NH + 2 * NKV, b, h);
+    }
     template <class Real> __device__ Head<Real> k(Real* qkv, int b, int kv) const {
-        return column(qkv, b, NH + kv);
+        return q(qkv, b, NH + kv);
     }
     template <class Real> __device__ Head<Real> v(Real* qkv, int b, int kv) const {
-        return column(qkv, b, NH + NKV + kv);
+        return k(qkv, b, NKV + kv);
     }
     template <class Real> __device__ Head<Real> out(Real* out, int b, int h) const {
-        return {out + (int64_t(b) * T * NH + h) * HS, int64_t(NH) * HS};
+        return of(out, NH, b, h);
     }
     __device__ int64_t row(int b, int h) const { return (int64_t(b) * NH + h) * T; }  // of (B, NH, T)
 };
-
-Heads heads(const AttentionShape& s) { return {dims(s)}; }
 
 // The pass that owns keys computes dk and dv; the pass that owns queries computes dq.
 enum class Owner { Keys, Queries };
@@ -61,89 +61,45 @@ template <class Real> struct BackwardArgs {
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// delta (B, NH, T) = rowsum(dout * out). `lanes` neighbouring threads share a row, eight elements each.
-
-// grid (rows of a sequence, B)
-template <class Real>
-__global__ void delta_kernel(Heads d, unsigned lanes, const Real* out, const Real* dout, float* delta) {
-    const unsigned index = (blockIdx.x * blockDim.x + threadIdx.x) / lanes;  // of (T, NH)
-    const int t = static_cast<int>(index / d.NH), h = static_cast<int>(index % d.NH), b = blockIdx.y;
-    const int first = static_cast<int>(threadIdx.x % lanes * CHUNK);
-    float sum = 0;
-    if (t < d.T && first < d.HS) {
-        auto load = [&](const Real* tensor) {
-            return Dense<Real>{const_cast<Real*>(d.out(tensor, b, h).at(t, first))}.load(0);
-        };
-        sum = dot<Real>(load(out), load(dout));
-    }
-    for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (t < d.T && first == 0) delta[d.row(b, h) + t] = sum;
-}
-
-// The typed arguments of a backward pass, with delta in the workspace.
-template <class Real>
-BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
-                              const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
-    unsigned lanes = 1;
-    while (lanes * CHUNK < s.HS) lanes *= 2;
-    float* const delta = static_cast<float*>(workspace);
-    const BackwardArgs<Real> args{static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
-                                  static_cast<Real*>(dqkv)};
-    const dim3 grid(blocks(s.T * s.NH * lanes, 256), unsigned(s.B));
-    launch("attention", delta_kernel<Real>, grid, 256, 0, stream, heads(s), lanes,
-           static_cast<const Real*>(out), args.dout, delta);
-    return args;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Plain CUDA cores, any format and head size. A warp owns two rows. While scores are computed a lane
-// stands for one column; while they are used, it stands for every 32nd element of the head.
+// Plain CUDA cores, any format and head size: short, not fast. A warp has one row. While scores are computed
+// a lane stands for one column; while they are used, it stands for every 32nd element of the head.
 
 namespace simple {
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP, ROWS = 2, BLOCK_ROWS = WARPS * ROWS, COLUMNS = WARP;
-constexpr int MAX_CHUNKS = 256 / WARP;
+constexpr int WARPS = 8, THREADS = WARPS * WARP, MAX_CHUNKS = 256 / WARP;
 
-// Loads rows of a head as FP32 into shared memory, zeros beyond T. Rows are HS + 1 floats apart, so
-// that the lanes of a warp use different banks.
+dim3 grid(const AttentionShape& s, int64_t heads) {  // (blocks of WARPS rows, heads, B)
+    return {blocks(s.T, WARPS), unsigned(heads), unsigned(s.B)};
+}
+__device__ int warp_row() { return blockIdx.x * WARPS + threadIdx.x / WARP; }
+
+// The dot product of `count` elements, a multiple of CHUNK, one after the other.
+template <class Real> __device__ float dot(const Real* a, const Real* b, int count) {
+    auto load = [](const Real* from) { return Dense<Real>{const_cast<Real*>(from)}.load(0); };
+    float sum = 0;
+    for (int i = 0; i < count; i += CHUNK) sum = flash::dot<Real>(load(a + i), load(b + i), sum);
+    return sum;
+}
+
+// acc (HS) += weight (of each lane) times the lane's row of x, WARP rows from `first` on
 template <class Real>
-__device__ void load_tile(float* tile, const Dims& d, Head<Real> head, int first, int rows) {
-    for (int i = threadIdx.x; i < rows * d.HS; i += THREADS) {
-        const int r = i / d.HS, c = i % d.HS;
-        tile[r * (d.HS + 1) + c] = first + r < d.T ? static_cast<float>(*head.at(first + r, c)) : 0.0f;
-    }
-}
-
-// The warp's rows times the lane's column: the sum over the head of rows[r] * column.
-__device__ void dot(const Dims& d, const float* rows, const float* column, float (&result)[ROWS]) {
-    for (float& x : result) x = 0;
-    for (int i = 0; i < d.HS; i++)
-        for (int r = 0; r < ROWS; r++) result[r] = fmaf(rows[r * (d.HS + 1) + i], column[i], result[r]);
-}
-
-// acc (ROWS, HS) += weights (ROWS, COLUMNS, one column per lane) * tile (COLUMNS, HS)
-__device__ void accumulate(const Dims& d, const float (&weights)[ROWS], const float* tile,
-                           float (&acc)[ROWS][MAX_CHUNKS]) {
-    for (int c = 0; c < COLUMNS; c++) {
-        float w[ROWS];
-        for (int r = 0; r < ROWS; r++) w[r] = __shfl_sync(~0u, weights[r], c);
+__device__ void accumulate(const Heads& d, float weight, Head<Real> x, int first, float (&acc)[MAX_CHUNKS]) {
+    for (int c = 0; c < min(WARP, d.T - first); c++) {
+        const float w = __shfl_sync(~0u, weight, c);
 #pragma unroll
         for (int j = 0; j < MAX_CHUNKS; j++) {
             const int i = j * WARP + threadIdx.x % WARP;
-            if (i >= d.HS) break;
-            for (int r = 0; r < ROWS; r++) acc[r][j] = fmaf(w[r], tile[c * (d.HS + 1) + i], acc[r][j]);
+            if (i < d.HS) acc[j] = fmaf(w, float(*x.at(first + c, i)), acc[j]);
         }
     }
 }
 
 template <class Real>
-__device__ void write(const Dims& d, Head<Real> head, int first, const float (&acc)[ROWS][MAX_CHUNKS],
-                      const float (&factor)[ROWS]) {
+__device__ void write(const Heads& d, Real* row, const float (&acc)[MAX_CHUNKS], float factor) {
 #pragma unroll
     for (int j = 0; j < MAX_CHUNKS; j++) {
         const int i = j * WARP + threadIdx.x % WARP;
-        for (int r = 0; r < ROWS; r++)
-            if (i < d.HS && first + r < d.T) *head.at(first + r, i) = Real(acc[r][j] * factor[r]);
+        if (i < d.HS) row[i] = Real(acc[j] * factor);
     }
 }
 
@@ -156,109 +112,90 @@ __device__ float warp_sum(float x) {
     return x;
 }
 
-// grid (tiles of queries, NH, B)
 template <class Real>
 __global__ void __launch_bounds__(THREADS) forward_kernel(Heads d, const Real* qkv, Real* out, float* lse) {
-    extern __shared__ float shared[];
-    const int pitch = d.HS + 1;
-    float *queries = shared, *keys = queries + BLOCK_ROWS * pitch, *values = keys + COLUMNS * pitch;
-    const int h = blockIdx.y, b = blockIdx.z, kv = h / d.group(), first = blockIdx.x * BLOCK_ROWS;
-    const int warp_row = threadIdx.x / WARP * ROWS, lane = threadIdx.x % WARP, row = first + warp_row;
-    load_tile(queries, d, d.q(qkv, b, h), first, BLOCK_ROWS);
-
-    float acc[ROWS][MAX_CHUNKS] = {}, max[ROWS], sum[ROWS] = {};
-    for (float& m : max) m = -INFINITY;
-    for (int column = 0; column < min(d.T, first + BLOCK_ROWS); column += COLUMNS) {
-        __syncthreads();
-        load_tile(keys, d, d.k(qkv, b, kv), column, COLUMNS);
-        load_tile(values, d, d.v(qkv, b, kv), column, COLUMNS);
-        __syncthreads();
-        float s[ROWS];
-        dot(d, queries + warp_row * pitch, keys + lane * pitch, s);
-        for (int r = 0; r < ROWS; r++) {
-            s[r] = column + lane <= row + r ? s[r] * d.scale : -INFINITY;
-            const float larger = fmaxf(max[r], warp_max(s[r]));  // finite, because key 0 is never masked
-            const float shrink = expf(max[r] - larger);
-            s[r] = expf(s[r] - larger);
-            sum[r] = sum[r] * shrink + warp_sum(s[r]);
-            for (float& a : acc[r]) a *= shrink;
-            max[r] = larger;
-        }
-        accumulate(d, s, values, acc);
+    const int h = blockIdx.y, b = blockIdx.z, kv = h / d.group(), row = warp_row(), lane = threadIdx.x % WARP;
+    if (row >= d.T) return;
+    const Head<const Real> q = d.q(qkv, b, h), k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
+    float acc[MAX_CHUNKS] = {}, max = -INFINITY, sum = 0;
+    for (int column = 0; column <= row; column += WARP) {
+        const int key = column + lane;
+        const float s = key <= row ? dot(q.at(row, 0), k.at(key, 0), d.HS) * d.scale : -INFINITY;
+        const float larger = fmaxf(max, warp_max(s));  // finite, because key 0 is never masked
+        const float shrink = expf(max - larger), p = expf(s - larger);
+        sum = sum * shrink + warp_sum(p);
+        for (float& a : acc) a *= shrink;
+        max = larger;
+        accumulate(d, p, v, column, acc);
     }
-    float inverse[ROWS];
-    for (int r = 0; r < ROWS; r++) {
-        inverse[r] = 1.0f / sum[r];
-        if (lane == 0 && row + r < d.T) lse[d.row(b, h) + row + r] = max[r] + logf(sum[r]);
-    }
-    write(d, d.out(out, b, h), row, acc, inverse);
+    if (lane == 0) lse[d.row(b, h) + row] = max + logf(sum);
+    write(d, d.out(out, b, h).at(row, 0), acc, 1.0f / sum);
 }
 
-// grid (tiles of owned rows, NKV or NH, B)
+// delta (B, NH, T) = rowsum(dout * out); a lane has eight elements
+template <class Real>
+__global__ void __launch_bounds__(THREADS)
+    delta_kernel(Heads d, const Real* out, const Real* dout, float* delta) {
+    const int h = blockIdx.y, b = blockIdx.z, row = warp_row(), first = threadIdx.x % WARP * CHUNK;
+    if (row >= d.T) return;
+    const int count = first < d.HS ? CHUNK : 0;
+    const float sum = warp_sum(dot(d.out(out, b, h).at(row, first), d.out(dout, b, h).at(row, first), count));
+    if (first == 0) delta[d.row(b, h) + row] = sum;
+}
+
 template <class Real, Owner OWNER>
 __global__ void __launch_bounds__(THREADS) backward_kernel(Heads d, BackwardArgs<Real> a) {
     constexpr bool KEYS = OWNER == Owner::Keys;
-    extern __shared__ float shared[];
-    const int pitch = d.HS + 1;
-    float *own1 = shared, *own2 = own1 + BLOCK_ROWS * pitch;                        // k and v, or q and dout
-    float *other1 = own2 + BLOCK_ROWS * pitch, *other2 = other1 + COLUMNS * pitch;  // the other pair
-    const int b = blockIdx.z, kv = KEYS ? blockIdx.y : blockIdx.y / d.group(),
-              first = blockIdx.x * BLOCK_ROWS;
-    const int warp_row = threadIdx.x / WARP * ROWS, lane = threadIdx.x % WARP, row = first + warp_row;
+    const int row = warp_row(), b = blockIdx.z, kv = KEYS ? blockIdx.y : blockIdx.y / d.group();
+    if (row >= d.T) return;
     const Head<const Real> k = d.k(a.qkv, b, kv), v = d.v(a.qkv, b, kv);
-
-    float acc1[ROWS][MAX_CHUNKS] = {}, acc2[ROWS][MAX_CHUNKS] = {};  // dk and dv, or dq alone
-    const int first_head = KEYS ? kv * d.group() : blockIdx.y, count = KEYS ? d.group() : 1;
-    for (int h = first_head; h < first_head + count; h++) {
+    float acc1[MAX_CHUNKS] = {}, acc2[MAX_CHUNKS] = {};  // dk and dv, or dq alone
+    const int first_head = KEYS ? kv * d.group() : blockIdx.y, heads = KEYS ? d.group() : 1;
+    for (int h = first_head; h < first_head + heads; h++) {
         const Head<const Real> q = d.q(a.qkv, b, h), dout = d.out(a.dout, b, h);
-        load_tile(own1, d, KEYS ? k : q, first, BLOCK_ROWS);
-        load_tile(own2, d, KEYS ? v : dout, first, BLOCK_ROWS);
-        const int begin = KEYS ? first / COLUMNS * COLUMNS : 0;
-        const int end = KEYS ? d.T : min(d.T, first + BLOCK_ROWS);
-        for (int column = begin; column < end; column += COLUMNS) {
-            __syncthreads();
-            load_tile(other1, d, KEYS ? q : k, column, COLUMNS);
-            load_tile(other2, d, KEYS ? dout : v, column, COLUMNS);
-            __syncthreads();
-            float p[ROWS], ds[ROWS];
-            dot(d, own1 + warp_row * pitch, other1 + lane * pitch, p);
-            dot(d, own2 + warp_row * pitch, other2 + lane * pitch, ds);
-            for (int r = 0; r < ROWS; r++) {
-                const int query = KEYS ? column + lane : row + r, key = KEYS ? row + r : column + lane;
-                const bool live = key <= query && query < d.T;
-                const int64_t at = d.row(b, h) + min(query, d.T - 1);
-                p[r] = live ? expf(p[r] * d.scale - a.lse[at]) : 0.0f;
-                ds[r] = p[r] * (ds[r] - a.delta[at]);
+        for (int column = KEYS ? row / WARP * WARP : 0; column < (KEYS ? d.T : row + 1); column += WARP) {
+            const int other = column + threadIdx.x % WARP, query = KEYS ? other : row,
+                      key = KEYS ? row : other;
+            float p = 0, ds = 0;
+            if (key <= query && query < d.T) {
+                const int64_t at = d.row(b, h) + query;
+                p = expf(dot(q.at(query, 0), k.at(key, 0), d.HS) * d.scale - a.lse[at]);
+                ds = p * (dot(dout.at(query, 0), v.at(key, 0), d.HS) - a.delta[at]);
             }
-            accumulate(d, ds, other1, acc1);
-            if (KEYS) accumulate(d, p, other2, acc2);
+            accumulate(d, ds, KEYS ? q : k, column, acc1);
+            if (KEYS) accumulate(d, p, dout, column, acc2);
         }
-        __syncthreads();
     }
-    float scale[ROWS], one[ROWS];
-    for (int r = 0; r < ROWS; r++) scale[r] = d.scale, one[r] = 1;
-    write(d, KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, blockIdx.y), row, acc1, scale);
-    if (KEYS) write(d, d.v(a.dqkv, b, kv), row, acc2, one);
-}
-
-int shared_bytes(const AttentionShape& s, int own, int other) {  // other: tiles of COLUMNS columns
-    return int((own * BLOCK_ROWS + other * COLUMNS) * (s.HS + 1) * sizeof(float));
+    write(d, (KEYS ? d.k(a.dqkv, b, kv) : d.q(a.dqkv, b, first_head)).at(row, 0), acc1, d.scale);
+    if (KEYS) write(d, d.v(a.dqkv, b, kv).at(row, 0), acc2, 1);
 }
 
 template <class Real>
-void forward(const AttentionShape& s, const Real* qkv, Real* out, float* lse, cudaStream_t stream) {
-    const dim3 grid(blocks(s.T, BLOCK_ROWS), unsigned(s.NH), unsigned(s.B));
-    launch("attention", forward_kernel<Real>, grid, THREADS, shared_bytes(s, 1, 2), stream, heads(s), qkv,
-           out, lse);
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
+    launch("attention", forward_kernel<Real>, grid(s, s.NH), THREADS, 0, stream, Heads(s),
+           static_cast<const Real*>(qkv), static_cast<Real*>(out), lse);
+}
+
+// The typed arguments of a backward pass, with delta in the workspace.
+template <class Real>
+BackwardArgs<Real> with_delta(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
+                              const void* dout, void* dqkv, void* workspace, cudaStream_t stream) {
+    float* const delta = static_cast<float*>(workspace);
+    const BackwardArgs<Real> args{static_cast<const Real*>(qkv), static_cast<const Real*>(dout), lse, delta,
+                                  static_cast<Real*>(dqkv)};
+    launch("attention", delta_kernel<Real>, grid(s, s.NH), THREADS, 0, stream, Heads(s),
+           static_cast<const Real*>(out), args.dout, delta);
+    return args;
 }
 
 template <class Real>
-void backward(const AttentionShape& s, const BackwardArgs<Real>& a, cudaStream_t stream) {
-    const dim3 keys(blocks(s.T, BLOCK_ROWS), unsigned(s.NKV), unsigned(s.B));
-    const dim3 queries(keys.x, unsigned(s.NH), keys.z);
-    const int shared = shared_bytes(s, 2, 2);
-    launch("attention", backward_kernel<Real, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
-    launch("attention", backward_kernel<Real, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
+void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
+              void* dqkv, void* workspace, cudaStream_t stream) {
+    const auto args = with_delta<Real>(s, qkv, out, lse, dout, dqkv, workspace, stream);
+    launch("attention", backward_kernel<Real, Owner::Keys>, grid(s, s.NKV), THREADS, 0, stream, Heads(s),
+           args);
+    launch("attention", backward_kernel<Real, Owner::Queries>, grid(s, s.NH), THREADS, 0, stream, Heads(s),
+           args);
 }
 
 }  // namespace simple
@@ -271,12 +208,9 @@ namespace mma {
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, TILE = 64;  // rows or columns of a tile
 
-struct FragmentA {
-    uint32_t r[4];
-};  // a 16 x 16 operand, spread over a warp; two BF16 values per register
-struct FragmentB {
-    uint32_t r[4];
-};  // 16 x 16: two halves of 8 columns, r[0..1] and r[2..3]
+struct Fragment {   // a 16 x 16 operand, spread over a warp; two BF16 values per register
+    uint32_t r[4];  // of a right operand r[0..1] are the first 8 columns, r[2..3] the others
+};
 
 // A tile (rows, HS) of BF16 in shared memory. Chunks of 16 bytes are permuted by exclusive or with
 // the row. So the eight rows that one ldmatrix reads, and the eight chunks of a row that cp.async
@@ -321,22 +255,22 @@ __device__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address));
 }
-template <int HS> __device__ FragmentA load_a(Tile<HS> tile, int row, int k) {
-    FragmentA a;
+template <int HS> __device__ Fragment load_a(Tile<HS> tile, int row, int k) {
+    Fragment a;
     const int lane = threadIdx.x % WARP;
     ldmatrix(a.r, tile.at(row + lane % 16, k + lane / 16 * 8));
     return a;
 }
 template <int HS>  // b = tile^T: the tile is (n, k)
-__device__ FragmentB load_b_transposed(Tile<HS> tile, int k, int n) {
-    FragmentB b;
+__device__ Fragment load_b_transposed(Tile<HS> tile, int k, int n) {
+    Fragment b;
     const int lane = threadIdx.x % WARP;
     ldmatrix(b.r, tile.at(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
     return b;
 }
 template <int HS>  // the tile is (k, n)
-__device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
-    FragmentB b;
+__device__ Fragment load_b(Tile<HS> tile, int k, int n) {
+    Fragment b;
     const int lane = threadIdx.x % WARP;
     ldmatrix_transposed(b.r, tile.at(k + lane % 16, n + lane / 16 * 8));
     return b;
@@ -344,7 +278,7 @@ __device__ FragmentB load_b(Tile<HS> tile, int k, int n) {
 
 // c (16 x 16) += a (16 x 16) b (16 x 16), as two instructions of 8 columns. c is spread as
 // attention_common.cuh describes.
-__device__ void mma(float* c, const FragmentA& a, const FragmentB& b) {
+__device__ void mma(float* c, const Fragment& a, const Fragment& b) {
     for (int i = 0; i < 2; i++)
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -359,28 +293,28 @@ template <int HS, int M> __device__ void scores(Tile<HS> x, int row, Tile<HS> y,
     for (int i = 0; i < M * TILE / 2; i++) s[i / (TILE / 2)][i % (TILE / 2)] = 0;
 #pragma unroll
     for (int k = 0; k < HS; k += 16) {
-        FragmentA a[M];
+        Fragment a[M];
         for (int m = 0; m < M; m++) a[m] = load_a(x, row + m * 16, k);
 #pragma unroll
         for (int n = 0; n < TILE; n += 16) {
-            const FragmentB b = load_b_transposed(y, k, n);
+            const Fragment b = load_b_transposed(y, k, n);
             for (int m = 0; m < M; m++) mma(&s[m][n / 2], a[m], b);
         }
     }
 }
 
 // acc (M x 16, HS) += p (M x 16, TILE), rounded to BF16, times y (TILE, HS). The registers of 16
-// columns of p are already in the layout of a FragmentA.
+// columns of p are in the layout of a left operand.
 template <int HS, int M>
 __device__ void accumulate(const float (&p)[M][TILE / 2], Tile<HS> y, float (&acc)[M][HS / 2]) {
 #pragma unroll
     for (int k = 0; k < TILE; k += 16) {
-        FragmentA a[M];
+        Fragment a[M];
         for (int i = 0; i < M * 4; i++)
             a[i / 4].r[i % 4] = pack(p[i / 4][k / 2 + i % 4 * 2], p[i / 4][k / 2 + i % 4 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < HS; n += 16) {
-            const FragmentB b = load_b(y, k, n);
+            const Fragment b = load_b(y, k, n);
             for (int m = 0; m < M; m++) mma(&acc[m][n / 2], a[m], b);
         }
     }
@@ -550,18 +484,23 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(Heads d, BackwardArgs
 }
 
 template <int HS>
-void forward(const AttentionShape& s, const bf16* qkv, bf16* out, float* lse, cudaStream_t stream) {
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, FORWARD_ROWS));
     const int shared = (2 + FORWARD_TILES) * Tile<HS>::BYTES;
-    launch("attention", forward_kernel<HS>, grid, THREADS, shared, stream, heads(s), qkv, out, lse);
+    launch("attention", forward_kernel<HS>, grid, THREADS, shared, stream, Heads(s),
+           static_cast<const bf16*>(qkv), static_cast<bf16*>(out), lse);
 }
 
-template <int HS> void backward(const AttentionShape& s, const BackwardArgs<bf16>& a, cudaStream_t stream) {
+template <int HS>
+void backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse, const void* dout,
+              void* dqkv, void* workspace, cudaStream_t stream) {
+    const auto args = simple::with_delta<bf16>(s, qkv, out, lse, dout, dqkv, workspace, stream);
     const dim3 keys(unsigned(s.NKV), unsigned(s.B), blocks(s.T, TILE));
     const dim3 queries(unsigned(s.NH), keys.y, keys.z);
     const int shared = 2 * Tile<HS>::BYTES + 2 * Stage<HS>::BYTES;
-    launch("attention", backward_kernel<HS, Owner::Keys>, keys, THREADS, shared, stream, heads(s), a);
-    launch("attention", backward_kernel<HS, Owner::Queries>, queries, THREADS, shared, stream, heads(s), a);
+    launch("attention", backward_kernel<HS, Owner::Keys>, keys, THREADS, shared, stream, Heads(s), args);
+    launch("attention", backward_kernel<HS, Owner::Queries>, queries, THREADS, shared, stream, Heads(s),
+           args);
 }
 
 }  // namespace mma
@@ -573,55 +512,39 @@ bool tensor_cores_fit(const AttentionShape& s) {
     return s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
 }
 
-AttentionKernel choose(const AttentionShape& s, AttentionKernel wanted) {
-    const bool format_fits = s.format == Format::F32 || s.format == Format::BF16;
-    if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !format_fits)
+struct Implementation {
+    decltype(&sm90::attention_forward) forward;
+    decltype(&sm90::attention_backward) backward;
+};
+Implementation choose(const AttentionShape& s, AttentionKernel wanted) {
+    using K = AttentionKernel;
+    const bool fp32 = s.format == Format::F32, fits = tensor_cores_fit(s),
+               hopper = fits && device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
+    if (s.HS % 8 != 0 || s.HS > 256 || s.NH % s.NKV != 0 || !(fp32 || s.format == Format::BF16))
         throw Error(
             "Attention on the GPU needs FP32 or BF16, a head size that is a multiple of 8 up to 256, "
             "and query heads that are a multiple of the key/value heads; change config.json.");
-    auto hopper = [] { return device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9; };
-    if (wanted == AttentionKernel::Best) {
-        if (!tensor_cores_fit(s)) return AttentionKernel::Simple;
-        return hopper() ? AttentionKernel::Hopper : AttentionKernel::TensorCores;
-    }
-    if (wanted != AttentionKernel::Simple && !tensor_cores_fit(s))
-        throw Error(
-            "Attention on tensor cores needs BF16 and a head size of 64 or 128; "
-            "use AttentionKernel::Best.");
-    if (wanted == AttentionKernel::Hopper && !hopper())
-        throw Error("AttentionKernel::Hopper needs a Hopper GPU; use AttentionKernel::Best.");
-    return wanted;
+    if (wanted == K::Best) wanted = hopper ? K::Hopper : fits ? K::TensorCores : K::Simple;
+    require(wanted == K::Simple || (wanted == K::Hopper ? hopper : fits),
+            "attention for another GPU or shape");
+    if (wanted == K::Hopper) return {sm90::attention_forward, sm90::attention_backward};
+    if (wanted == K::Simple && fp32) return {simple::forward<float>, simple::backward<float>};
+    if (wanted == K::Simple) return {simple::forward<bf16>, simple::backward<bf16>};
+    if (s.HS == 64) return {mma::forward<64>, mma::backward<64>};
+    return {mma::forward<128>, mma::backward<128>};
 }
 
 }  // namespace
 
 void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, cudaStream_t stream,
-                       AttentionKernel wanted) {
-    if (stream == DRY_RUN) return;
-    const AttentionKernel kernel = choose(s, wanted);
-    if (s.format == Format::F32)
-        return simple::forward(s, static_cast<const float*>(qkv), static_cast<float*>(out), lse, stream);
-    if (kernel == AttentionKernel::Hopper) return sm90::attention_forward(s, qkv, out, lse, stream);
-    const bf16* in = static_cast<const bf16*>(qkv);
-    bf16* to = static_cast<bf16*>(out);
-    if (kernel == AttentionKernel::Simple) return simple::forward(s, in, to, lse, stream);
-    s.HS == 64 ? mma::forward<64>(s, in, to, lse, stream) : mma::forward<128>(s, in, to, lse, stream);
+                       AttentionKernel kernel) {
+    if (stream != DRY_RUN) choose(s, kernel).forward(s, qkv, out, lse, stream);
 }
 
 void attention_backward(const AttentionShape& s, const void* qkv, const void* out, const float* lse,
                         const void* dout, void* dqkv, void* workspace, cudaStream_t stream,
-                        AttentionKernel wanted) {
-    if (stream == DRY_RUN) return;
-    const AttentionKernel kernel = choose(s, wanted);
-    if (s.format == Format::F32) {
-        const auto args = with_delta<float>(s, qkv, out, lse, dout, dqkv, workspace, stream);
-        return simple::backward(s, args, stream);
-    }
-    if (kernel == AttentionKernel::Hopper)
-        return sm90::attention_backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
-    const auto args = with_delta<bf16>(s, qkv, out, lse, dout, dqkv, workspace, stream);
-    if (kernel == AttentionKernel::Simple) return simple::backward(s, args, stream);
-    s.HS == 64 ? mma::backward<64>(s, args, stream) : mma::backward<128>(s, args, stream);
+                        AttentionKernel kernel) {
+    if (stream != DRY_RUN) choose(s, kernel).backward(s, qkv, out, lse, dout, dqkv, workspace, stream);
 }
 
 size_t attention_workspace(const AttentionShape& s) {  // bytes: delta, or what the Hopper kernels need

@@ -1,6 +1,5 @@
-// attention_common.cuh - what attention.cu and attention_sm90.cu share: launching a kernel, delta, and
-// the online softmax on the registers of a tensor core; then the entry points of the Hopper kernels,
-// which attention.cu calls.
+// attention_common.cuh - what attention.cu and attention_sm90.cu share: dot products, and the online softmax
+// on the registers of a tensor core; then the entry points of the Hopper kernels, which attention.cu calls.
 #pragma once
 #include "attention.cuh"
 #include "tensor.cuh"
@@ -26,14 +25,13 @@ inline __device__ float2 load_shared2(uint32_t address) {
     return x;
 }
 
-// Dot product of two chunks of eight elements: a thread's part of delta = rowsum(dout * out).
+// sum + the dot product of two chunks of eight elements
 template <class Real>
-__device__ float dot(const typename Dense<Real>::Raw& a, const typename Dense<Real>::Raw& b) {
+__device__ float dot(const typename Dense<Real>::Raw& a, const typename Dense<Real>::Raw& b, float sum = 0) {
     Values x, y;
     const Dense<Real> convert{};
     convert.values(a, x);
     convert.values(b, y);
-    float sum = 0;
     for (int i = 0; i < CHUNK; i++) sum += x[i] * y[i];
     return sum;
 }
