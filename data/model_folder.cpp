@@ -17,7 +17,6 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// -----------------------------------------------------------------------------------------------------------
 // Names. Our parameters are fused: qkv has the rows of three Hugging Face tensors, gate_up those of two. They
 // follow each other in the tables as in the parameter. Weight and bias have the same name but for its end.
 
@@ -87,9 +86,6 @@ std::vector<Piece> pieces(const ModelConfig& c) {
     }
     return result;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// config.json
 
 // The sizes of a model, for reading and writing; the names are those of Llama and of GPT-2. A size that is
 // not required has a default in transformers, which read_model_config sets.
@@ -195,7 +191,6 @@ ordered_json config_json(const ModelConfig& c) {
     return j;
 }
 
-// -----------------------------------------------------------------------------------------------------------
 // Weights. A value passes through as the bits of an FP32 number, which weight and remainder are cut from
 // (reference.h, split_master). No arithmetic changes it.
 

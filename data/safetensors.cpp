@@ -15,9 +15,6 @@ namespace coat {
 
 using nlohmann::json;
 
-// -----------------------------------------------------------------------------------------------------------
-// Files
-
 MappedFile::MappedFile(const std::string& path) : path_(path) {
     file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for a writer
     struct stat status {};
@@ -98,9 +95,6 @@ void sync_folder(const std::string& folder) {
     if (!ok) throw Error("Cannot sync ", folder, " (", why, "); check the disk, or give another --out.");
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// JSON
-
 void Fields::reject(const std::string& field, const std::string& expected) const {
     const std::string found = has(field) ? object[field].dump().substr(0, 100) : "missing";
     throw Error(path, ": the field ", field.substr(0, 100), " must be ", expected, ", but it is ", found,
@@ -137,9 +131,6 @@ Fields read_json(const std::string& path) {
     const MappedFile file(path);
     return parse_json(path, file.data(), file.bytes());
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Safetensors
 
 // Bytes of a tensor; -1 if its dtype is unknown or the product overflows. The number in a dtype is its bits.
 static int64_t bytes_of(const TensorInfo& t) {

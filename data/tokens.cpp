@@ -16,9 +16,6 @@
 namespace coat {
 namespace fs = std::filesystem;
 
-// -----------------------------------------------------------------------------------------------------------
-// TokenStream
-
 constexpr uint32_t NOT_COUNTED = 1u << 31;
 
 void TokenStream::append(std::shared_ptr<const void> owner, const uint8_t* data, int width, int64_t count,
@@ -91,9 +88,6 @@ std::string Corpus::decode(const std::vector<int32_t>& tokens) const {
     }
     return text;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Corpora
 
 namespace {
 
@@ -239,9 +233,6 @@ Corpus load_corpus(const std::string& data) {
                named ? tokens ? "the files named val" : "every 20th file" : "the last tenth", ")");
     return c;
 }
-
-// -----------------------------------------------------------------------------------------------------------
-// Loader
 
 static uint64_t mix(uint64_t z) {  // splitmix64's finalizer
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;

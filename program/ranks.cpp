@@ -27,21 +27,23 @@ namespace {
 
 constexpr int MOST_RANKS = 1024;
 constexpr uint64_t MOST_BYTES = uint64_t(1) << 33;  // of a message: no tensor has more
-constexpr size_t READ_AHEAD = 1 << 16;
 
-// A message is its kind, a size (uint64_t) and so many bytes. FAILED has the sentence; the last three are
-// empty. WAITING: I wait, too. ENDING, from rank 0: end, without a sentence. WELCOME, from rank 0: you are
-// connected.
+// A message is a header and so many bytes. FAILED has the sentence; the last three are empty. WAITING: I
+// wait, too. ENDING, from rank 0: end, without a sentence. WELCOME, from rank 0: you are connected.
 enum Kind : uint8_t { DATA = 'D', FAILED = 'F', WAITING = 'W', ENDING = 'E', WELCOME = 'C' };
-constexpr size_t HEADER = 1 + sizeof(uint64_t);
-size_t size_of(const uint8_t* message) {
-    uint64_t size;
-    std::memcpy(&size, message + 1, sizeof size);
-    return HEADER + std::min(size, MOST_BYTES);
-}
+struct __attribute__((packed)) Header {
+    uint8_t kind;
+    uint64_t size = 0;
+};
 void tell(int fd, Kind kind) {  // if there is room
-    const uint8_t message[HEADER] = {kind};
-    std::ignore = ::send(fd, message, HEADER, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const Header message{kind};
+    std::ignore = ::send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+// Whether the other side can send no more. What it has sent before may still be there.
+bool is_closed(int fd) {
+    pollfd socket{fd, POLLRDHUP, 0};
+    return ::poll(&socket, 1, 0) > 0;
 }
 
 std::vector<pid_t> children;  // of rank 0, if it has started the other ranks
@@ -78,7 +80,7 @@ struct Hello {
     uint32_t ranks, rank;
     char token[64] = {};
     Hello(int of, int which) : ranks(uint32_t(of)), rank(uint32_t(which)) {
-        if (const char* const set = std::getenv("COAT_TOKEN")) std::strncpy(token, set, sizeof token - 1);
+        std::strncpy(token, std::getenv("COAT_TOKEN"), sizeof token - 1);
     }
 };
 
@@ -160,6 +162,8 @@ Launch find_launch(int64_t ranks_flag) {
         throw Error("--ranks ", ranks_flag, " is more than ", MOST_RANKS, ", or differs from WORLD_SIZE.");
     if (launch.ranks == 1) return {0, int(std::max<int64_t>(1, ranks_flag)), 0, "", 0};
     if (!std::getenv("MASTER_ADDR")) throw Error("MASTER_ADDR is not set; set it to the address of rank 0.");
+    if (const char* const token = std::getenv("COAT_TOKEN"); !token || !*token)
+        throw Error("COAT_TOKEN is not set; set it to a secret word, the same for every rank.");
     launch.address = std::getenv("MASTER_ADDR");
     launch.port = std::getenv("COAT_PORT") ? number("COAT_PORT", 1, 65535)
                                            : number("MASTER_PORT", 1, 65534) + 1;  // torchrun has MASTER_PORT
@@ -174,27 +178,29 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
     int fd = -1;
     do fd = open_socket(launch, launch.rank == 0, deadline - now());
     while (launch.rank && fd < 0 && now() < deadline && !::usleep(20000));
+    const std::string cure = ", with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN.";
+    std::vector<int> sockets(size_t(launch.ranks), -1);
     if (launch.rank == 0) {
         if (fd < 0)
             throw Error(
                 "Rank 0 cannot listen at ", place, " (", std::strerror(errno),
                 "); MASTER_ADDR must be an address of its machine, and COAT_PORT a port that is free.");
-        const std::vector<int> sockets = accept_others(fd, launch.ranks, seconds);
-        auto processes = std::make_unique<ProcessGroup>(0, launch.local, sockets);
-        const auto missing = std::find(sockets.begin() + 1, sockets.end(), -1) - sockets.begin();
-        if (missing == launch.ranks) return processes;
-        processes->fail(
-            concat("Rank ", missing, " has not connected with rank 0 at ", place,
-                   "; start it, with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN."));
+        sockets = accept_others(fd, launch.ranks, seconds);
+    } else {
+        const Hello hello(launch.ranks, launch.rank);
+        Header answer;
+        if (::send(fd, &hello, sizeof hello, MSG_NOSIGNAL) < 0 ||
+            ::recv(fd, &answer, sizeof answer, MSG_WAITALL) < 1)
+            throw Error("Rank ", launch.rank, " cannot connect with rank 0 at ", place, "; start rank 0",
+                        cure);
+        sockets[0] = fd;
     }
-    const Hello hello(launch.ranks, launch.rank);
-    uint8_t answer[HEADER];
-    if (::send(fd, &hello, sizeof hello, MSG_NOSIGNAL) < 0 || ::recv(fd, answer, HEADER, MSG_WAITALL) < 1)
-        throw Error("Rank ", launch.rank, " cannot connect with rank 0 at ", place,
-                    "; start rank 0, with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN.");
-    std::vector<int> sockets(size_t(launch.ranks), -1);
-    sockets[0] = fd;
-    return std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
+    auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
+    for (size_t r = 1; launch.rank == 0 && r < sockets.size(); r++)
+        if (sockets[r] < 0)
+            processes->fail(
+                concat("Rank ", r, " has not connected with rank 0 at ", place, "; start it", cure));
+    return processes;
 }
 
 ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
@@ -223,57 +229,51 @@ std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
 }
 
 void ProcessGroup::send(int to, char kind, const void* data, size_t size) {
-    const uint64_t length = size;
-    Bytes message(HEADER + size, uint8_t(kind));
-    std::memcpy(&message[1], &length, sizeof length);
-    if (size) std::memcpy(&message[HEADER], data, size);
-    pollfd socket{peers_[size_t(to)].socket, POLLOUT, 0};
-    sending_to_ = to;
-    for (size_t at = 0; at < message.size();) {
-        wait_until([&] { return ::poll(&socket, 1, 20) > 0; });
-        const ssize_t sent =
-            ::send(socket.fd, &message[at], message.size() - at, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent > 0) at += size_t(sent);
-        else if (errno != EAGAIN) read(peers_[size_t(to)]), ended(to);
-    }
-    sending_to_ = -1;
+    Header header{uint8_t(kind), size};
+    transfer(to, POLLOUT, &header, sizeof header);
+    transfer(to, POLLOUT, const_cast<void*>(data), size);
 }
 
 Bytes ProcessGroup::receive(int from) {
-    Peer& peer = peers_[size_t(from)];
-    pollfd socket{peer.socket, POLLIN, 0};
-    auto complete = [&] {
-        const size_t size = peer.read.size();
-        return size >= HEADER && peer.read[0] == DATA && size >= size_of(peer.read.data());
-    };
-    wait_until([&] {
-        if (complete()) return true;
-        ::poll(&socket, 1, 20);
-        read(peer);
-        return complete();
-    });
-    const auto end = peer.read.begin() + ptrdiff_t(size_of(peer.read.data()));
-    const Bytes bytes(peer.read.begin() + HEADER, end);
-    peer.read.erase(peer.read.begin(), end);
+    pollfd socket{peers_[size_t(from)].socket, POLLIN, 0};
+    wait_until([&] { return has_sent(from) || (::poll(&socket, 1, 20) > 0 && has_sent(from)); });
+    Header header;
+    transfer(from, POLLIN, &header, sizeof header);
+    Bytes bytes(header.size);
+    transfer(from, POLLIN, bytes.data(), bytes.size());
     return bytes;
 }
 
-// Reads what a rank has sent, without waiting: all of the first message, and a little ahead to learn whether
-// the rank has ended.
-void ProcessGroup::read(Peer& peer) {
-    Bytes& bytes = peer.read;
-    while (peer.open) {
-        while (bytes.size() >= HEADER && bytes[0] == WAITING)
-            bytes.erase(bytes.begin(), bytes.begin() + HEADER);
-        const size_t first = bytes.size() < HEADER ? HEADER : size_of(bytes.data());
-        if (first > MOST_BYTES) bytes.clear(), peer.open = false;  // none of our ranks sends this
-        const size_t room = first + READ_AHEAD - std::min(bytes.size(), first + READ_AHEAD);
-        uint8_t part[1 << 16];
-        const ssize_t got = room ? ::recv(peer.socket, part, std::min(sizeof part, room), MSG_DONTWAIT) : 0;
-        if (got > 0 || !room) peer.heard = now();
-        if (!room || (got < 0 && (errno == EAGAIN || errno == EINTR))) return;
-        if (got <= 0) peer.open = false;
-        else bytes.insert(bytes.end(), part, part + got);
+// Sends these bytes (POLLOUT), or fills them with what the rank sends (POLLIN), and looks after the others.
+void ProcessGroup::transfer(int rank, short direction, void* data, size_t size) {
+    pollfd socket{peers_[size_t(rank)].socket, direction, 0};
+    auto* at = static_cast<uint8_t*>(data);
+    int& partner = direction == POLLOUT ? sending_to_ : receiving_from_;
+    partner = rank;
+    while (size > 0) {
+        wait_until([&] { return ::poll(&socket, 1, 20) > 0; });
+        const ssize_t n = direction == POLLOUT ? ::send(socket.fd, at, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+                                               : ::recv(socket.fd, at, size, MSG_DONTWAIT);
+        if (n > 0) at += n, size -= size_t(n);
+        else if (n == 0 || errno != EAGAIN) ended(rank);
+    }
+    partner = -1;
+}
+
+// Whether a value of this rank is there. Takes its WAITING messages. If it has failed or ended, or sends what
+// none of our ranks would, this does not return.
+bool ProcessGroup::has_sent(int rank) {
+    Peer& peer = peers_[size_t(rank)];
+    for (;;) {
+        const bool closed = is_closed(peer.socket);  // before the message is looked at: so it is the last one
+        Header next{};
+        const bool whole =
+            ::recv(peer.socket, &next, sizeof next, MSG_PEEK | MSG_DONTWAIT) == ssize_t(sizeof next);
+        if (whole) peer.heard = now();
+        if (whole && next.kind == DATA && next.size <= MOST_BYTES) return true;
+        if (whole && next.kind == WAITING) ::recv(peer.socket, &next, sizeof next, 0);
+        else if (whole || closed) ended(rank);
+        else return false;
     }
 }
 
@@ -288,10 +288,10 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
         const bool tells = time > told + patience / 6;
         if (tells) told = time;
         for (int r = 0; r < count(); r++) {
-            Peer& peer = peers_[size_t(r)];
+            const Peer& peer = peers_[size_t(r)];
             if (peer.socket < 0) continue;
-            read(peer);
-            if (!peer.open || (peer.read.size() >= HEADER && peer.read[0] != DATA)) ended(r);
+            // A rank may end once it has sent the value that this one waits for.
+            if (r != receiving_from_ && has_sent(r) && is_closed(peer.socket) && !done()) ended(r);
             if (tells && r != sending_to_) tell(peer.socket, WAITING);
             if (time < peer.heard + patience) continue;
             if (!named && rank_ <= 1)  // rank 1 speaks of rank 0
@@ -303,25 +303,30 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
     }
 }
 
-// Waits until a rank can send no more. What its last message was: FAILED, with a sentence, ENDING, or
-// another.
-uint8_t ProcessGroup::last_message(Peer& peer, double seconds, std::string* sentence) {
-    pollfd socket{peer.socket, POLLIN, 0};
-    for (const double until = now() + seconds; peer.open && now() < until; read(peer)) ::poll(&socket, 1, 20);
-    uint8_t kind = 0;
-    Bytes& bytes = peer.read;
-    while (bytes.size() >= HEADER && bytes.size() >= size_of(bytes.data())) {
-        const auto end = bytes.begin() + ptrdiff_t(size_of(bytes.data()));
-        kind = bytes[0];
-        sentence->assign(bytes.begin() + HEADER, end);
-        bytes.erase(bytes.begin(), end);
+// Reads all that a rank still sends. What its last message was: FAILED, with a sentence, ENDING, or another.
+uint8_t ProcessGroup::last_message(int rank, double seconds, std::string* sentence) {
+    pollfd socket{peers_[size_t(rank)].socket, POLLIN, 0};
+    std::string all;
+    char part[1 << 16];
+    ssize_t got = 1;
+    for (const double until = now() + seconds; got > 0 && now() < until;) {
+        if (::poll(&socket, 1, 20) <= 0) continue;
+        got = ::recv(socket.fd, part, sizeof part, 0);
+        if (got > 0) all.append(part, size_t(got));
     }
-    return kind;
+    Header last{};
+    for (size_t at = 0; all.size() - at >= sizeof last; at += last.size) {
+        std::memcpy(&last, &all[at], sizeof last);
+        at += sizeof last;
+        if (last.size > all.size() - at) return 0;
+        sentence->assign(all, at, last.size);
+    }
+    return last.kind;
 }
 
 void ProcessGroup::ended(int rank) {
     std::string sentence;
-    const uint8_t last = last_message(peers_[size_t(rank)], 5, &sentence);
+    const uint8_t last = last_message(rank, 5, &sentence);
     if (last == FAILED) end(concat("Rank ", rank, ": ", sentence));
     if (last == ENDING || rank_ > 1) end("");
     end(concat("Rank ", rank, " has ended unexpectedly (killed, or out of memory?); start again."));
@@ -343,7 +348,7 @@ void ProcessGroup::fail(const std::string& sentence) {
     std::string unused;
     send(0, FAILED, sentence.data(), sentence.size());
     ::shutdown(peers_[0].socket, SHUT_WR);
-    end(last_message(peers_[0], patience, &unused) == ENDING ? "" : sentence);
+    end(last_message(0, patience, &unused) == ENDING ? "" : sentence);
 }
 
 }  // namespace coat

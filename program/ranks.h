@@ -70,18 +70,17 @@ public:
 private:
     struct Peer {
         int socket;
-        Bytes read = {};   // what it has sent, from the first message on that is not dealt with
-        bool open = true;  // it can still send
         double heard = 0;  // when it last sent anything
     };
     const int rank_, local_;
-    std::vector<Peer> peers_;  // by rank
-    int sending_to_ = -1;      // in the middle of a message
+    std::vector<Peer> peers_;                    // by rank
+    int sending_to_ = -1, receiving_from_ = -1;  // in the middle of a message
 
     void send(int to, char kind, const void* data, size_t size);
     Bytes receive(int from);
-    void read(Peer& peer);
-    uint8_t last_message(Peer& peer, double seconds, std::string* sentence);
+    void transfer(int rank, short direction, void* data, size_t size);
+    bool has_sent(int rank);
+    uint8_t last_message(int rank, double seconds, std::string* sentence);
     [[noreturn]] void ended(int rank);
     [[noreturn]] void end(const std::string& sentence, int code = 1);
 };

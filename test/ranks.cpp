@@ -102,6 +102,9 @@ struct Played {
     }
 };
 
+// As a launcher would set it; the ranks that a test starts inherit it.
+const int token = setenv("COAT_TOKEN", "secret", 1);
+
 void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // Runs `body` with each of several ranks, in threads that have found each other through a port.
@@ -135,7 +138,8 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
                                           {"WORLD_SIZE", "8"},
                                           {"LOCAL_RANK", "1"},
                                           {"MASTER_ADDR", "node0"},
-                                          {"MASTER_PORT", "29500"}};
+                                          {"MASTER_PORT", "29500"},
+                                          {"COAT_TOKEN", "secret"}};
     auto with = [&](const char* name, const char* value) {
         Environment::Values values = torchrun;
         values[name] = value;
@@ -169,7 +173,9 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
         {with("COAT_PORT", "70000"), 0, "COAT_PORT"},
         {with("MASTER_PORT", "65535"), 0, "MASTER_PORT"},
         {{{"RANK", "0"}, {"WORLD_SIZE", "2"}}, 0, "MASTER_ADDR is not set"},
-        {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}, 0, "MASTER_PORT is \"\""},
+        {with("MASTER_PORT", ""), 0, "MASTER_PORT is \"\""},
+        {with("COAT_TOKEN", ""), 0, "COAT_TOKEN is not set"},
+        {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}, 0, "COAT_TOKEN is not set"},
         {torchrun, 4, "--ranks 4"},
         {torchrun, 1, "--ranks 1"},
         {{}, 1025, "--ranks 1025"}};
@@ -364,7 +370,7 @@ TEST_CASE(
     Played(ONE_BY_ONE, body, 60, {1}).check({1}, "Rank 1 cannot connect with rank 0 at 127.0.0.1, port");
     for (const std::vector<int>& present : {std::vector<int>{0, 1, 1, 2}, {0, 1, 2}}) {
         const Played played(ONE_BY_ONE, body, 60, present, free_port(), [&](int rank) {
-            if (rank == 2) sleep_ms(300), setenv("COAT_TOKEN", present.size() == 3 ? "other" : "", 1);
+            if (rank == 2) sleep_ms(300), setenv("COAT_TOKEN", present.size() == 3 ? "other" : "secret", 1);
         });
         CHECK(std::count(played.codes.begin(), played.codes.end(), 1) == (present.size() == 3 ? 3 : 1));
         CHECK(contains(played.error, "cannot connect with rank 0"));
