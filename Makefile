@@ -4,6 +4,7 @@
 # make fuzz       random input for every reader of files, a minute each (dev/fuzz; needs clang++)
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
+# make exercise N=3   what the judge says of dev/exercises/03-...: passed, or a hint
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
@@ -25,6 +26,7 @@ CXXFLAGS  = -std=c++17 $(OPT) -march=native -fopenmp -fno-math-errno -Wall -Wext
 
 SOURCES := reference.cpp $(sort $(filter-out program/train.cpp,$(wildcard program/*.cpp)) $(wildcard data/*.cpp))
 TESTS   := $(sort $(wildcard test/*.cpp test/*/*.cpp))
+JUDGE   := dev/exercises/judge.cpp
 LINK    := $(CXX) -fopenmp $(OPT)
 
 ifneq ($(NVCC),)
@@ -53,10 +55,10 @@ OBJECTS := $(call object,$(SOURCES))
 
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test bench sanitize fuzz clean need-json need-doctest need-nvcc FORCE
+.PHONY: test exercise bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
 $(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-$(O)/tests: $(call object,$(TESTS)) $(OBJECTS)
+$(O)/tests: $(call object,$(TESTS) $(JUDGE)) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 test: $(PROGRAM) $(O)/tests
 	OMP_WAIT_POLICY=passive COAT_TRAIN=$(abspath $(PROGRAM)) $(O)/tests $(TEST_ARGS)
@@ -67,6 +69,14 @@ $(O)/bench: $(call object,dev/bench.cu) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(patsubst dev/ladders/%.cu,$(O)/ladder_%,$(wildcard dev/ladders/*.cu)): $(O)/ladder_%: $(O)/dev/ladders/%.cu.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
+# An exercise needs the reference alone, not the GPU implementation.
+EXERCISE := $(firstword $(wildcard dev/exercises/$(N)-* dev/exercises/0$(N)-*))
+exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(WITH_GPU),,need-nvcc)) $(O)/exercise_$(N),need-number)
+	@$(O)/exercise_$(N)
+$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp program/ranks.cpp)
+	$(LINK) -o $@ $^ $(LIBRARIES)
+need-number:
+	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
 # Programs that dev/results.py runs for dev/RESULTS.md.
 $(patsubst dev/evidence/%.cpp,$(O)/evidence_%,$(wildcard dev/evidence/*.cpp)): $(O)/evidence_%: $(O)/dev/evidence/%.cpp.o $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
@@ -74,7 +84,7 @@ bench: $(if $(WITH_GPU),$(O)/bench,need-nvcc)
 	$(O)/bench --json $(O)/bench.json $(BENCH_ARGS)
 	if grep -q '"step"' $(O)/bench.json; then python3 dev/plot.py bench $(O)/bench.json > $(O)/bench.svg; fi  # --only has no whole step
 need-nvcc:
-	@echo "make bench measures a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
+	@echo "This measures or uses a GPU and needs nvcc: install the CUDA toolkit, or give NVCC=/path/to/nvcc." >&2; exit 1
 
 $(O)/%.cpp.o: %.cpp $(O)/flags | need-json
 	@mkdir -p $(@D)
@@ -91,6 +101,7 @@ $(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu): private NVCCF
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
+$(O)/dev/exercises/% $(O)/test/dev/%: OPT = -O1
 
 $(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
 	@mkdir -p $(@D)

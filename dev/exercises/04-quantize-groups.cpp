@@ -1,0 +1,21 @@
+// 4 - Quantize in 1x16 groups with BF16 scales (section 5, mixed granularity)
+//
+// Inputs of norms and activation functions have a scale for each 16 neighbouring values of a row:
+//   s = to_bf16(amax of the group / 448)        code = encode(x (1 / s))
+// An outlier then costs precision in its own group only. Write the codes (rows, cols) and the scales
+// (rows, groups in a row).
+//
+// Watch for:
+//   Round the scale first, and divide by the rounded one: it is the scale that decoding will use.
+//   Round it to the nearest. It may become 0.2% too small: amax / s, up to 449.75, still rounds to 448.
+//   The last group of a row is shorter if cols is no multiple of 16. No group crosses to the next row.
+//   A group of zeros has s = 1.
+//
+// given::to_bf16(s) is s rounded to BF16, as a float; given::encode(x) is an E4M3 code.
+#include "judge.h"
+
+void quantize(int rows, int cols, const float* x, uint8_t* codes, float* scales) {
+    // your code
+}
+
+int main() { return judge::quantize_groups(quantize); }

@@ -1,0 +1,21 @@
+// 10 - SwiGLU backward from 1x16 groups (section 5, precision flow)
+//
+// Forward computed act = silu(gate) up, with silu(a) = a s and s = 1 / (1 + exp(-a)). It saved gate and up in
+// 1x16 groups, as one matrix (N, 2 F): a row has F values of gate, then F of up. Backward:
+//   dup = dact silu(gate)
+//   dgate = dact up silu'(gate)        silu'(a) = s (1 + a (1 - s))
+//
+// Watch for:
+//   A row of scales has 2 F / 16 of them: those of gate, then those of up.
+//   dgate_up has the order of gate_up.
+//
+// codes and dgate_up are (N, 2 F), scales (N, 2 F / 16), dact (N, F). given::decode(code) is the value of an
+// E4M3 code.
+#include "judge.h"
+
+void swiglu_backward(int N, int F, const uint8_t* codes, const float* scales, const float* dact,
+                     float* dgate_up) {
+    // your code
+}
+
+int main() { return judge::swiglu_backward(swiglu_backward); }

@@ -1,0 +1,23 @@
+// 11 - On a GPU: quantize a matrix, and its transpose (section 5)
+//
+// Backward needs codes in both orders: Hopper's FP8 GEMMs read both operands along the reduction. Write
+//   codes[r * cols + c] = transposed[c * rows + r] = encode(x[r * cols + c] * inverse_scale)
+//
+// A block has 32 x 8 threads and does a tile of 32 x 32 values: tile blockIdx.x along the columns and
+// blockIdx.y along the rows. Read x by rows, keep the codes in shared memory, and write both results by their
+// rows, so that neighbouring threads always use neighbouring addresses.
+//
+// Watch for:
+//   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.
+//   All threads of a block must have written the tile before one reads it: __syncthreads(), by all of them.
+//   A column of a 32-wide tile lies in one bank of shared memory: make it wider (speed only).
+//
+// __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3) is the code of x.
+#include "judge.cuh"
+
+__global__ void quantize_transpose(int rows, int cols, float inverse_scale, const float* x, uint8_t* codes,
+                                   uint8_t* transposed) {
+    // your code
+}
+
+int main() { return judge::quantize_transpose(on_gpu(quantize_transpose)); }

@@ -1,0 +1,26 @@
+// 12 - On a GPU: AdamW with FP8 moments, a block for each group (section 4)
+//
+// Exercise 7, with a block of 128 threads for a group of 128 parameters: thread t of block b has parameter
+// i = 128 b + t, code i, and shares max[b] and k[b]. max and k need the largest and the smallest magnitude of
+// all threads: reduce in shared memory, or with __shfl_xor_sync within warps and shared memory between them.
+//
+// Watch for:
+//   Threads beyond n have no parameter, but take part in every __syncthreads().
+//   Read the old max[b] and k[b] before one thread overwrites them.
+//   Zeros do not count in the smallest magnitude; a group of zeros has max = 0, k = 1 and codes 0.
+//
+// decode(code) and encode(x) are below; use log2f, exp2f, rintf, copysignf for the formulas of exercise 6.
+#include "judge.cuh"
+
+__device__ float decode(uint8_t code) {
+    __nv_fp8_e4m3 x;
+    x.__x = code;
+    return float(x);
+}
+__device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+
+__global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment v) {
+    // your code
+}
+
+int main() { return judge::adamw(on_gpu(adamw), std::cout, 12); }
