@@ -1,12 +1,10 @@
 // gemm.cu - gemm.cuh on cuBLASLt.
 //
-// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along
-// the reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no
-// E5M2 x E5M2. The layouts of scales other than per-tensor are under "Outer Vector Scaling" and
-// "128-element 1D and 128x128 2D Block Scaling"; tensor.cuh (Operand) repeats them.
-//
-// cuBLAS is column-major, and there a row-major matrix is its transpose: out^T = b^T a^T. So cuBLAS's
-// operand A is our b.
+// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands contiguous along the
+// reduction, dimensions that are multiples of 16, scales as 16-byte aligned device pointers, no E5M2 x E5M2.
+// The layouts of scales other than per-tensor are under "Outer Vector Scaling" and "128-element 1D and
+// 128x128 2D Block Scaling"; tensor.cuh (Operand) repeats them. cuBLAS is column-major, and there a row-major
+// matrix is its transpose: out^T = b^T a^T. So cuBLAS's operand A is our b.
 #include "gemm.cuh"
 
 #include <algorithm>
@@ -71,10 +69,9 @@ cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
 
 constexpr int CANDIDATES = 16;  // cuBLASLt 13.1 has 8 for every shape of a 7B, a 1.1B and a 124M model
 
-// Tiles of the output that are small enough for one warpgroup, so that two work in turn: one stores its sums
-// while the other multiplies. On an H100 an algorithm with the first of these that cuBLASLt offers takes 4 to
-// 18% less time than cuBLASLt's first choice, for every large output of fprop and dgrad of Llama-2-7B and
-// GPT-2 but three, which take as long. That does not hold for wgrad, nor for FP8 sums that are moved to FP32.
+// Tiles small enough for one warpgroup, so that two work in turn: one stores its sums while the other
+// multiplies. On an H100 the first of these takes 4 to 18% less time than cuBLASLt's first choice for large
+// outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same); not for wgrad and FP8 sums moved to FP32.
 constexpr uint32_t FAST_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
                                    CUBLASLT_MATMUL_TILE_176x128};
 constexpr int64_t LARGE = 1 << 23;  // elements: at least 2.8 tiles for each multiprocessor
@@ -100,8 +97,7 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
     cublasLtMatmulDescOpaque_t operation;
     cublasLtMatmulAlgo_t algorithm{};
 
-    // Accumulation is in FP32 (or, if fast, in fewer bits), alpha is 1 and beta 0 or 1. The bias is added by
-    // the epilogue.
+    // Accumulation is in FP32 (if fast, in fewer bits), alpha is 1, beta 0 or 1; the epilogue adds the bias.
     Problem(const Call& c, bool fast_accumulation)
         : a(layout(c.a.format, c.a.rows, c.a.cols)), b(layout(c.b.format, c.b.rows, c.b.cols)),
           out(layout(c.out.quant.format, c.out.cols, c.out.rows)) {
@@ -126,9 +122,8 @@ struct Gemms::Problem {  // what cuBLASLt knows of a shape
         if (c.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, c.bias);
     }
 
-    // cuBLASLt's algorithms in its own order of preference, or by their tiles; at least one. Partial sums in
-    // the output's format are excluded. If the tile decides, so are all partial sums: then the order of
-    // additions, and with it the bits, do not depend on the choice.
+    // cuBLASLt's algorithms, at least one, by their tiles or in its own order. Partial sums in the output's
+    // format are excluded; by tile all are, so that the order of additions does not depend on the choice.
     std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
         cublasLtMatmulPreferenceOpaque_t preference;
         succeed(cublasLtMatmulPreferenceInit(&preference), DESCRIBING);
