@@ -81,11 +81,10 @@ private:
     void blocks_backward() override {
         for (int64_t l = config_.L; l-- > 0;) block_backward(l);
     }
-    void embedding_backward(int64_t runs) override {
-        const Arena::Scope scope(arena_);
+    void embedding_backward(int64_t tokens) override {
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), order_.device, runs_.device, runs,
-                                state_.gradient(embedding_), arena_.take<float>(N_ * config_.C), cuda_);
+        gpu::embedding_backward(residual_gradient(), order_.device, token_rows_.device, tokens,
+                                state_.gradient(embedding_), cuda_);
         if (!rotary_) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }

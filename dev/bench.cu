@@ -462,20 +462,17 @@ private:
         const View table = random(c_.padded_V(), c_.C),
                    positions = c_.arch.rope ? View{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
-        const EmbeddingOrder order = embedding_order(tokens.data(), N_, c_.V);
-        const int64_t chunks = int64_t(order.runs.size());
-        const auto distinct =
-            std::count_if(order.runs.begin(), order.runs.end(), [](const TokenRun& c) { return c.runs > 0; });
+        const EmbeddingOrder order = embedding_order(tokens.data(), N_);
+        const int64_t distinct = int64_t(order.tokens.size());
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
-        const TokenRun* pieces = upload(order.runs);
-        float* workspace = floats(chunks * c_.C);
+        const TokenRows* pieces = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
             embedding_forward(on_device, table, positions, setup_.T, groups_ ? x : View{}, first, true, slot_,
                               nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes),
-             [&] { gpu::embedding_backward(x, rows, pieces, chunks, table, workspace, nullptr); });
+             [&] { gpu::embedding_backward(x, rows, pieces, distinct, table, nullptr); });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
                  [&] { positions_backward(x, setup_.T, positions, nullptr); });

@@ -17,7 +17,8 @@ public:
         : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
           peers_(setup_, device_.memory, cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
           linear_{device_, state_, exchange_, gemms_, linear_formats(setup_), caches_weights}, tokens_(*this),
-          targets_(*this), order_(*this), runs_(*this), outcome_(1, dry_run()), loss_scale_(1, dry_run()) {}
+          targets_(*this), order_(*this), token_rows_(*this), outcome_(1, dry_run()),
+          loss_scale_(1, dry_run()) {}
 
     // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
     // and each GEMM chooses its algorithm. The second is recorded.
@@ -119,9 +120,9 @@ protected:
     virtual void forward() = 0;
     // Results::outcome.loss += the sum of the losses * Results::loss_scale; with the gradients of the head.
     virtual void head_and_loss(bool backward) = 0;
-    // The gradients of all blocks; then of the embeddings, whose rows order_ and runs_ sort by token.
+    // The gradients of all blocks; then of the embeddings, whose rows order_ and token_rows_ sort by token.
     virtual void blocks_backward() = 0;
-    virtual void embedding_backward(int64_t runs) = 0;
+    virtual void embedding_backward(int64_t tokens) = 0;
     // The logits of the last token in FP32, after forward().
     virtual void last_logits(void* logits) = 0;
     virtual void make_cached_weights() = 0;
@@ -179,7 +180,7 @@ protected:
         }
     };
     Upload<int32_t> tokens_, targets_, order_;
-    Upload<TokenRun> runs_;
+    Upload<TokenRows> token_rows_;
 
 private:
     Pinned<Outcome> outcome_;
@@ -255,13 +256,13 @@ private:
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
         if (warming_up_ || linear_.stats || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
-        const EmbeddingOrder sorted = embedding_order(tokens_.host.get() + first, N_, config_.V);
-        const int64_t runs = static_cast<int64_t>(sorted.runs.size());
+        const EmbeddingOrder sorted = embedding_order(tokens_.host.get() + first, N_);
+        const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());
         std::copy(sorted.order.begin(), sorted.order.end(), order_.host.get() + first);
-        std::copy(sorted.runs.begin(), sorted.runs.end(), runs_.host.get() + first);
+        std::copy(sorted.tokens.begin(), sorted.tokens.end(), token_rows_.host.get() + first);
         order_.send(first, N_, cuda_);
-        runs_.send(first, runs, cuda_);
-        embedding_backward(runs);
+        token_rows_.send(first, distinct, cuda_);
+        embedding_backward(distinct);
     }
 
     // *checked = the loss so far, or NaN if an FP8 code hides a value that is not finite.

@@ -2,6 +2,9 @@
 // (interface: layers.cuh; how tensors are read and written: tensor.cuh and tiles.cuh).
 #include "layers.cuh"
 
+#include <algorithm>
+#include <numeric>
+
 #include "tiles.cuh"
 
 namespace coat::gpu {
@@ -315,23 +318,20 @@ void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndS
 // ===========================================================================================================
 // Embedding, backward
 
-EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V) {
-    std::vector<int32_t> first(V + 1, 0);
-    for (int64_t i = 0; i < N; i++) first[tokens[i] + 1]++;
-    for (int64_t t = 0; t < V; t++) first[t + 1] += first[t];
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     EmbeddingOrder out;
     out.order.resize(N);
-    std::vector<int32_t> next(first.begin(), first.end() - 1);
-    for (int64_t i = 0; i < N; i++) out.order[next[tokens[i]]++] = static_cast<int32_t>(i);
-    // Tokens with several runs come first: only their runs need partial sums.
-    for (const bool several : {true, false})
-        for (int64_t t = 0; t < V; t++) {
-            const int32_t count = first[t + 1] - first[t],
-                          runs = static_cast<int32_t>(ceil_div(count, RUN_ROWS));
-            for (int32_t c = 0; c < runs && several == (runs > 1); c++)
-                out.runs.push_back({static_cast<int32_t>(t), first[t] + c * RUN_ROWS,
-                                    std::min(RUN_ROWS, count - c * RUN_ROWS), c ? 0 : runs});
-        }
+    std::iota(out.order.begin(), out.order.end(), 0);
+    std::stable_sort(out.order.begin(), out.order.end(),
+                     [&](int32_t a, int32_t b) { return tokens[a] < tokens[b]; });
+    for (int32_t i = 0; i < N; i++) {
+        const int32_t token = tokens[out.order[i]];
+        if (i == 0 || token != out.tokens.back().token) out.tokens.push_back({token, i, 0});
+        out.tokens.back().count++;
+    }
+    // The longest sums start first.
+    std::stable_sort(out.tokens.begin(), out.tokens.end(),
+                     [](const TokenRows& a, const TokenRows& b) { return a.count > b.count; });
     return out;
 }
 
@@ -346,7 +346,7 @@ static __device__ int64_t embedding_column() {
 // sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
 template <class Index>
 static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < n; i++) {
         Values v;
         x.load_values(index(i) * C + col, v);
@@ -354,31 +354,23 @@ static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, In
     }
 }
 
-// Stage one: the rows of a run. A token with one run is done then; others leave their runs' sums in
-// partials.
+// A block has one token: it adds up SUM_ROWS rows at a time, then these sums.
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_runs_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRun* runs,
-                          EitherDense gradient, EitherDense partials) {
+    embedding_backward_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRows* tokens,
+                              EitherDense gradient) {
+    constexpr int SUM_ROWS = 32;
     const int64_t col = embedding_column();
     if (col >= C) return;
-    const TokenRun run = runs[blockIdx.x];
-    Values sum = {};
-    sum_rows(
-        g, C, col, run.count, [&](int i) { return int64_t(order[run.first + i]); }, sum);
-    if (run.runs == 1) gradient.add(run.token * C + col, sum);
-    else partials.round_and_store(blockIdx.x * C + col, sum, true);
-}
-
-// Stage two: the runs of a token that has several, in order.
-static __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_tokens_kernel(int64_t C, const TokenRun* runs, EitherDense gradient, EitherDense partials) {
-    const int64_t col = embedding_column();
-    const TokenRun run = runs[blockIdx.x];
-    if (col >= C || run.runs < 2) return;
-    Values sum = {};
-    sum_rows(
-        partials, C, col, run.runs, [&](int i) { return int64_t(blockIdx.x) + i; }, sum);
-    gradient.add(run.token * C + col, sum);
+    const TokenRows rows = tokens[blockIdx.x];
+    Values total = {};
+    for (int first = 0; first < rows.count; first += SUM_ROWS) {
+        Values sum = {};
+        sum_rows(
+            g, C, col, min(SUM_ROWS, rows.count - first),
+            [&](int i) { return int64_t(order[rows.first + first + i]); }, sum);
+        for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
+    }
+    gradient.add(rows.token * C + col, total);
 }
 
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
@@ -393,14 +385,10 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     gradient.add(t * C + col, sum);
 }
 
-void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs, int64_t number_of_runs,
-                        const View& gradient, float* workspace, cudaStream_t s) {
-    const dim3 grid = embedding_grid(number_of_runs, g.cols);
-    const EitherDense partials{workspace, true}, to = either_dense(gradient);
-    launch("embedding_runs", embedding_runs_kernel, grid, EMBEDDING_THREADS, 0, s, either_dense(g), g.cols,
-           order, runs, to, partials);
-    launch("embedding_tokens", embedding_tokens_kernel, grid, EMBEDDING_THREADS, 0, s, g.cols, runs, to,
-           partials);
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
+                        int64_t number_of_tokens, const View& gradient, cudaStream_t s) {
+    launch("embedding_backward", embedding_backward_kernel, embedding_grid(number_of_tokens, g.cols),
+           EMBEDDING_THREADS, 0, s, either_dense(g), g.cols, order, tokens, either_dense(gradient));
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {

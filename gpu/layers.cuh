@@ -44,22 +44,19 @@ void column_sums(const Lazy& x, const View& gradient, float* workspace, AmaxAndS
 
 // --- Embedding, backward
 
-// The rows of g that belong to the same token, sorted on the host by counting, so that sums have a fixed
-// order. A run is at most RUN_ROWS rows of one token.
-inline constexpr int RUN_ROWS = 32;
-struct TokenRun {
+// The rows of g that belong to the same token, sorted on the host, so that sums have a fixed order.
+struct TokenRows {
     int32_t token, first, count;  // rows order[first .. first + count)
-    int32_t runs;                 // of this token, which follow each other; 0 for all but the first of them
 };
 struct EmbeddingOrder {
-    std::vector<int32_t> order;  // (N) row numbers by token, ascending within a token
-    std::vector<TokenRun> runs;  // at most N
+    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
+    std::vector<TokenRows> tokens;  // at most N
 };
-EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N, int64_t V);
-// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and runs are on the
-// device. Workspace: (number_of_runs, C) floats.
-void embedding_backward(const View& g, const int32_t* order, const TokenRun* runs, int64_t number_of_runs,
-                        const View& gradient, float* workspace, cudaStream_t s);
+EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
+// gradient (padded_V, C): row[token] = round(row[token] + sum of g's rows). order and tokens are on the
+// device.
+void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
+                        int64_t number_of_tokens, const View& gradient, cudaStream_t s);
 // gradient (max_T, C): row[t] = round(row[t] + sum over the batch of g's rows b*T + t)
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s);
 

@@ -189,16 +189,15 @@ GPU_TEST_CASE("embedding_forward, embedding_backward and positions_backward") {
             check_quantized(c.in, sum);
             c.check_stats(c.in.values());
 
-            const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N, V);
-            const int64_t runs = int64_t(order.runs.size());
-            REQUIRE(runs <= N);
+            const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N);
+            const int64_t distinct = int64_t(order.tokens.size());
+            REQUIRE(distinct <= live);
             const Buffer<int32_t> device_order(order.order);
-            const Buffer<gpu::TokenRun> device_runs(order.runs);
-            const Buffer<float> workspace(runs * C);
+            const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::F32}) {  // of the gradients
                 const Tensor de(e, V, C, Quant{format}), dp(p, T, C, Quant{format});
-                gpu::embedding_backward(device_g.view(), device_order.get(), device_runs.get(), runs,
-                                        de.view(), workspace.get(), 0);
+                gpu::embedding_backward(device_g.view(), device_order.get(), token_rows.get(), distinct,
+                                        de.view(), 0);
                 gpu::positions_backward(device_g.view(), T, dp.view(), 0);
                 check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });
                 check_row_sums(dp, p, g, [&](int64_t n) { return n % T; });
