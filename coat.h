@@ -91,16 +91,11 @@ struct Quant {
         return code_bytes(rows, cols) + operand_scales(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
-        if (!fp8()) return info(format).name;
-        auto side = [](int n) { return n ? std::to_string(n) : std::string("all"); };
-        const std::string sides = side(granularity.rows) + "x" + side(granularity.cols);
-        const bool tensor = granularity == PER_TENSOR, row = granularity == PER_ROW;
-        const bool usual = scale_format == (granularity == PER_GROUP ? Format::BF16 : Format::F32);
-        return info(format).name +
-               (" " + (tensor ? "tensor"
-                       : row  ? "row"
-                              : sides)) +
-               (usual ? "" : concat(" with ", info(scale_format).name, " scales"));
+        const std::string name = info(format).name;
+        if (!fp8()) return name;
+        if (granularity == PER_TENSOR) return name + " tensor";
+        if (granularity == PER_ROW) return name + " row";
+        return concat(name, " ", granularity.rows, "x", granularity.cols);
     }
 };
 
