@@ -1,10 +1,5 @@
 // adamw.cu - the paper's section 4 on the GPU: AdamW with moments in FP8 and dynamic range expansion
 // (interface, and AdamW of one element: gpu/adamw.cuh; the same operators on the CPU: reference.cpp).
-//
-// Read it in this order:
-//   1. dynamic range expansion (equation 4): expand, contract, and the scales of a group
-//   2. AdamW with both moments in FP8 groups, at 85% of copy bandwidth (dev/ladders/adamw.cu shows the way
-//      there)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -204,9 +199,9 @@ __device__ void group_scales(const MomentFormat& fm, const MomentFormat& fv, con
 // ===========================================================================================================
 // 2. AdamW with both moments in FP8 groups: the kernel of training with COAT
 //
-// Two things make it fast. The next groups are being loaded while these are computed. And the scales (max, k)
-// of eight groups are loaded and stored together: eight neighbouring lanes then access eight neighbouring
-// floats, 32 bytes, which is a whole sector of memory.
+// Two things make it fast (dev/ladders/adamw.cu shows the way there). The next groups are being loaded while
+// these are computed. And the scales (max, k) of eight groups are loaded and stored together: eight
+// neighbouring lanes then access eight neighbouring floats, 32 bytes, which is a whole sector of memory.
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
 template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }

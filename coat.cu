@@ -2,15 +2,9 @@
 // flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
 // The types View, Values, Dense, Groups and AmaxAndScale are those of gpu/tensor.cuh.
 //
-// Read it in this order:
-//   1. quantize in groups: the simplest quantizer. Its arithmetic is Groups::group_scale and round_and_store
-//      in gpu/tensor.cuh
-//   2. group scaling: the amax of a tensor
-//   3. per-tensor FP8, row-major and transposed
-//   4. quantize(): the kernel for each format
-//   5. a fused kernel: the input of an activation
-// From part 2 on, kernels go through a tensor in tiles, and a producer computes what is not stored: both are
-// in gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu.
+// Part 1 is the simplest quantizer. From part 2 on, kernels go through a tensor in tiles, and a producer
+// computes what is not stored: both are in gpu/tiles.cuh. Scales that the paper does not use are in
+// gpu/other_scaling.cu.
 //
 // Words that all parts use:
 //   code        an FP8 value as it is stored, before it is multiplied by its scale
@@ -37,8 +31,7 @@ namespace coat::gpu {
 //
 // scale = amax / 448 of the group, code = E4M3(x / scale).
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
-// costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) finds the amax,
-// rounds the scale to BF16 and writes codes and scale.
+// costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) has the arithmetic.
 //
 // In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
 // of the activation's output beforehand (linear layers that are not FP8, or are not scaled per tensor just in
