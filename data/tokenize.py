@@ -8,49 +8,28 @@
 The tokenizer is one that transformers opens, by its name on the hub or as a model's folder; or a byte-level
 BPE that is trained on the training part of the text. data/tokens.h describes the files that it writes.
 
-A line of a file *.jsonl is a conversation: {"messages": [{"role": "user", "content": "..."}, ...]}, which the
-tokenizer's chat template turns into text. Only what the assistant says counts in the loss, with the token
-that ends its turn. Conversations are packed into windows of --seq tokens; the rest of a window is padding.
-Attention crosses from one conversation of a window into the next.
+Files *.jsonl, *.json and *.parquet have records of texts or of conversations (data/records.py). The
+tokenizer's chat template turns a conversation into text. Only what the assistant says counts in the loss,
+with the token that ends its turn. Conversations are packed into windows of --seq tokens; the rest of a window
+is padding. Attention crosses from one conversation of a window into the next.
 """
 import argparse
 import array
-import json
 import os
 import sys
 
+from records import fail, files_below, has_conversations, read_conversations, read_texts
+
 NOT_COUNTED = 1 << 31
+PROGRESS = 100 << 20  # characters from which on it is shown
 CHUNK = 1 << 20  # characters that are tokenized at once, to bound the memory of the tokenizer
 OPEN_WINDOWS = 64  # that the next conversation may go into
-
-
-def fail(sentence):
-    sys.exit(f"tokenize.py: {sentence}")
+MARK = "\ue000"  # stands for an answer; no template cuts it off or looks for it
 
 
 def write(path, header, content):  # ./train notices a file that is not whole
     with open(path, "wb") as f:
         f.write(array.array("i", header + [0] * (256 - len(header))).tobytes() + content)
-
-
-def files_below(path):
-    """The files in a folder that are not hidden, in the order of ./train; or the file itself."""
-    found = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
-    return sorted(filter(os.path.exists, found), key=os.fsencode) if os.path.isdir(path) else [path]
-
-
-def read_texts(files):
-    """Each text once: a copy of a text that is trained on would make validation easier than it is."""
-    texts = {}  # a dict keeps the order
-    for file in files:
-        try:
-            texts[open(file, encoding="utf-8", newline="").read()] = None
-        except UnicodeDecodeError:
-            print(f"{file} is not UTF-8 text and is skipped.")
-    return [text for text in texts if text] or fail("there is no text; give text files or folders of them.")
 
 
 def hold_out(items, part):
@@ -64,15 +43,21 @@ def hold_out(items, part):
 
 
 def encode(tokenizer, texts, end):
-    """One stream of tokens, with the end-of-text token before each text, as in llm.c's data."""
+    """One stream of tokens, with the end-of-text token before each text, as in llm.c's data. A special token
+    that stands in a text is text."""
     tokens = array.array("I")  # 4 bytes a token; a list takes more than 8
+    done, size = 0, sum(map(len, texts))
     for text in texts:
         tokens.extend([] if end is None else [end])
         at = 0
         while at < len(text):  # parts end with a line: nearly no token crosses that
             cut = text.find("\n", at + CHUNK) + 1 or len(text)
-            tokens.extend(tokenizer(text[at:cut], add_special_tokens=False, verbose=False)["input_ids"])
-            at = cut
+            tokens.extend(tokenizer(text[at:cut], add_special_tokens=False, split_special_tokens=True,
+                                    verbose=False)["input_ids"])
+            done, at = done + cut - at, cut
+            if size > PROGRESS:
+                print(f"\r{done * 100 // size}% of {size:,} characters", end="", file=sys.stderr, flush=True)
+    print(end="\n" if size > PROGRESS else "", file=sys.stderr)
     return tokens
 
 
@@ -105,50 +90,54 @@ def pieces_of(tokenizer):
             yield token.replace("\u2581", " ").encode()
 
 
-def tokens_of_conversation(tokenizer, row, where):
-    """The tokens, with the bit NOT_COUNTED where the assistant does not speak; none if there is no answer.
-    The template must write the beginning of a conversation as it writes the whole: then the ends of two such
-    texts are where an answer begins and ends."""
-    def render(end, generate):
+def common(a, b):
+    """The length of the longest common beginning."""
+    return len(os.path.commonprefix([a, b]))
+
+
+def span_of_answer(render, messages, i, where):
+    """Where message i begins and ends in the text of the whole conversation, with the end of its turn. A
+    template may write other things in the middle of a conversation than at its end. So the conversation is
+    written once more, with a mark in place of the answer: the answer is where the two texts differ. It begins
+    after the generation prompt if the text has that. What follows an answer that is last is a turn's end."""
+    marked = [*messages[:i], {"role": "assistant", "content": MARK}]
+    whole, other, last = render(messages), render(marked + messages[i + 1:]), render(marked).rstrip()
+    begin, end = common(whole, other), len(whole) - common(whole[::-1], other[::-1])
+    prompt = render(messages[:i], True) if i else ""
+    turn_end = last[last.rfind(MARK) + 1:]
+    if begin >= end or MARK not in other or MARK not in last or not whole.startswith(turn_end, end):
+        fail(f"{where}: the chat template writes {whole[end:end + 20]!r} after answer {i + 1}, but "
+             f"{turn_end[:20]!r} where it is the last, so its end cannot be found; use another template.")
+    return len(prompt) if i and whole.startswith(prompt) else begin, end + len(turn_end)
+
+
+def tokens_of_conversation(tokenizer, messages, tools, where):
+    """The tokens, with the bit NOT_COUNTED where the assistant does not speak; none if an answer is empty."""
+    def render(messages, generate=False):
         try:  # without the date, Llama 3's template would write today's: other tokens every day
-            return tokenizer.apply_chat_template(messages[:end], tools=row.get("tools"), tokenize=False,
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
                                                  add_generation_prompt=generate, date_string="26 Jul 2024")
         except Exception as problem:  # a template can raise anything
-            fail(f"{where}: the chat template fails ({problem}); correct the line, or give a chat model.")
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        found = ", ".join(row) if isinstance(row, dict) else "no object"
-        fail(f'{where} has no list "messages" of objects with "role" and "content" (found: {found}).')
-    text, spans = render(len(messages), False), []
+            fail(f"{where}: the chat template fails ({problem}); correct the record, or give a chat model.")
+    text, spans = render(messages), []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if not str(message.get("content") or "").strip() and not message.get("tool_calls"):
             return []
-        before, after = render(i, True), render(i + 1, False)
-        if not text.startswith(after) or not after.startswith(before):
-            fail(f"{where}: the chat template does not write the beginning of a conversation as it writes "
-                 "the whole, so an answer cannot be found; leave out the system message.")
-        spans.append((len(before), len(after.rstrip())))
+        if message.get("weight", 1):
+            spans.append(span_of_answer(render, messages, i, where))
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens = [t if any(a < end and b > begin for begin, end in spans) else t | NOT_COUNTED
               for t, (a, b) in zip(found["input_ids"], found["offset_mapping"])]
     return [tokens[0] | NOT_COUNTED, *tokens[1:]]  # nothing precedes the first token
 
 
-def read_conversations(tokenizer, files, T):
-    """The conversations of all lines, each line once, cut after T tokens."""
-    lines, found, without, longer = {}, [], 0, 0
-    for file in files:
-        for number, line in enumerate(open(file, encoding="utf-8"), 1):
-            lines.setdefault(line.strip(), f"{file}:{number}")
-    lines.pop("", None)
-    for line, where in lines.items():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            fail(f"{where} is not JSON ({problem}); give a conversation on each line.")
-        tokens = tokens_of_conversation(tokenizer, row, where)
+def tokens_of_conversations(tokenizer, files, T):
+    """The tokens of each conversation, cut after T."""
+    found, without, longer = [], 0, 0
+    for where, messages, tools in read_conversations(files):
+        tokens = tokens_of_conversation(tokenizer, messages, tools, where)
         if all(t & NOT_COUNTED for t in tokens[:T]):
             without += 1
         else:
@@ -174,7 +163,7 @@ def pack(conversations, T, padding):
 def main():
     parser = argparse.ArgumentParser(description="Turns text or conversations into token files for ./train.")
     add = parser.add_argument
-    add("text", nargs="+", help="text files (UTF-8), folders of them, or conversations (*.jsonl)")
+    add("text", nargs="+", help="text (UTF-8), folders of it, or records (*.jsonl, *.json, *.parquet)")
     add("--tokenizer", metavar="NAME", help="a model's folder, or a name on Hugging Face's hub")
     add("--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of so many tokens")
     add("--out", metavar="FOLDER", default="tokens", help="where to write (default: %(default)s)")
@@ -184,7 +173,7 @@ def main():
     files = [file for path in run.text for file in files_below(path)]
     for file in (file for file in files if not os.path.isfile(file)):
         fail(f"{file} does not exist, or is no file; give text files or conversations.")
-    chats = [file for file in files if file.endswith(".jsonl")]
+    chats = [file for file in files if has_conversations(file)]
     if chats and (len(chats) < len(files) or not run.tokenizer or run.seq < 2):
         fail(f"{chats[0]} has conversations; give conversations alone, with --tokenizer and --seq N.")
     if not run.tokenizer and not run.train_bpe or run.seq and not chats or not 0.001 <= run.hold_out <= 0.999:
@@ -197,7 +186,7 @@ def main():
     open_tokenizer = AutoTokenizer.from_pretrained
     tokenizer = open_tokenizer(run.tokenizer) if run.tokenizer else train_bpe(texts[0], run.train_bpe)
     end = tokenizer.eos_token_id
-    parts = texts or hold_out(read_conversations(tokenizer, chats, run.seq), run.hold_out)
+    parts = texts or hold_out(tokens_of_conversations(tokenizer, chats, run.seq), run.hold_out)
     streams = [pack(p, run.seq, end or 0) if chats else encode(tokenizer, p, end) for p in parts]
     pieces = [piece[:255] for piece in pieces_of(tokenizer)]  # the length is one byte
     width, magic = ("I", 20240801) if chats or len(pieces) > 1 << 16 else ("H", 20240520)

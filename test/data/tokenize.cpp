@@ -2,6 +2,8 @@
 // last test has transformers itself; the others have a small one of the tests (help/conversations.h).
 #include <doctest/doctest.h>
 
+#include <algorithm>
+
 #include "../help/conversations.h"
 
 using namespace coat;
@@ -28,9 +30,103 @@ TEST_CASE("tokenize.py: what the assistant says counts, with the end of its turn
                  " if messages[1:] else '' if add_generation_prompt else messages[0]['content']");
     require_success(folder.tokenize(chat("", "abc") + chat("held", "out"), "--seq 4"));
     CHECK(folder.windows() == "a[bc]<|end|>");
-    folder.write("model/template", "'a<|us' + 'er|>b<|end|>' * (len(messages) > 1)");
-    require_success(folder.tokenize(chat("x", "y") + chat("held", "out"), "--seq 5"));
-    CHECK(folder.windows() == "a[<|user|>b<|end|>]<|end|>");
+    folder.write("model/template", "'a<|us' + (messages[1]['content'] if messages[1:] else '')");
+    require_success(folder.tokenize(chat("x", "er|>b<|end|>") + chat("held", "out"), "--seq 9"));
+    CHECK(folder.windows() == padded("a[<|user|>b<|end|>]", 4, 9));
+}
+
+TEST_CASE("tokenize.py: an answer is found where a template treats it in a way of its own" *
+          doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    auto turn = [](const char* role, const std::string& content, const char* more = "") {
+        return concat(R"({"role": ")", role, R"(", "content": ")", content, "\"", more, "}");
+    };
+    auto two = [&](const std::string& first, const char* more = "") {
+        return R"({"messages": [)" + turn("user", "q") + "," + turn("assistant", first, more) + "," +
+               turn("user", "r") + "," + turn("assistant", "B") + "]}\n" + chat("held", "out");
+    };
+    // As Qwen3 and DeepSeek-R1 do: thoughts are left out but in the last answer, which always has some; and
+    // the generation prompt may begin them.
+    const std::string think =
+        "''.join('<|' + m['role'] + '|>' + (m['content'] if m['role'] == 'user' else"
+        " ('(' + m['content'].split(')')[0].strip('(') * (')' in m['content']) + ')'"
+        "  if m is messages[-1] else '') + m['content'].split(')')[-1]) + '<|end|>' for m in messages)"
+        " + ('<|assistant|>' if add_generation_prompt else '')";
+    folder.write("model/template", think);
+    require_success(folder.tokenize(two("(why)A"), "--seq 16"));
+    CHECK(folder.windows() == padded("<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
+                                     "<|assistant|>[()B<|end|>]",
+                                     14, 16));
+    folder.write("model/template", think + " + ('(' if add_generation_prompt else '')");
+    require_success(folder.tokenize(two("A"), "--seq 16"));
+    CHECK(folder.windows() == padded("<|user|>q<|end|><|assistant|>[A<|end|>]<|user|>r<|end|>"
+                                     "<|assistant|>([)B<|end|>]",
+                                     14, 16));
+    // A system message that moves into the last question.
+    folder.write(
+        "model/template",
+        "''.join(('sys ' if m['role'] == 'user' and m is [n for n in messages if n['role'] == 'user'][-1]"
+        " else '') + m['content'] + '<|end|>' * (m['role'] == 'assistant') for m in messages)");
+    require_success(folder.tokenize(two("A"), "--seq 16"));
+    CHECK(folder.windows() == padded("q[A<|end|>]sys r[B<|end|>]", 10, 16));
+    // What follows an answer differs between the middle and the end.
+    folder.write("model/template",
+                 "''.join(m['content'] + ('<|end|>' if m is messages[-1] else '/') for m in messages)");
+    check_failed(folder.tokenize(two("A")), "c.jsonl:1", "'/r/B<|end|>' after answer 2, but '<|end|>'");
+    // A weight of 0; arguments that are text.
+    folder.write("model/template", CHAT);
+    require_success(folder.tokenize(two("A", R"(, "weight": 0)"), "--seq 24"));
+    CHECK(folder.windows() == padded("<|user|>q<|end|>\n<|assistant|>A<|end|>\n<|user|>r<|end|>\n"
+                                     "<|assistant|>[B<|end|>]\n",
+                                     16, 24));
+    folder.write("model/template",
+                 "''.join(m['content'] + ''.join(str(c['function']['arguments']['x'] + 1)"
+                 " for c in m.get('tool_calls', [])) + '<|end|>' for m in messages)");
+    require_success(folder.tokenize(
+        two("A", R"(, "tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 6}"}}])"), "--seq 16"));
+    CHECK(folder.windows() == padded("q<|end|>[A7<|end|>]r<|end|>[B<|end|>]", 9, 16));
+}
+
+TEST_CASE("tokenize.py: records of every known form, and texts among them" * doctest::skip(NO_PYTHON)) {
+    const ChatFolder folder;
+    require_success(folder.tokenize(chat("a\\n\\nb", "c") + chat("held", "out")));
+    const std::string expected = folder.windows();
+    const std::string share = R"({"conversations": [{"from": "human", "value": "a\n\nb"}, )"
+                              R"({"from": "gpt", "value": "c"}], "id": 7})",
+                      alpaca = R"({"instruction": "a", "input": "b", "output": "c"})",
+                      held = R"({"instruction": "held", "input": "", "output": "out"})";
+    for (const auto& [file, content] : {std::pair{"s.jsonl", share + "\n" + held},
+                                        {"a.json", "[" + alpaca + ",\n " + held + "]"},
+                                        {"lines.json", "\xEF\xBB\xBF" + alpaca + "\n\n" + held}}) {
+        CAPTURE(file);
+        require_success(folder.tokenize(content, "--seq 32", file));
+        CHECK(folder.windows() == expected);
+    }
+    if (std::system("python3 -c 'import pyarrow' > /dev/null 2>&1") == 0) {
+        folder.write("p.py", R"py(
+import pyarrow, pyarrow.parquet
+said = lambda role, text, **more: dict(role=role, content=text, **more)
+rows = [[said("user", "a\n\nb", weight=1), said("assistant", "c")],  # the other weights are null
+        [said("user", "held"), said("assistant", "out")]]
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for row in rows]), "p.parquet")
+)py");
+        require_success(shell(folder, "python3 p.py"));
+        require_success(folder.run("--tokenizer model --out tokens --seq 32 p.parquet"));
+        CHECK(folder.windows() == expected);
+    } else {
+        folder.write("p.parquet", "PAR1");
+        check_failed(folder.run("--tokenizer model --seq 32 p.parquet"), "p.parquet", "pip install pyarrow");
+    }
+    // Texts; special tokens stay text there.
+    require_success(
+        folder.tokenize("\xEF\xBB\xBF"
+                        R"({"text": "<|user|>one"})"
+                        "\n"
+                        R"({"text": "two"})"
+                        "\n",
+                        "", "t.jsonl"));
+    const Corpus corpus = load_corpus(folder / "tokens");
+    CHECK(tokens_of(corpus.train).size() == 1 + 9 + 1 + 2);
 }
 
 TEST_CASE("tokenize.py: a conversation lies within one window, and windows are filled up" *
@@ -70,7 +166,7 @@ TEST_CASE("tokenize.py: plain text keeps its bytes, and each text begins with th
     std::string large;  // of several parts
     while (large.size() < 3 << 20) large += line;
     folder.write("model/special", "<|user|>\n<|assistant|>\n<|end|>\n<|\u00e9|>");  // plain text, not bytes
-    folder.write("in/a", large), folder.write("in/b", small), folder.write("in/copy", small);
+    folder.write("in/a", large), folder.write("in/b", "\xEF\xBB\xBF" + small), folder.write("in/copy", small);
     folder.write("in/binary", "\xFF\xFE"), folder.write("in/.hidden", "hidden"), folder.write("in/empty", "");
     for (int i = 0; i < 8; i++) folder.write(concat("in/sub/", i), concat("text ", i));
     for (const char* spelled : {"", "BYTE_LEVEL"}) {
@@ -110,7 +206,9 @@ TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and ear
              {good + "{\"messages\"\n", "--seq 32", "c.jsonl:3", "JSON"},
              {good + std::string(100000, '[') + "\n", "--seq 32", "c.jsonl:3", "JSON"},
              {good + "[1]\n", "--seq 32", "c.jsonl:3", "no object"},
-             {good + "{\"text\": \"abc\", \"id\": 1}\n", "--seq 32", "c.jsonl:3", "text, id"},
+             {good + "{\"text\": \"abc\"}\n", "--seq 32", "c.jsonl:3", "a text among conversations"},
+             {"{\"text\": \"abc\"}\n" + good, "", "c.jsonl:2", "a conversation among texts"},
+             {good + "{\"question\": \"abc\", \"id\": 1}\n", "--seq 32", "c.jsonl:3", "question, id"},
              {good + "{\"messages\": [1]}\n", "--seq 32", "c.jsonl:3", "role"},
              {good + "{\"messages\": [{\"role\": \"user\"}]}\n", "--seq 32", "c.jsonl:3",
               "template fails"}}) {
@@ -128,8 +226,6 @@ TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and ear
     check_failed(folder.run("--tokenizer model nowhere"), "nowhere");
     folder.write("empty", "");
     check_failed(folder.run("--tokenizer model empty"), "no text");
-    folder.write("model/template", "str(len(messages)) + " + CHAT);
-    check_failed(folder.tokenize(good), "c.jsonl:1", "does not write the beginning");
     folder.write("transformers.py", "raise ImportError()");
     check_failed(folder.tokenize(good), "pip install transformers");
     for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})
@@ -157,7 +253,9 @@ tokenizer = transformers.AutoTokenizer.from_pretrained("model")
 tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
 tokenizer.chat_template = """{%- for message in messages %}
     {%- if message.role == "tool" %}{{ raise_exception("unknown role " + message.role) }}{% endif %}
-    {{- "<|im_start|>" + message.role + "\n" + message.content + eos_token + "\n" }}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
+    {{- "\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "<|im_start|>assistant\n" }}
@@ -165,6 +263,10 @@ tokenizer.chat_template = """{%- for message in messages %}
 tokenizer.save_pretrained("chat")
 )");
     require_success(shell(folder, "python3 template.py"));
+    require_success(
+        shell(folder, script + "--tokenizer chat --out again text"));  // what looks special is text
+    const std::vector<int32_t> again = tokens_of(load_corpus(folder / "again").train);
+    CHECK(std::count(again.begin(), again.end(), again[0]) == 1);
     const std::string conversation = chat("h\\u00e9", " \\u00fc b");
     folder.write("c.jsonl", conversation + chat("held", "out"));
     require_success(shell(folder, script + "--tokenizer chat --out tokens --seq 40 c.jsonl"));

@@ -32,11 +32,13 @@ class AutoTokenizer:
         return {**spelled, **{s: 256 + i for i, s in enumerate(self.special)}}
     def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt, date_string):
         assert tokenize is False and date_string
-        return eval(self.template)
-    def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False):
+        seen = dict(messages=messages, add_generation_prompt=add_generation_prompt)
+        return eval(self.template, seen)
+    def __call__(self, text, add_special_tokens, verbose, return_offsets_mapping=False,
+                 split_special_tokens=False):
         ids, offsets, at = [257] if add_special_tokens else [], [], 0
         for part in re.split("(<[|].*?[|]>)", text):
-            if part in self.special:
+            if part in self.special and not split_special_tokens:
                 ids.append(256 + self.special.index(part)), offsets.append((at, at + len(part)))
             else:
                 for i, c in enumerate(part):
@@ -49,7 +51,7 @@ inline const std::string CHAT =
     "''.join('<|' + m['role'] + '|>' + m['content'] + '<|end|>\\n' for m in messages)"
     " + ('<|assistant|>' if add_generation_prompt else '')";
 
-// A folder with a model's tokenizer and the package; conversations go into c.jsonl.
+// A folder with a model's tokenizer and the package; records go into c.jsonl, or into `file`.
 struct ChatFolder : Folder {
     ChatFolder() {
         write("transformers.py", TRANSFORMERS);
@@ -60,9 +62,10 @@ struct ChatFolder : Folder {
         return shell(*this,
                      "PYTHONPATH=. python3 '" + fs::absolute("data/tokenize.py").string() + "' " + flags);
     }
-    Ended tokenize(const std::string& conversations, const std::string& flags = "--seq 32") const {
-        write("c.jsonl", conversations);
-        return run("--tokenizer model --out tokens c.jsonl " + flags);
+    Ended tokenize(const std::string& records, const std::string& flags = "--seq 32",
+                   const std::string& file = "c.jsonl") const {
+        write(file, records);
+        return run("--tokenizer model --out tokens " + file + " " + flags);
     }
     // The text of a token file, with what counts in square brackets; each line is a window.
     std::string windows(const std::string& name = "train") const {
