@@ -5,6 +5,7 @@
 # make bench      every operator of a step and the whole step, measured on this GPU (dev/bench.cu): a table,
 #                 build/bench.json and build/bench.svg
 # make exercise N=3   what the judge says of dev/exercises/03-...: passed, or a hint
+# make figures    the figures of dev/figures, from a run and from --plan (needs Python's matplotlib)
 # make clean      removes what was built
 #
 # make NVCC= builds the CPU program where nvcc is present; GPU_ARCH=90a chooses another GPU than the one in this
@@ -55,7 +56,7 @@ OBJECTS := $(call object,$(SOURCES))
 
 PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 
-.PHONY: test exercise bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
+.PHONY: test exercise figures bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
 $(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
 $(O)/tests: $(call object,$(TESTS) $(JUDGE)) $(OBJECTS)
@@ -75,6 +76,9 @@ exercise: $(if $(EXERCISE),$(if $(filter %.cu,$(EXERCISE)),$(if $(WITH_GPU),,nee
 	@$(O)/exercise_$(N)
 $(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp program/ranks.cpp)
 	$(LINK) -o $@ $^ $(LIBRARIES)
+figures: $(PROGRAM)
+	@python3 -c 'import matplotlib' || { echo "The figures need matplotlib: pip install matplotlib." >&2; exit 1; }
+	python3 dev/figures.py $(abspath $(PROGRAM)) $(O)/figures
 need-number:
 	@echo "Which exercise? For example: make exercise N=3" >&2; exit 1
 # Programs that dev/results.py runs for dev/RESULTS.md.
