@@ -3,12 +3,17 @@
 // There is one operation: every rank sends some bytes to some others and receives some from them. Sums are
 // not its business: a library's order depends on its algorithm and on the number of GPUs, and so would the
 // bits. add_gradients() in gradients.cu adds in the order of the ranks.
+//
+// What is received lies in buffers that all ranks take first, in the same order and with the same sizes. So
+// each of them is at the same distance from the beginning of a rank's memory, and the address of a place here
+// also names that place at any other rank.
 #pragma once
 #include <memory>
 #include <vector>
 
 #include "../program/model.h"
 #include "../program/ranks.h"
+#include "arena.cuh"
 #include "cuda.cuh"
 
 namespace coat::gpu {
@@ -16,9 +21,10 @@ namespace coat::gpu {
 // What goes to another rank, and what comes from it. The n-th transfer between two ranks is the same on both.
 struct Transfer {
     int64_t rank;
-    const void* send;
+    const uint8_t* send;
+    uint8_t* there;  // where that rank receives it: the address of the same place here
     int64_t send_bytes;
-    void* receive;
+    uint8_t* receive;
     int64_t receive_bytes;
 };
 
@@ -26,25 +32,28 @@ class Comm {
 public:
     virtual ~Comm() = default;
     // All transfers of one call belong together; what is launched on s afterwards finds them done. The host
-    // does not wait, except when a key is used for the first time. The same key stands for the same transfers
-    // every time. A collective: every rank makes the same calls in the same order. If a rank ends, ranks.h
+    // does not wait. A collective: every rank makes the same calls in the same order. If a rank ends, ranks.h
     // ends the others.
-    virtual void exchange(int64_t key, const std::vector<Transfer>& transfers, cudaStream_t s) = 0;
+    virtual void exchange(const std::vector<Transfer>& transfers, cudaStream_t s) = 0;
 };
 
 // Copy engines move the bytes if all GPUs are in this machine and reach each other's memory: that takes no
 // multiprocessor from the computation. Otherwise NCCL does, or if a rank's environment variable COAT_NCCL
-// names a library (libnccl.so.2, or a path). Every receive is in the one allocation that begins at `memory`.
-std::unique_ptr<Comm> connect_gpus(ProcessGroup& processes, void* memory);
+// names a library (libnccl.so.2, or a path). Every receive is in the one allocation that begins at `memory`,
+// as are the flags, two for each rank.
+std::unique_ptr<Comm> connect_gpus(ProcessGroup& processes, uint8_t* memory, uint32_t* flags);
 std::unique_ptr<Comm> make_nccl(ProcessGroup& processes, const std::string& library);  // nccl.cu
 
 // The other GPUs of the run. What travels does so on a stream of its own, beside the computation.
 class Peers {
 public:
-    // memory: the allocation in which everything is that travels. compute: the stream of the computation.
-    Peers(const Setup& s, void* memory, cudaStream_t compute)
-        : rank(s.rank), count(s.ranks), compute_(compute), stream_(compute == DRY_RUN),
-          comm_(count > 1 && compute != DRY_RUN ? connect_gpus(*s.processes, memory) : nullptr) {}
+    // memory: where the arena begins. compute: the stream of the computation.
+    Peers(const Setup& s, uint8_t* memory, Arena& arena, cudaStream_t compute)
+        : rank(s.rank), count(s.ranks), compute_(compute), stream_(compute == DRY_RUN) {
+        if (!several()) return;
+        uint32_t* const flags = arena.take<uint32_t>(2 * count);
+        if (compute != DRY_RUN) comm_ = connect_gpus(*s.processes, memory, flags);
+    }
 
     const int64_t rank, count;
 
@@ -60,32 +69,30 @@ public:
     void make_compute_wait() {
         if (several()) then_.record(stream_), then_.make_wait(compute_);
     }
-    // The key of an exchange: its topic, and a number within the topic.
-    enum class Topic : int64_t { Gradients, Vectors, Gather, Amaxes, Squares };
-    void exchange(Topic topic, int64_t number, const std::vector<Transfer>& transfers) {
-        if (comm_) comm_->exchange(static_cast<int64_t>(topic) << 32 | number, transfers, stream_);
+    void exchange(const std::vector<Transfer>& transfers) {
+        if (comm_) comm_->exchange(transfers, stream_);
     }
 
+    // Adds the transfers after which every rank has all of `whole`, of which rank r has the bytes part(r).
+    template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
+        const Slice mine = part(rank);
+        uint8_t* const here = whole + mine.first;
+        for (int64_t r = 0; r < count; r++) {
+            const Slice theirs = part(r);
+            if (r != rank)
+                transfers.push_back({r, here, here, mine.count, whole + theirs.first, theirs.count});
+        }
+    }
     // blocks (count, bytes): every rank has filled its own; afterwards all are filled. The computation
     // waits for it.
-    void all_gather(Topic topic, int64_t number, void* blocks, int64_t bytes) {
+    void all_gather(void* blocks, int64_t bytes) {
         if (!several()) return;
-        uint8_t* const all = static_cast<uint8_t*>(blocks);
         std::vector<Transfer> transfers;
-        for (int64_t r = 0; r < count; r++)
-            if (r != rank) transfers.push_back({r, all + rank * bytes, bytes, all + r * bytes, bytes});
+        auto block = [&](int64_t r) { return Slice{r * bytes, bytes}; };
+        add_gather(static_cast<uint8_t*>(blocks), block, transfers);
         wait_for_compute();
-        exchange(topic, number, transfers);
+        exchange(transfers);
         make_compute_wait();
-    }
-    // whole has p.padded_size() elements of `each` bytes, of which this rank has what it owns, at `mine`.
-    // Adds the transfers that complete it on every rank.
-    void add_gather(const Param& p, int64_t each, const void* mine, uint8_t* whole,
-                    std::vector<Transfer>& transfers) const {
-        for (int64_t r = 0; r < count; r++)
-            if (r != rank)
-                transfers.push_back(
-                    {r, mine, padded(p, rank) * each, whole + own(p, r).first * each, padded(p, r) * each});
     }
 
 private:

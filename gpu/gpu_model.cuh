@@ -15,9 +15,10 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool caches_weights)
         : device_(s, bytes), gemms_(arena_.take(Gemms::SCRATCH), recipe_.sums.fast),
-          peers_(setup_, device_.memory, cuda_), state_(device_, peers_), exchange_(device_, state_, peers_),
-          linear_{device_, state_, exchange_, gemms_, linear_formats(setup_), caches_weights}, tokens_(*this),
-          targets_(*this), order_(*this), token_rows_(*this), outcome_(1, dry_run()),
+          peers_(setup_, device_.memory, arena_, cuda_), exchange_(device_, state_, peers_),
+          state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
+                                           caches_weights},
+          tokens_(*this), targets_(*this), order_(*this), token_rows_(*this), outcome_(1, dry_run()),
           loss_scale_(1, dry_run()) {}
 
     // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
@@ -136,8 +137,8 @@ protected:
     const cudaStream_t cuda_ = device_.stream;
     Gemms gemms_;
     Peers peers_;
-    State state_;
     Exchange exchange_;
+    State state_;
     LinearContext linear_;
     const size_t head_weight_ = state_.number(config_.tied ? "embedding" : "head");
     int64_t B_ = 0, T_ = 0, N_ = 0;  // of the pass that runs: sequences, tokens of each, tokens in all

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
-#include <cstring>
 
 #include "comm.cuh"
 
@@ -16,37 +15,36 @@ struct UniqueId {
 };
 constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
 
-struct Library {  // loaded by the constructor
-    int (*get_unique_id)(UniqueId*);
-    int (*init_rank)(void** communicator, int ranks, UniqueId id, int rank);
-    int (*abort)(void* communicator);
-    int (*group_start)();
-    int (*group_end)();
-    int (*send)(const void*, size_t, int type, int peer, void* communicator, cudaStream_t);
-    int (*receive)(void*, size_t, int type, int peer, void* communicator, cudaStream_t);
-    const char* (*error_text)(int);
-
-    explicit Library(const std::string& file) {
-        void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!library)
-            throw Error("NCCL (", file,
-                        ") was not found, and GPUs that do not reach each other's "
-                        "memory need it: install the package libnccl2, or name the file in the environment "
-                        "variable COAT_NCCL.");
-        auto find = [&](auto& function, const char* name) {
-            void* const address = dlsym(library, name);
-            if (!address) throw Error("The NCCL that was found has no ", name, "; update it.");
-            std::memcpy(&function, &address, sizeof address);
-        };
-        find(get_unique_id, "ncclGetUniqueId");
-        find(init_rank, "ncclCommInitRank");
-        find(abort, "ncclCommAbort");
-        find(group_start, "ncclGroupStart");
-        find(group_end, "ncclGroupEnd");
-        find(send, "ncclSend");
-        find(receive, "ncclRecv");
-        find(error_text, "ncclGetErrorString");
+class Library {
+    void* const handle_;
+    struct Symbol {
+        void* address;
+        template <class F> operator F() const { return reinterpret_cast<F>(address); }
+    };
+    Symbol find(const char* name) const {
+        const Symbol found{dlsym(handle_, name)};
+        if (!found.address) throw Error("The NCCL that was found has no ", name, "; update it.");
+        return found;
     }
+    static void* open(const std::string& file) {
+        if (void* const handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+        throw Error("NCCL (", file,
+                    ") was not found, and GPUs that do not reach each other's memory need it: install the "
+                    "package libnccl2, or name the file in the environment variable COAT_NCCL.");
+    }
+
+public:
+    explicit Library(const std::string& file) : handle_(open(file)) {}
+
+    int (*const get_unique_id)(UniqueId*) = find("ncclGetUniqueId");
+    int (*const init_rank)(void**, int ranks, UniqueId, int rank) = find("ncclCommInitRank");
+    int (*const abort)(void* communicator) = find("ncclCommAbort");
+    int (*const group_start)() = find("ncclGroupStart");
+    int (*const group_end)() = find("ncclGroupEnd");
+    int (*const send)(const void*, size_t, int type, int peer, void*, cudaStream_t) = find("ncclSend");
+    int (*const receive)(void*, size_t, int type, int peer, void*, cudaStream_t) = find("ncclRecv");
+    const char* (*const error_text)(int) = find("ncclGetErrorString");
+
     void check(int result, const char* what) const {
         if (result == SUCCESS || result == IN_PROGRESS) return;
         throw Error("NCCL: ", what, " failed (", error_text(result),
@@ -70,9 +68,9 @@ public:
 
     // A group: NCCL starts all sends and receives together, so that their order cannot make ranks wait in a
     // circle.
-    void exchange(int64_t, const std::vector<Transfer>& transfers, cudaStream_t s) override {
+    void exchange(const std::vector<Transfer>& transfers, cudaStream_t s) override {
         nccl_.check(nccl_.group_start(), "starting a group");
-        for (const auto& [peer, send, sent, receive, received] : transfers) {
+        for (const auto& [peer, send, there, sent, receive, received] : transfers) {
             if (sent) nccl_.check(nccl_.send(send, sent, BYTE, peer, communicator_, s), "sending");
             if (received)
                 nccl_.check(nccl_.receive(receive, received, BYTE, peer, communicator_, s), "receiving");

@@ -84,12 +84,14 @@ public:
           shards(shard_places(setup)), compute{setup.recipe.compute}, gradient_quant{gradient_format(setup)},
           weight_bytes(info(compute.format).bytes), gradient_bytes(info(gradient_quant.format).bytes),
           gathered(params.size()), device_(device), peers_(peers), cuda_(device.stream),
+          squares_(device.arena.take<double>(peers.count * (1 + shard_units(0, params.size())))),
+          scales_of_ranks_(
+              device.arena.take<AmaxAndScale>(peers.several() * peers.count * number_of_scales())),
           weights_(take_weights()) {
         Arena& arena = device_.arena;
         take_moments();
         take_activations_and_gradients();
         scales_ = arena.take<AmaxAndScale>(number_of_scales());
-        if (peers_.several()) scales_of_ranks_ = arena.take<AmaxAndScale>(peers_.count * number_of_scales());
         segments_ = arena.take<Segment>(static_cast<int64_t>(params.size()));
         std::vector<Segment> table;
         for (size_t i = 0; i < params.size(); i++) table.push_back(segment(i));
@@ -106,13 +108,15 @@ public:
         if (peers_.several() && params[i].rows > 1) return gathered[i];
         return {kept_weights(i), nullptr, params[i].rows, params[i].cols, compute};
     }
-    // The weights of a parameter that this rank keeps. As a view they have MOMENT_GROUP columns, because a
-    // slice need not be whole rows.
+    // The weights of a parameter that this rank keeps; and of a matrix those that it owns, as a view with
+    // MOMENT_GROUP columns, because they need not be whole rows.
     uint8_t* kept_weights(size_t i) const {
         return static_cast<uint8_t*>(weights_.values) + shards[i].weight_at * weight_bytes;
     }
-    View weight_slice(size_t i) const {
-        return {kept_weights(i), nullptr, shards[i].weight.count / MOMENT_GROUP, MOMENT_GROUP, compute};
+    View owned_weight(size_t i) const {
+        uint8_t* const first =
+            kept_weights(i) + (shards[i].state.first - shards[i].weight.first) * weight_bytes;
+        return {first, nullptr, shards[i].state.count / MOMENT_GROUP, MOMENT_GROUP, compute};
     }
     View gradient(size_t i) const {
         return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
@@ -191,19 +195,15 @@ public:
         const int n = static_cast<int>(end - begin);
         const ShardPlace &first = shards[begin], &last = shards[end - 1];
         const Slice range{first.state_at, last.state_at + padded(last.state) - first.state_at};
-        const int64_t shard_units =
-            last.shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) - first.shard_unit;
+        const int64_t sums = 1 + shard_units(begin, end);
         Results* const results = device_.results;
-        const Arena::Scope scope(device_.arena);
         GradientState* const state = &results->outcome.gradients;
         const void* const gradients = gradient_sums(begin);
-        double* const squares = device_.arena.take<double>(peers_.count * (1 + shard_units));
         gradient_squares(segments_ + begin, n, gradients, gradient_quant.format, range.first,
-                         first.shard_unit, shard_units, &results->checked_loss,
-                         squares + peers_.rank * (1 + shard_units), cuda_);
-        peers_.all_gather(Peers::Topic::Squares, params[begin].bucket, squares,
-                          (1 + shard_units) * static_cast<int64_t>(sizeof(double)));
-        gradient_norm(squares, shard_units, peers_.count, a.clip, state, cuda_);
+                         first.shard_unit, sums - 1, &results->checked_loss, squares_ + peers_.rank * sums,
+                         cuda_);
+        peers_.all_gather(squares_, sums * static_cast<int64_t>(sizeof(double)));
+        gradient_norm(squares_, sums - 1, peers_.count, a.clip, state, cuda_);
         gpu::adamw(a, setup.optimizer, segments_ + begin, n, range, weights_,
                    rounding_key(setup.seed, a.step + a.skipped), gradients, gradient_quant.format, state,
                    cuda_);
@@ -217,7 +217,7 @@ public:
         const int64_t bytes = n * static_cast<int64_t>(sizeof(AmaxAndScale));
         AmaxAndScale* const all = scales_of_ranks_;
         copy(all + peers_.rank * n, scale(0), bytes, cuda_);
-        peers_.all_gather(Peers::Topic::Amaxes, 0, all, bytes);
+        peers_.all_gather(all, bytes);
         gpu::combine_amaxes(scale(0), all, n, peers_.count, setup.recipe.w.format, cuda_);
     }
 
@@ -270,6 +270,9 @@ private:
     Device& device_;
     Peers& peers_;
     const cudaStream_t cuda_;
+    // What comes from other ranks is taken first (comm.cuh): sums of squares of gradients, and scales.
+    double* const squares_;
+    AmaxAndScale* const scales_of_ranks_;
     const Weights weights_;
     std::map<std::string, size_t> numbers_;  // of parameters
     // Moments, the first ones of all parameters and then the second ones; their scales; and the histories of
@@ -280,9 +283,13 @@ private:
     float* histories_ = nullptr;
     uint8_t* saved_ = nullptr;
     std::vector<uint8_t*> gradients_, sums_;  // by parameter; by bucket
-    AmaxAndScale *scales_ = nullptr, *scales_of_ranks_ = nullptr;
+    AmaxAndScale* scales_ = nullptr;
     Segment* segments_ = nullptr;  // AdamW's table of parameters
 
+    int64_t shard_units(size_t begin, size_t end) const {  // of these parameters
+        return shards[end - 1].shard_unit + ceil_div(params[end - 1].size(), SHARD_UNIT) -
+               shards[begin].shard_unit;
+    }
     int64_t kept_state() const { return shards.back().state_at + padded(shards.back().state); }  // elements
     Weights take_weights() {
         const int64_t kept = shards.back().weight_at + padded(shards.back().weight);
@@ -365,7 +372,7 @@ private:
     void refresh_scale(size_t i) {
         if (!params[i].role.linear) return;
         clear(scale(i), sizeof(AmaxAndScale), cuda_);
-        if (compute.format != Format::F32) amax(stored(weight_slice(i)), scale(i), cuda_);
+        if (compute.format != Format::F32) amax(stored(owned_weight(i)), scale(i), cuda_);
     }
 
     // "layers.0.qkv.m.max" -> (number of "layers.0.qkv", ".m.max")

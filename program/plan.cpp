@@ -114,23 +114,6 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c) {
-    const std::vector<Param> params = parameters(c);
-    std::vector<std::vector<size_t>> stages(1);
-    for (size_t i = 0; i < params.size(); i++) {
-        if (params[i].rows == 1) continue;
-        if (params[i].bucket > 0) stages.push_back({i});
-        else stages[0].push_back(i);
-    }
-    if (c.tied) stages.push_back({0});
-    return stages;
-}
-
-bool gathers_codes(const Setup& s) {
-    const Quant w = linear_formats(s).w;
-    return w.fp8() && w.granularity == PER_TENSOR;
-}
-
 // A row that only some runs have comes last, so that the others have the same place in every plan.
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& c = s.config;

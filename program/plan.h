@@ -68,13 +68,6 @@ struct ShardPlace {
     int64_t shard_unit;   // number of the parameter's first shard unit among those of all parameters
 };
 
-// Several ranks: the matrices that are gathered together, as numbers of parameters, stage by stage:
-// embeddings, each linear layer, head. Forward goes through the stages upwards, backward downwards.
-std::vector<std::vector<size_t>> weight_stages(const ModelConfig& c);
-// Whether weights of linear layers travel as FP8 codes: every rank knows a per-tensor scale beforehand.
-// (Delayed scaling has none in the first step.)
-bool gathers_codes(const Setup& s);
-
 // The model on a GPU (model.cu), in an allocation of so many bytes. cache_weights: all FP8 weights are made
 // once per step; else when needed. make_gpu() of model.h first asks what the GPU supports (gpu/this_gpu.cu).
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights);
