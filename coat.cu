@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace at;
-    const bool delayed = tensor->from_history > 0;
+    const bool delayed = tensor->from_history > 0;  // 0 where scaling is just in time
     const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax),
                 inverse = __frcp_rn(scale);
     const DelayedAmax for_later(delayed);

@@ -1,5 +1,5 @@
-// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read dev/WALK.md, coat.h and reference.h
-// first, and this file beside the paper.
+// reference.cpp - COAT (arXiv 2410.19313) on the CPU, loop by loop. Read coat.h first, and this file beside
+// the paper; reference.h declares what tests and other files use of it.
 //
 // COAT trains transformers with FP8 linear layers, FP8 activations saved for backward, and FP8 optimizer
 // moments. This file is the whole training step for the models of model.h and the recipes of coat.h. It knows

@@ -2,9 +2,9 @@
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. If
-//               sums are FP32, they have the bits of one GPU that adds up as many micro-batches. For that, a
-//               micro-batch must add to a gradient once; it adds more often to a tied embedding, and to the
-//               head if it has more than HEAD_TOKENS tokens.
+//               sums are FP32, they have the bits of one GPU that adds up as many micro-batches; if they are
+//               BF16, one GPU rounds more often. For equal bits a micro-batch must add to a gradient once; it
+//               adds more often to a tied embedding, and to the head if it has more than HEAD_TOKENS tokens.
 //   weights     before a stage computes (the embeddings, a linear layer, or the head), its matrices are
 //               gathered into one of two buffers, while the stage before still computes with the other.
 //               Vectors are sent after the update, because every rank keeps them whole.

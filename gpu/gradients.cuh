@@ -11,7 +11,9 @@ namespace coat::gpu {
 struct GradientState {
     double squares, norm;  // of all buckets so far, before clipping
     float clip_factor;     // of the gradients, by clipping: limit / norm, or 1
-    // Not 0: something was not finite. Neither this bucket nor a later one of the step is updated.
+    // Not 0: something was not finite, on any rank. Then no rank updates weights, moments or the histories of
+    // delayed scaling from this bucket on (with --gradients none, those before it are updated). The next step
+    // has other data and another learning rate and rounding key, but the same bias correction.
     uint32_t skip;
 };
 
