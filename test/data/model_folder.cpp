@@ -172,8 +172,7 @@ TEST_CASE("read_model_config: sliding windows of Mistral and Qwen2, and the erro
         CHECK_NOTHROW(validate(setup));
         setup.T++;
         if (expected)
-            check_error([&] { validate(setup); }, "sliding window",
-                        concat("use at most --seq ", expected, "."));
+            check_error([&] { validate(setup); }, "sliding window", concat("use at most --seq ", expected));
     }
 }
 
