@@ -1,8 +1,4 @@
 // data/model_folder.cpp - reads and writes Hugging Face's model folders (model_folder.h).
-//
-// In order: which rows of which parameter each Hugging Face tensor is (two tables), which field of
-// config.json is which size, and the conversion of weights between a file's dtype and our BF16 weight with
-// its remainder.
 #include "model_folder.h"
 
 #include <algorithm>
@@ -241,11 +237,8 @@ std::vector<Piece> find_tensors(const std::map<std::string, Safetensors>& files,
         file_of.erase(name);
     }
     for (const auto& [name, file] : file_of) {
-        const Tensor &t = file->tensors().at(name), &embedding = *found[0].tensor;
-        bool known = c.tied && name == "lm_head.weight" && t.bytes == embedding.bytes &&
-                     std::memcmp(t.data, embedding.data, t.bytes) == 0;  // some files repeat the embedding
-        for (const std::string& end : BUFFERS) known |= ends_with(name, end);
-        if (!known)
+        auto ends_name = [&, &name = name](const std::string& end) { return ends_with(name, end); };
+        if (std::none_of(BUFFERS.begin(), BUFFERS.end(), ends_name))
             throw Error(file->path(), " has tensor ", name,
                         ", which the model of config.json does not have; give another model.");
     }
@@ -326,23 +319,19 @@ Companions read_companions(const std::string& folder) {
     const std::string names =
         " config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json"
         " added_tokens.json vocab.json merges.txt tokenizer.model chat_template.json ";
-    constexpr int64_t MOST = 256 << 20;  // bytes; several times the size of the largest tokenizers
     Companions files;
-    int64_t bytes = 0;
-    fs::recursive_directory_iterator entry(folder), end;
-    for (; entry != end; ++entry) {
-        const fs::path path = entry->path().lexically_relative(folder);
-        std::error_code ignored;  // a link that leads nowhere, or to itself, is no file
-        const bool known = names.find(" " + path.string() + " ") != std::string::npos;
-        if (entry->is_directory(ignored) && path != "additional_chat_templates")
-            entry.disable_recursion_pending();
-        if (!entry->is_regular_file(ignored) || (!known && path.extension() != ".jinja")) continue;
-        const MappedFile file(entry->path().string());
-        if ((bytes += file.bytes()) > MOST)
-            throw Error(folder, " has more than 256 MiB in its tokenizer files, such as ", path.string(),
-                        "; remove what is not the tokenizer's, or give another folder.");
-        files[path.string()].assign(reinterpret_cast<const char*>(file.data()), file.bytes());
-    }
+    for (const fs::path below : {"", "additional_chat_templates"})
+        if (fs::is_directory(folder / below))
+            for (const auto& entry : fs::directory_iterator(folder / below)) {
+                const std::string name = entry.path().filename().string();
+                std::error_code ignored;  // a link that leads nowhere, or to itself, is no file
+                const bool known =
+                    names.find(" " + name + " ") != std::string::npos || ends_with(name, ".jinja");
+                if (!known || !entry.is_regular_file(ignored)) continue;
+                const MappedFile file(entry.path().string());
+                files[(below / name).string()].assign(reinterpret_cast<const char*>(file.data()),
+                                                      file.bytes());
+            }
     return files;
 }
 

@@ -144,19 +144,17 @@ static int64_t bytes_of(const TensorInfo& t) {
 
 // Compares all of the header with the file, so that users of a tensor need no checks of their own.
 Safetensors::Safetensors(const std::string& path) : file_(path) {
-    auto require = [&](bool ok, const std::string& why) {
-        if (!ok)
-            throw Error(path, " is not a whole safetensors file (", why,
-                        "); download it again, or give another.");
+    auto require = [&](bool ok) {
+        if (!ok) throw Error(path, " is not a whole safetensors file; download it again, or give another.");
     };
     uint64_t length = 0;
-    if (file_.bytes() >= 8) std::memcpy(&length, file_.data(), 8);
-    require(file_.bytes() >= 8 && length <= uint64_t(file_.bytes()) - 8,
-            concat("its header has ", length, " bytes, the file ", file_.bytes()));
+    require(file_.bytes() >= 8);
+    std::memcpy(&length, file_.data(), 8);
+    require(length <= uint64_t(file_.bytes()) - 8);
     const uint8_t* start = file_.data() + 8 + length;
     Fields header = parse_json(path, file_.data() + 8, int64_t(length));
     header.object.erase("__metadata__");
-    std::multimap<std::vector<int64_t>, TensorInfo> by_range;  // of bytes after the header: begin, end
+    int64_t left = file_.bytes() - 8 - int64_t(length);
     for (const auto& [name, entry] : header.object.items()) {
         const Fields f{path + ", tensor " + name.substr(0, 100), entry};
         const TensorInfo info{name, f.get<std::string>("dtype"), f.get<std::vector<int64_t>>("shape")};
@@ -164,18 +162,11 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
         const int64_t bytes = bytes_of(info);
         if (range.size() != 2 || bytes < 0 || range[1] - range[0] != bytes)
             f.reject("data_offsets", "a range of as many bytes as dtype and shape say");
-        by_range.insert({range, info});
+        require(range[1] <= file_.bytes() - 8 - int64_t(length));
+        tensors_[name] = {info, start + range[0], bytes};
+        left -= bytes;
     }
-    // In the order of their bytes, each tensor begins where the one before ends, and the last ends with the
-    // file. So no byte belongs to two tensors or to none.
-    int64_t end = 0;  // of the tensors so far
-    for (const auto& [range, info] : by_range) {
-        require(range[0] == end,
-                "tensor " + info.name.substr(0, 100) + " does not begin where the one before ends");
-        tensors_[info.name] = {info, start + range[0], range[1] - range[0]};
-        end = range[1];
-    }
-    require(start + end == file_.data() + file_.bytes(), "its tensors do not end where the file ends");
+    require(left == 0);  // no byte belongs to two tensors or to none
 }
 
 const Tensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,

@@ -80,8 +80,8 @@ struct Fields {
     // The one error of a field.
     [[noreturn]] void reject(const std::string& field, const std::string& expected) const;
     // The field as a T (int64_t: a whole number up to 10^15, so that sums do not overflow; float: a positive
-    // number; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is `otherwise`, or
-    // an Error if there is none.
+    // number; double; bool; std::string; std::vector<int64_t>; Fields: an object). A missing field is
+    // `otherwise`, or an Error if there is none.
     template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const {
         if (otherwise && !has(field)) return *otherwise;
         const nlohmann::json x = has(field) ? object[field] : nlohmann::json();
@@ -93,6 +93,7 @@ struct Fields {
         if constexpr (std::is_same_v<T, float>)
             require(x.is_number() && x.get<float>() > 0 && std::isfinite(x.get<float>()),
                     "a positive number");
+        if constexpr (std::is_same_v<T, double>) require(x.is_number(), "a number");
         if constexpr (std::is_same_v<T, bool>) require(x.is_boolean(), "true or false");
         if constexpr (std::is_same_v<T, std::string>) require(x.is_string(), "text");
         if constexpr (std::is_same_v<T, std::vector<int64_t>>)

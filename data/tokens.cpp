@@ -1,7 +1,5 @@
 // data/tokens.cpp - text and token files become streams of tokens, and streams become micro-batches
 // (tokens.h).
-//
-// In order: streams, corpora of text and of token files, and the loader.
 #include "tokens.h"
 
 #include <algorithm>
@@ -171,10 +169,6 @@ void read_token_file(const std::string& path, Corpus& c) {
     if (!(wide || header[0] == MAGIC_16_BIT) || file->bytes() != HEADER + count * width ||
         !(header[1] == 1 || (wide && header[1] == 7)) || seq < 0)  // llm.c's first version with 32 bits is 7
         throw Error("--data ", path, " is not a whole token file; write it again with data/tokenize.py.");
-    if (fs::exists(fs::path(path).replace_extension(".mask").string()))
-        throw Error("--data ", path,
-                    " has a .mask file of an earlier version beside it, which is not read any ",
-                    "more; write the tokens again with data/tokenize.py.");
     if (c.train.size() + c.validation.size() == 0) c.seq = seq;
     if (seq != c.seq)
         throw Error("--data ", path, " has windows of ", seq, " tokens, and other files have ", c.seq,

@@ -19,8 +19,8 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
 void validate(const Setup& s) {
     validate(s.config);
     if (s.T > s.config.longest())
-        throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
-                    s.config.longest(), " (attention within a sliding window is not implemented).");
+        throw Error("--seq ", s.T, " is too long for the positions or the sliding window of ", s.config.name,
+                    "; use at most --seq ", s.config.longest(), ".");
     // Two dimensions of a GPU's grid have at most 65,535 blocks: of sequences, and of tiles of 128 tokens.
     constexpr int64_t MOST = 65535;
     if (s.B > MOST || s.B * s.T > 128 * MOST)
