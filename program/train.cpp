@@ -9,11 +9,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <random>
 
 #include "../data/checkpoint.h"
@@ -216,19 +216,15 @@ void print_quantization(Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // The training loop. Every rank goes through it.
 
-// A signal to one rank stops all of them after the same step. 0: there was none.
-int signal_to_any(const Run& run) {
-    const std::vector<int> all = run.processes->all_gather(int(interrupted));
-    return *std::max_element(all.begin(), all.end());
-}
-
 // The last save of a run: if it fails, it is tried again every minute until it succeeds or a signal comes.
 // Returns the exit code.
 int save_last(Run& run) {
     while (!save(run)) {
         print_error("The run tries again every minute; Ctrl-C ends it.");
         usleep(useconds_t(minute() * 1e6));  // until a signal comes
-        if (const int signal = signal_to_any(run)) return 128 + signal;
+        const std::vector<int> signals = run.processes->all_gather(int(interrupted));
+        const int signal = *std::max_element(signals.begin(), signals.end());
+        if (signal) return 128 + signal;
     }
     return 0;
 }
@@ -305,12 +301,14 @@ int loop(Run& run) {
 
         // What comes after some of the steps. The last step is validated and saved after the loop.
         const bool last = state.step == flags.steps;
-        const int signal = signal_to_any(run);
+        // A signal to one rank stops all of them after the same step. The clock is that of rank 0.
+        const auto all =
+            run.processes->all_gather(std::array<int, 2>{interrupted, now() - saved_at >= 30 * minute()});
+        const int signal = (*std::max_element(all.begin(), all.end()))[0], due = all[0][1];
         if (signal && !last) return stop_early(run, signal);
         if (!last && every(flags.eval_every)) validate(run);
         if (every(flags.sample_every) || (last && flags.sample_every)) sample(run);
-        // Without --save-every about every half hour, by the clock of rank 0.
-        const int due = run.processes->all_gather(int(now() - saved_at >= 30 * minute())).front();
+        // Without --save-every about every half hour.
         if (!last && !skipped_in_a_row && (flags.save_every ? every(flags.save_every) : due))
             save(run), saved_at = now();
     }
@@ -481,18 +479,11 @@ void require_same(Run& run) {
     run.state.settings = settings;
 }
 
-// As the last rank, which keeps most.
-Setup most_loaded(Setup s) {
-    s.rank = s.ranks - 1;
-    return s;
-}
-
 // What is good to know before the first step; --plan has more.
-void print_start(const Run& run, const std::string& device) {
-    const Setup& s = run.setup;
+void print_start(const Run& run, const Setup& s, const std::string& device) {
     const ModelConfig& c = s.config;
     const bool gpu = run.flags.device == "gpu";
-    const std::vector<MemoryRow> plan = gpu ? gpu_memory_plan(most_loaded(s)) : memory_plan(most_loaded(s));
+    const std::vector<MemoryRow> plan = gpu ? gpu_memory_plan(s) : memory_plan(s);
     auto mib = [&](Category category) { return double(total_bytes(plan, category)) / (1 << 20); };
     const std::string weights = run.weights.empty() ? "random weights" : "weights of " + run.weights,
                       continues = run.flags.resume.empty()
@@ -568,10 +559,12 @@ int run_program(int argc, char** argv, std::unique_ptr<ProcessGroup>& processes)
     load_data(run);
     validate(run.setup);
     if (!flags.plan) require_same(run);
-    print_start(run, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
+    Setup last = run.setup;  // the last rank keeps most
+    last.rank = last.ranks - 1;
+    print_start(run, last, flags.device + (why_cpu.empty() ? "" : " (" + why_cpu + ")"));
     if (flags.plan) {
-        print_precision_plan(run.setup);
-        print_memory_plan(most_loaded(run.setup));
+        print_precision_plan(last);
+        print_memory_plan(last);
         return 0;
     }
     make_model(run, gpu);

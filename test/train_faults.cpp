@@ -75,10 +75,12 @@ TEST_CASE(
             const Ended ended = interrupted
                                     ? run_with_action(folder, flags, "skipped: not finite", "kill -INT $pid")
                                     : train(folder, flags);
-            if (!interrupted)
-                check_one_sentence(ended, "20 steps in a row",
-                                   saves ? "out/" + step_name(last_step(folder)) : "");
-            else CHECK(ended.code == 130);
+            const std::string checkpoint = saves ? "out/" + step_name(last_step(folder)) : "";
+            if (!interrupted) check_one_sentence(ended, "20 steps in a row", checkpoint);
+            if (saves && !interrupted)  // no step is saved
+                check_one_sentence(train(folder, "--device cpu --resume out --out out"), "20 steps in a row",
+                                   checkpoint);
+            if (interrupted) CHECK(ended.code == 130);
             const size_t skipped = ended.out.find("skipped: not finite"),
                          last = ended.out.rfind("saved | step ");
             REQUIRE(skipped != std::string::npos);
