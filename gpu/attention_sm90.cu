@@ -98,19 +98,6 @@ template <int N> __device__ void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-__device__ void tma_load(uint32_t to, const CUtensorMap& map, Barrier full, int col, int row, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-        "l"(&map), "r"(full.address), "r"(col), "r"(row), "r"(b)
-        : "memory");
-}
-__device__ void tma_store(const CUtensorMap& map, uint32_t from, int col, int row, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-        "r"(from), "r"(col), "r"(row), "r"(b)
-        : "memory");
-}
 __device__ void bulk_load(uint32_t to, const void* from, int bytes, Barrier full) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -255,14 +242,21 @@ __device__ void load_tile(uint32_t to, const CUtensorMap& map, Barrier full, int
     constexpr int BOXES = ROWS / BOX;  // of a panel
 #pragma unroll
     for (int i = 0; i < HS / PANEL * BOXES; i++)
-        tma_load(to + i * BOX_BYTES, map, full, col + i / BOXES * PANEL, row + i % BOXES * BOX, b);
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to + i * BOX_BYTES),
+            "l"(&map), "r"(full.address), "r"(col + i / BOXES * PANEL), "r"(row + i % BOXES * BOX), "r"(b)
+            : "memory");
 }
 
 // Asks TMA to store 64 rows of a tile of ROWS rows; rows beyond T are not written.
 template <int HS, int ROWS>
 __device__ void store_rows(const CUtensorMap& map, uint32_t from, int col, int row, int b) {
     for (int panel = 0; panel < HS / PANEL; panel++)
-        tma_store(map, from + panel * ROWS * 128, col + panel * PANEL, row, b);
+        asm volatile(
+            "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+            "r"(from + panel * ROWS * 128), "r"(col + panel * PANEL), "r"(row), "r"(b)
+            : "memory");
 }
 
 // Describes a (B, T, cols) tensor to TMA, to be copied in boxes of 64 rows and 64 columns with the

@@ -5,11 +5,9 @@
 #include "cuda.cuh"
 
 namespace coat::gpu {
-namespace {
-
 // Sum of squares of a thread's chunk of 8: in FP32 if it lies between 2^-80 and 2^80, else in double, because
 // squares in FP32 could overflow or vanish.
-__device__ double sum_of_squares(const Values& v) {
+static __device__ double sum_of_squares(const Values& v) {
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
@@ -23,7 +21,7 @@ __device__ double sum_of_squares(const Values& v) {
 // One warp for each shard unit, which is SHARD_UNIT elements (model.h). The warps take turns with the shard
 // units of all segments.
 constexpr int NORM_THREADS = 256, NORM_UNROLL = 4, NORM_BLOCKS_PER_SM = 8;
-__global__ void __launch_bounds__(NORM_THREADS)
+static __global__ void __launch_bounds__(NORM_THREADS)
     squares_kernel(const Segment* segments, int number_of_segments, EitherDense gradients, int64_t first,
                    int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 }
 
 constexpr int STATE_THREADS = 1024;
-__global__ void __launch_bounds__(STATE_THREADS)
+static __global__ void __launch_bounds__(STATE_THREADS)
     gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                           GradientState* state) {
     double mine = 0;
@@ -84,7 +82,7 @@ __global__ void __launch_bounds__(STATE_THREADS)
 
 // Several ranks: gradients are added in the order of the ranks.
 constexpr int ADD_THREADS = 256;
-__global__ void __launch_bounds__(ADD_THREADS)
+static __global__ void __launch_bounds__(ADD_THREADS)
     add_gradients_kernel(EitherDense sum, bool assign, EitherDense own, EitherDense received, int64_t n,
                          int64_t rank, int64_t ranks) {
     const int64_t i = (int64_t(blockIdx.x) * ADD_THREADS + threadIdx.x) * CHUNK;
@@ -101,8 +99,8 @@ __global__ void __launch_bounds__(ADD_THREADS)
     sum.round_and_store(i, total, true);
 }
 
-__global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
-                                      int64_t ranks, float fmax) {
+static __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* theirs, int64_t n,
+                                             int64_t ranks, float fmax) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     uint32_t top = 0;
@@ -112,15 +110,13 @@ __global__ void combine_amaxes_kernel(AmaxAndScale* scales, const AmaxAndScale* 
 }
 
 constexpr int CHECK_THREADS = 256;
-__global__ void __launch_bounds__(CHECK_THREADS)
+static __global__ void __launch_bounds__(CHECK_THREADS)
     checked_loss_kernel(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked) {
     bool finite = true;
     for (int64_t i = threadIdx.x; i < n; i += CHECK_THREADS) finite = finite && isfinite(scales[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *checked = finite && !isnan(*checked) ? *loss : NAN;
 }
-
-}  // namespace
 
 void checked_loss(const AmaxAndScale* scales, int64_t n, const double* loss, double* checked,
                   cudaStream_t s) {

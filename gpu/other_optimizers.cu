@@ -7,10 +7,8 @@
 #include "adamw.cuh"
 
 namespace coat::gpu {
-namespace {
-
 // Writes eight values of a moment to x, but for a factor that it returns.
-__device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+static __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) {
         EitherDense{m.data, m.format == Format::F32}.load_values(i, x);
         return 1.0f;
@@ -29,14 +27,14 @@ __device__ float load_moment(const MomentView& m, const MomentFormat& f, int64_t
     return scale_of(f.max, m.max[0]);
 }
 
-__device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
+static __device__ uint32_t half_pair(float lo, float hi, float inverse) {  // two FP16, saturated
     const float a = fminf(fmaxf(lo * inverse, -65504.0f), 65504.0f),
                 b = fminf(fmaxf(hi * inverse, -65504.0f), 65504.0f);
     const __half2 two = __floats2half2_rn(a, b);
     return *reinterpret_cast<const uint32_t*>(&two);
 }
 // Rounds eight new values; max[1] is the largest of the tensor.
-__device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
+static __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t i, Values& x) {
     if (!scaled(m)) return EitherDense{m.data, m.format == Format::F32}.round_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(f.max, m.max[1]));
     if (m.format != Format::F16) return put(static_cast<uint8_t*>(m.data) + i, encode(f.e5m2, x, inverse));
@@ -47,7 +45,7 @@ __device__ void store_moment(const MomentView& m, const MomentFormat& f, int64_t
 
 constexpr int THREADS = 256;
 template <class W>
-__global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS)
     adamw_plain_kernel(const AdamArguments a, bool maxima) {  // blockIdx.y: the segment
     const Segment segment = a.segments[blockIdx.y];
     if (a.state->skip || a.in_fp8_groups(segment)) return;
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // What is computed anew in an update starts at 0: the amaxes of the weights and, with one scale per tensor,
 // the maxima of the moments. After the last pass the new maxima decode the moments.
-__global__ void next_maxima_kernel(const AdamArguments a, bool per_tensor, bool after) {
+static __global__ void next_maxima_kernel(const AdamArguments a, bool per_tensor, bool after) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= a.number_of_segments || a.state->skip) return;
     const Segment& segment = a.segments[i];
@@ -88,8 +86,6 @@ __global__ void next_maxima_kernel(const AdamArguments a, bool per_tensor, bool 
     for (const MomentView& m : {segment.m, segment.v})
         if (scaled(m)) m.max[after ? 0 : 1] = after ? m.max[1] : 0.0f;
 }
-
-}  // namespace
 
 void update_without_groups(const AdamArguments& a, bool fp8_groups, cudaStream_t s) {
     const bool per_tensor = a.m.per_tensor || a.v.per_tensor;

@@ -24,10 +24,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols,
                   count = v.quant.operand_scales(N, K);
     const bool square = g == PER_128x128;
+    // With one scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t along_n = square ? round_up(ceil_div(K, 1 << LOG_128), 4) : 1, along_k = g == PER_ROW ? 0
-                                                                                           : square     ? 1
-                                                                                                        : N;
+    const int64_t along_n = square ? round_up(v.quant.scale_cols(K), 4) : 1, along_k = square ? 1 : N;
     if (transposed) return {p, shift_k, shift_n, along_k, along_n, count};
     return {p, shift_n, shift_k, along_n, along_k, count};
 }

@@ -7,15 +7,13 @@
 #include "tiles.cuh"
 
 namespace coat::gpu {
-namespace {
-
 constexpr int SIMPLE_THREADS = 256;
 
 // i counts from the slice's first element. Any of values, weights and remainders may be null. The weight is
 // the master rounded to nearest; ties go away from zero, so that the remainder fits.
-__global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
-                                  int64_t count, int64_t padded, float std, bool ones, int64_t used,
-                                  uint64_t seed, uint64_t index) {
+static __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* remainders, int64_t first,
+                                         int64_t count, int64_t padded, float std, bool ones, int64_t used,
+                                         uint64_t seed, uint64_t index) {
     const int64_t i = int64_t(blockIdx.x) * SIMPLE_THREADS + threadIdx.x;
     if (i >= padded) return;
     const float value = i < count ? initial(std, ones, used, seed, index, first + i) : 0.0f;
@@ -26,7 +24,7 @@ __global__ void initialize_kernel(float* values, uint16_t* weights, int16_t* rem
 }
 
 // Codes that exist already, transposed: of weights that were gathered from other GPUs as codes.
-__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace at;
@@ -39,8 +37,6 @@ __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for (int h = 0; h < ROWS / 4; h++) tiles[0].write(at, h, raw[h]);
     store_transposed(tiles, rows, cols, transposed);
 }
-
-}  // namespace
 
 bool kernels_fit() {
     cudaFuncAttributes attributes;

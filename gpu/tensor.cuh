@@ -108,8 +108,8 @@ inline int shared_memory_limit() {  // bytes of one block
 template <class... P>
 void launch(const char* what, void (*kernel)(P...), dim3 grid, dim3 block, int shared, cudaStream_t s,
             std::common_type_t<P>... arguments) {
-    if (s == DRY_RUN || grid.x * grid.y == 0) return;  // no blocks: a rank has no part of this tensor
-    if (shared > 40 << 10)                             // 48 KiB, with static ones, need no permission
+    if (s == DRY_RUN || grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
+    if (shared > 40 << 10)                                   // 48 KiB, with static ones, need no permission
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
               "This GPU has too little shared memory");
     kernel<<<grid, block, shared, s>>>(arguments...);
