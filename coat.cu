@@ -34,9 +34,8 @@ namespace coat::gpu {
 // costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) has the arithmetic.
 //
 // In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
-// of the activation's output beforehand (linear layers that are not FP8, or are not scaled per tensor just in
-// time). embedding_forward, residual_add and quantize_gate_up_kernel write all other groups in passing, with
-// the same Groups::round_and_store.
+// of the activation's output. embedding_forward, residual_add and quantize_gate_up_kernel write all other
+// groups in passing.
 
 constexpr int GROUP_THREADS = 256;
 static __global__ void __launch_bounds__(GROUP_THREADS)
@@ -63,11 +62,10 @@ void quantize_groups(const View& x, const View& groups, bool write_back, QuantSt
 //
 // Stage one: each warp takes the maximum of its values. (The paper takes 1xG groups; the result is the same.)
 // Stage two: an atomicMax over the warps, which gives the same result in any order. Mostly both happen in
-// passing, in a kernel that has the values anyway. The outputs of a norm and of an activation are never
-// stored: residual_add, embedding_forward and quantize_gate_up, which write the inputs, compute them for
-// their amax. Kernels that write other gradients, or weights, take the amax of what they write. The gradient
-// of gate and up is never stored. The kernel below is for it, for attention's output, and for weights that
-// AdamW did not just update; in other recipes also for the activation's output.
+// passing, in a kernel that has the values anyway: the outputs of a norm and of an activation are never
+// stored, so the kernels that write the inputs compute them for their amax. The kernel below is for the
+// gradient of gate and up, which is not stored either, for attention's output, and for weights that AdamW did
+// not just update.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)

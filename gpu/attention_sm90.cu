@@ -1,9 +1,7 @@
 // attention_sm90.cu - causal attention for Hopper GPUs: the algorithm of attention.cu, on wgmma and TMA.
 //
-// The algorithm is flash attention. Forward loops over tiles of keys with an online softmax and saves
-// one value per query, the log-sum-exp (lse). Backward recomputes p = exp(s - lse) tile by tile and
-// needs five GEMMs; attention.cu has the equations. The structure follows FlashAttention-3 (arXiv
-// 2407.08608). What Hopper adds to earlier GPUs:
+// attention.cu has the equations; the structure follows FlashAttention-3 (arXiv 2407.08608). What Hopper adds
+// to earlier GPUs:
 //   TMA: a copy engine. One thread names a box of a tensor by its coordinates. The hardware computes the
 //     addresses, copies the box into shared memory, and writes zeros for rows beyond the tensor. It can also
 //     store and add.

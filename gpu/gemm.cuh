@@ -5,10 +5,8 @@
 //   Fprop   y  (N, out)  = x (N, in)    w^T        (+ bias)      reduces over input features
 //   Dgrad   dx (N, in)   = dy (N, out)  w                        reduces over output features
 //   Wgrad   dw (out, in) = dy^T         x (N, in)                reduces over tokens
-// In FP32 and BF16 each operand is read as it is stored. Hopper's FP8 GEMM needs both operands
-// contiguous along the reduction dimension ("TN"). So Dgrad reads w.transposed, and Wgrad reads
-// dy.transposed and x.transposed; the row-major codes may then be missing. Scales other than
-// per-tensor belong to the orientation that is read.
+// In FP32 and BF16 each operand is read as it is stored. In FP8 (tensor.cuh, Operand) Dgrad reads
+// w.transposed, and Wgrad reads dy.transposed and x.transposed; the row-major codes may then be missing.
 #pragma once
 #include <cublasLt.h>
 

@@ -253,8 +253,7 @@ void loss_sum(const float* losses, int64_t n, const double* scale, double* total
 }
 
 // ===========================================================================================================
-// Sums over rows, in two stages. One: a block adds up some of the rows. Two: these sums are added up in
-// order.
+// Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
 
 // Stage one: a block adds up every COLUMN_PARTIALS-th tile of 128 columns, and takes the amax in passing.
 constexpr int COLUMN_BLOCKS = 3;  // resident blocks: the sums need registers beside those of a tile's rows

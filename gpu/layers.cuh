@@ -1,6 +1,5 @@
-// gpu/layers.cuh - what any transformer has around its GEMMs, attention and norms: RoPE, loss,
-// gradients of biases, and the embedding's backward pass (layers.cu). Its forward pass is a residual add
-// (norm.cuh).
+// gpu/layers.cuh - what any transformer has around its GEMMs, attention and norms: RoPE, loss, gradients of
+// biases, and the embedding's backward pass (layers.cu). Its forward pass is a residual add (norm.cuh).
 //
 // Tensors, parameter gradients and launches are as norm.cuh says.
 #pragma once
