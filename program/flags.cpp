@@ -12,8 +12,9 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 // What --resume does with a flag. Here: it belongs to this machine, and no checkpoint has it. Free: it is
-// that of the checkpoint unless another is given. Same: another would make it another run, and is an error.
-enum class Resume : uint8_t { Here, Free, Same };
+// that of the checkpoint unless another is given. Future: so, too, but another changes the steps to come, and
+// the checkpoints say so. Same: another would change what the saved state means, and is an error.
+enum class Resume : uint8_t { Here, Free, Future, Same };
 
 struct Choice {
     const char* name;
@@ -28,49 +29,30 @@ struct Flag {
     std::vector<Choice> choices = {};  // empty: any text
 };
 
-constexpr Resume HERE = Resume::Here, FREE = Resume::Free, SAME = Resume::Same;
+constexpr Resume HERE = Resume::Here, FREE = Resume::Free, FUTURE = Resume::Future, SAME = Resume::Same;
+// clang-format off
 const Flag TABLE[] = {
-    {"device",
-     &Flags::device,
-     HERE,
-     "auto, cpu or gpu; auto is the GPU if there is one",
-     0,
-     nullptr,
+    {"device", &Flags::device, HERE, "auto, cpu or gpu; auto is the GPU if there is one", 0, nullptr,
      {{"auto"}, {"cpu"}, {"gpu"}}},
     {"ranks", &Flags::ranks, HERE, "processes, one for each GPU; torchrun sets it itself", 1},
     {"model", &Flags::model, SAME, "a named model, or a Hugging Face folder to start from", 0, "llama-30m"},
     {"recipe", &Flags::recipe, SAME, "formats of weights, activations and gradients"},
     {"optimizer", &Flags::optimizer, SAME, "formats of the moments; default: the recipe's"},
-    {"attention",
-     &Flags::attention,
-     SAME,
-     "saved q, k, v and attention output; groups: in FP8",
-     0,
-     nullptr,
+    {"attention", &Flags::attention, SAME, "saved q, k, v and attention output; groups: in FP8", 0, nullptr,
      {{"compute"}, {"groups"}}},
-    {"master",
-     &Flags::master,
-     SAME,
-     "FP32 master weights; none: rounded stochastically",
-     0,
-     nullptr,
+    {"master", &Flags::master, SAME, "FP32 master weights; none: rounded stochastically", 0, nullptr,
      {{"exact"}, {"none"}}},
-    {"gradients",
-     &Flags::gradients,
-     SAME,
-     "until the update; none: update in backward",
-     0,
-     nullptr,
+    {"gradients", &Flags::gradients, SAME, "until the update; none: update in backward", 0, nullptr,
      {{"kept"}, {"none"}}},
     {"data", &Flags::data, FREE, "text, folders of it, token files (.bin), by commas"},
     {"batch", &Flags::batch, SAME, "sequences per micro-batch", 1, "32"},
     {"seq", &Flags::seq, SAME, "tokens per sequence", 1, "1024"},
     {"accumulate", &Flags::accumulate, SAME, "micro-batches per step, on each rank", 1},
-    {"steps", &Flags::steps, FREE, "steps in total; 0 evaluates on held-out text and stops", 0, "900"},
-    {"lr", &Flags::lr, SAME, "peak of the learning rate, which falls to a tenth", 0, "1e-3"},
-    {"warmup", &Flags::warmup, SAME, "steps of linear warm-up, before half a cosine"},
-    {"weight-decay", &Flags::weight_decay, SAME, "decoupled weight decay of matrices"},
-    {"clip", &Flags::clip, SAME, "clip gradients to this global norm; 0: do not clip"},
+    {"steps", &Flags::steps, FUTURE, "steps in total; 0 evaluates on held-out text and stops", 0, "900"},
+    {"lr", &Flags::lr, FUTURE, "peak of the learning rate, which falls to a tenth", 0, "1e-3"},
+    {"warmup", &Flags::warmup, FUTURE, "steps of linear warm-up, before half a cosine"},
+    {"weight-decay", &Flags::weight_decay, FUTURE, "decoupled weight decay of matrices"},
+    {"clip", &Flags::clip, FUTURE, "clip gradients to this global norm; 0: do not clip"},
     {"seed", &Flags::seed, SAME, "of first weights, the order of the data, the samples"},
     {"out", &Flags::out, HERE, "folder for checkpoints; \"\": save none"},
     {"save-every", &Flags::save_every, FREE, "steps between checkpoints; 0: about half an hour"},
@@ -81,6 +63,7 @@ const Flag TABLE[] = {
     {"log", &Flags::log, HERE, "file for a log in JSON lines"},
     {"plan", &Flags::plan, HERE, "print formats and memory of the run, and stop"},
 };
+// clang-format on
 
 bool is_switch(const Flag& flag) { return std::holds_alternative<bool Flags::*>(flag.member); }
 
@@ -127,16 +110,19 @@ void Flags::parse(int argc, char** argv) {
     }
 }
 
-void Flags::take(const Json& saved) {
+std::string Flags::take(const Json& saved) {
+    std::string changes;
     for (const Flag& flag : TABLE) {
         if (flag.resume == HERE) continue;
-        const Json& theirs = saved.at(flag.name);
+        const Json &theirs = saved.at(flag.name), ours = value(*this, flag);
         if (!given(flag.name)) std::visit([&](auto member) { theirs.get_to(this->*member); }, flag.member);
-        else if (flag.resume == SAME && value(*this, flag) != theirs)
-            throw Error("--", flag.name, " ", value(*this, flag).dump(), " differs from the checkpoint's ",
-                        theirs.dump(),
+        else if (flag.resume == SAME && ours != theirs)
+            throw Error("--", flag.name, " ", ours.dump(), " differs from the checkpoint's ", theirs.dump(),
                         "; leave it out to continue that run, or leave --resume out to begin another.");
+        else if (flag.resume == FUTURE && ours != theirs)
+            changes += concat(" --", flag.name, " ", ours.dump(), " in place of ", theirs.dump());
     }
+    return changes;
 }
 
 void Flags::take_gpu_defaults() {

@@ -18,7 +18,8 @@ struct Flags {
 
     void parse(int argc, char** argv);
     // Takes what is not given from a checkpoint. Error if a flag is given that would make it another run.
-    void take(const nlohmann::ordered_json& saved);
+    // Returns what the flags that are given change of the steps to come.
+    std::string take(const nlohmann::ordered_json& saved);
     void take_gpu_defaults();                                                     // where nothing is given
     bool given(const std::string& name) const { return given_.count(name) > 0; }  // on the command line
 

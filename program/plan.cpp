@@ -15,6 +15,28 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
 }
 
+double flops_per_token(const ModelConfig& c, int64_t T) {
+    double weights = 0;
+    for (const Param& p : parameters(c))
+        if (p.role.linear || p.name == (c.tied ? "embedding" : "head"))
+            weights += double(used_elements(c, p));
+    return 6 * (weights + double(c.L * c.q_cols() * T));
+}
+
+double peak_tflops(const std::string& gpu, bool fp8) {
+    const struct {
+        const char* name;
+        double bf16, fp8;
+    } table[] = {{"H100 PCIe", 756, 1513},  // and GH200 as H200
+                 {"H100", 989, 1979},
+                 {"H200", 989, 1979},
+                 {"L40S", 362, 733},
+                 {"RTX 4090", 165, 330}};
+    for (const auto& row : table)
+        if (gpu.find(row.name) != gpu.npos) return fp8 ? row.fp8 : row.bf16;
+    return 0;
+}
+
 // The messages below name the flag that is at fault and the values that would do.
 void validate(const Setup& s) {
     validate(s.config);

@@ -38,8 +38,10 @@ struct Run {
     LoopState state;
     Companions companions;  // of `weights`, for the checkpoints
     Corpus corpus;
-    Json data;  // how many tokens it has, and their hashes
+    Json data;                     // how many tokens it has, and their hashes
+    Json changes = Json::array();  // of flags, at earlier resumptions and at this one
     std::unique_ptr<Model> model;
+    std::string gpu;  // its name; empty on the CPU
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
@@ -256,15 +258,23 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const double rate = run.step_tokens() / took;
-    std::printf("step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s\n",
-                int(std::to_string(run.flags.steps).size()), run.state.step, run.flags.steps, result.loss,
-                result.grad_norm, lr, took * 1e3, rate, duration(left).c_str(),
-                !result.skipped  ? ""
-                : result.targets ? " | skipped: not finite"
-                                 : " | skipped: no token counts");
+    const Setup& s = run.setup;
+    const double rate = run.step_tokens() / took,
+                 tflops = rate * flops_per_token(s.config, s.T) / double(s.ranks) * 1e-12,
+                 peak = peak_tflops(run.gpu, linear_formats(s).x.fp8());
+    const std::string of_peak = peak ? concat(", ", std::lround(100 * tflops / peak), "% of peak") : "";
+    std::printf(
+        "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s | %.3g "
+        "TFLOP/s%s\n",
+        int(std::to_string(run.flags.steps).size()), run.state.step, run.flags.steps, result.loss,
+        result.grad_norm, lr, took * 1e3, rate, duration(left).c_str(),
+        !result.skipped  ? ""
+        : result.targets ? " | skipped: not finite"
+                         : " | skipped: no token counts",
+        tflops, of_peak.c_str());
     Json line = {{"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3}};
-    line["tokens_per_second"] = rate, line["skipped"] = result.skipped;
+    line["tokens_per_second"] = rate, line["tflops"] = tflops, line["skipped"] = result.skipped;
+    if (peak) line["part_of_peak"] = tflops / peak;
     run.print_log("step", line);
 }
 
@@ -377,7 +387,9 @@ void take_checkpoint(Run& run) {
         throw Error("The run has ", all, " micro-batches a step, which ", ranks,
                     " ranks cannot share; use a number of ranks that divides ", all, ".");
     settings["accumulate"] = all / ranks;
-    flags.take(settings);
+    run.changes = settings.value("changes", Json::array());
+    const std::string changes = flags.take(settings);
+    if (!changes.empty()) run.changes.push_back(concat("after step ", run.state.step, ":", changes));
     if (flags.steps && !flags.plan && flags.steps <= run.state.step)
         throw Error("--steps ", flags.steps, " is already done: the checkpoint is at step ", run.state.step,
                     "; give a larger --steps to continue.");
@@ -476,6 +488,7 @@ void require_same(Run& run) {
                 throw Error("--data is not that of the checkpoint's run (", part, ": ", run.data[part].dump(),
                             ", there ", theirs.dump(), "); give the same data again.");
     settings["accumulate"] = micro_batches(run.setup);  // a checkpoint knows nothing of ranks
+    settings["changes"] = run.changes;
     run.state.settings = settings;
 }
 
@@ -504,6 +517,8 @@ void print_start(const Run& run, const Setup& s, const std::string& device) {
         mib(Category::All), gpu ? "" : " and workspace", mib(Category::Weights), mib(Category::Gradients),
         mib(Category::Optimizer), mib(Category::Activations));
     std::printf(gpu ? ", workspace %.1f\n" : "\n", mib(Category::Workspace));
+    for (const Json& change : run.changes)
+        std::printf("not the bits of a run without changes, %s\n", change.get<std::string>().c_str());
     std::printf("checkpoints: %s\n\n", printable(run.flags.out + continues).c_str());
 }
 
@@ -517,6 +532,7 @@ void make_model(Run& run, bool gpu) {
         if (!run.log) throw Error("--log ", run.flags.log, " cannot be written; choose another file.");
     }
     run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
+    run.gpu = gpu ? gpu_name() : "";
     if (resumes) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }

@@ -200,3 +200,18 @@ TEST_CASE("validate: heads x head size is bounded, not only each factor") {
     c.NH = c.NKV = 1 << 15;  // the rows of a weight would exceed the blocks of a grid
     CHECK_THROWS_AS(validate(c), Error);
 }
+
+TEST_CASE("flops_per_token: GEMMs, the head and causal attention; peak_tflops by the name of the GPU") {
+    // Llama-2-7B: 4 C^2 + 3 C F weights in each of 32 layers, and the head; attention over 2048 tokens.
+    const ModelConfig& llama = find_row(models(), "llama-2-7b", "--model");
+    const double weights = 32 * (4 * 4096.0 * 4096 + 3 * 4096.0 * 11008) + 32000 * 4096.0;
+    CHECK(flops_per_token(llama, 2048) == 6 * weights + 6 * 32 * 2048 * 4096.0);
+    // GPT-2: the head is the embedding, and positions are looked up.
+    const ModelConfig& gpt2 = find_row(models(), "gpt2", "--model");
+    CHECK(flops_per_token(gpt2, 1024) == 6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
+    CHECK((peak_tflops("NVIDIA H100 80GB HBM3", true) == 1979 &&
+           peak_tflops("NVIDIA GH200 480GB", false) == 989));
+    CHECK((peak_tflops("NVIDIA H100 PCIe", false) == 756 &&
+           peak_tflops("NVIDIA GeForce RTX 4090", true) == 330));
+    CHECK(peak_tflops("NVIDIA A100-SXM4-80GB", false) == 0);
+}

@@ -174,6 +174,29 @@ TEST_CASE("train: stopped anywhere, on any number of ranks, a run goes on with t
     }
 }
 
+TEST_CASE("train: what --resume changes of the steps to come is said, done, and remembered") {
+    RunFolder folder;
+    require_success(tiny(folder, "--warmup 1 --steps 4 --out out"));
+    const std::string resume = "--device cpu --resume out --eval-every 0 --log log ";
+    const Ended same = train(folder, resume + "--steps 4 --plan --lr 0.003 --clip 1.0");
+    CHECK(!contains(same.out, "without changes"));
+    const Ended changed =
+        train(folder,
+              resume + "--steps 6 --lr 1e-4 --warmup 0 --weight-decay 0 --clip 0.1 --save-every 5 --out two");
+    require_success(changed);
+    const std::string sentence =
+        "not the bits of a run without changes, after step 4: --steps 6 in place of 4 --lr 0.0001 in place "
+        "of "
+        "0.003 --warmup 0 in place of 1 --weight-decay 0.0 in place of 0.1 --clip 0.1 in place of 1.0";
+    CHECK(contains(changed.out, sentence + "\n"));
+    CHECK(logged(folder, "step").back().at("lr").get<double>() ==
+          doctest::Approx(learning_rate(1e-4, 0, 6, 5)));
+    const Ended again = train(folder, "--device cpu --resume two/step-000005 --out three");
+    require_success(again);
+    CHECK(contains(again.out, sentence + "\n"));
+    check_same(folder, "two/step-000006", "three/step-000006");
+}
+
 TEST_CASE(
     "train: several ranks print, validate and log the numbers of one, once; started by hand or by --ranks") {
     RunFolder folder;
