@@ -52,8 +52,14 @@ public:
 
 private:
     const bool rotary_ = config_.arch.rope, gated_ = config_.arch.gated;
-    // The gate_up gradient's codes replace the saved gate and up (plan.h).
-    const bool in_place_ = gate_up_gradient_in_place(setup_);
+    // The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8
+    // codes over FP8 groups, or both in the compute dtype) and scaling is per tensor. By then nothing else
+    // reads them. The gradient of q, k, v replaces them if it is no larger.
+    const bool gate_up_in_place_ =
+        info(linear_.formats.g.format).bytes == info(recipe_.nonlinear.format).bytes &&
+        recipe_.x.granularity == PER_TENSOR;
+    const bool qkv_in_place_ = Quant{recipe_.compute}.bytes(16, config_.qkv_cols()) <=
+                               recipe_.nonlinear.bytes(16, config_.gate_up_cols());
     const size_t embedding_, final_norm_, positions_;  // parameters
     std::vector<Block> blocks_;
     // Memory that is used in every phase of a step: the final norm's input, then the gradient of the residual
@@ -71,7 +77,7 @@ private:
         if (recipe_.nonlinear.fp8()) residual_ = compute_view(N_, config_.C).data;
         if (!state_.delayed_scaling()) state_.clear_amaxes();
         const Norm norm1 = norm1_of(blocks_[0]);
-        exchange_.make_ready(0, 1, nullptr);
+        exchange_.make_ready(0, 1);
         const View positions = rotary_ ? View{} : state_.weight(positions_);
         embedding_forward(tokens_.device, state_.weight(embedding_), positions, T_, stream_to_write(norm1),
                           norm1, reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
@@ -89,7 +95,7 @@ private:
         end_bucket(0);
     }
     void last_logits(void* logits) override {
-        exchange_.make_ready(exchange_.head_stage(), Exchange::NONE, nullptr);
+        exchange_.make_ready(exchange_.head_stage(), Exchange::NONE);
         const Arena::Scope scope(arena_);
         convert(head_part(N_ - 1, 1).logits, {logits, nullptr, 1, config_.padded_V(), Q_F32}, cuda_);
     }
@@ -151,7 +157,7 @@ private:
             // saved gate and up, which nobody reads later: a thread loads its elements before it stores their
             // codes
             const Arena::Scope scope(arena_);
-            const Operand dgate_up = b.gate_up.take_gradient(N_, in_place_ ? gate_up.data : nullptr);
+            const Operand dgate_up = b.gate_up.take_gradient(N_, gate_up_in_place_ ? gate_up.data : nullptr);
             {
                 // down projection: wgrad, then dgrad: dact (N, F), the gradient of the activation's output
                 const Arena::Scope scope(arena_);
@@ -173,8 +179,8 @@ private:
         }
         // The memory of gate and up is free now: dqkv lies there if it fits
         const Arena::Scope scope(arena_);
-        const View dqkv = qkv_gradient_in_place(setup_) ? compute_at(gate_up.data, N_, config_.qkv_cols())
-                                                        : compute_view(N_, config_.qkv_cols());
+        const View dqkv = qkv_in_place_ ? compute_at(gate_up.data, N_, config_.qkv_cols())
+                                        : compute_view(N_, config_.qkv_cols());
         {
             const Arena::Scope scope(arena_);
             const View dout = compute_view(N_, config_.q_cols());
@@ -306,9 +312,8 @@ private:
         const int64_t elements = gradient.rows * gradient.cols;
         View sum = gradient;
         if (in_fp32) sum.data = arena_.take<float>(elements), sum.quant = Q_F32;
-        exchange_.make_ready(exchange_.head_stage(), backward ? exchange_.head_stage() - 1 : Exchange::NONE,
-                             stats_of(Kind::Weight));
-        if (backward) exchange_.wait_for_buckets();
+        exchange_.make_ready(exchange_.head_stage(), backward ? exchange_.head_stage() - 1 : Exchange::NONE);
+        if (backward) exchange_.wait_for_bucket(state_.params[head_weight_].bucket);
         if (in_fp32 && !assigns()) convert(gradient, sum, cuda_);  // BF16 to FP32
         for (int64_t first = 0; first < N_; first += HEAD_TOKENS) {
             const Arena::Scope scope(arena_);
@@ -360,7 +365,7 @@ private:
     Norm final_norm() const { return norm_of(final_norm_, final_input()); }
     Rope rope() const { return {rope_table_, T_, config_.HS(), config_.q_cols() + config_.kv_cols()}; }
     AttentionShape attention() const { return attention_shape(config_, B_, T_, recipe_.compute); }
-    QuantStats* stats_of(Kind k) const { return linear_.stats_of(k); }
+    QuantStats* stats_of(Kind k) const { return state_.stats_of(k); }
 
     Block make_block(int64_t l) {
         const int64_t N = gpu_tokens(setup_);

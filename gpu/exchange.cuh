@@ -46,12 +46,8 @@ public:
     }
 
     // --- Gradients
-    // Make the computation wait until the gradients of a bucket (of all buckets) have been sent, and their
-    // place may be written again.
+    // Makes the computation wait until what was in the place of a bucket's gradients has been sent.
     void wait_for_bucket(int64_t bucket) const { sent_[place_of(bucket)].make_wait(cuda_); }
-    void wait_for_buckets() const {
-        for (const Event& e : sent_) e.make_wait(cuda_);
-    }
     // The computation has launched all that writes a bucket's gradients of one micro-batch. Each rank gets
     // the gradients of what it owns from all others, and adds them to its sums.
     // first: of the micro-batches of the step.
@@ -83,7 +79,7 @@ public:
         if (!peers_.several()) return;
         state_.combine_amaxes();
         if (!send) return;
-        gather(vectors_, buffers_[0], nullptr);
+        gather(vectors_, buffers_[0]);
         for (size_t i : vectors_)
             copy(state_.kept_weights(i), state_.gathered[i].data,
                  state_.params[i].size() * state_.weight_bytes, peers_.stream());
@@ -92,12 +88,12 @@ public:
     // The computation is about to launch what reads the weights of a stage. Makes it wait until they are
     // there, and begins to gather the stage that comes next (NONE: nothing).
     static constexpr int64_t NONE = -1;
-    void make_ready(int64_t stage, int64_t next, QuantStats* stats) {
+    void make_ready(int64_t stage, int64_t next) {
         if (!peers_.several()) return;
         if (in_buffer_[current_] != stage) current_ = !current_;
-        fill(current_, stage, stats);
+        fill(current_, stage);
         gathered_[current_].make_wait(cuda_);
-        if (next != NONE) fill(!current_, next, stats);
+        if (next != NONE) fill(!current_, next);
     }
     int64_t head_stage() const { return static_cast<int64_t>(stages_.size()) - 1; }
     // Whether weights of linear layers travel as codes (not while a delayed scale is missing).
@@ -140,15 +136,15 @@ private:
         return bucket == 0 && setup_.config.tied ? 2 : static_cast<int>(bucket % 2);
     }
 
-    void fill(bool buffer, int64_t stage, QuantStats* stats) {
+    void fill(bool buffer, int64_t stage) {
         if (in_buffer_[buffer] == stage) return;
-        gather(stages_[stage], buffers_[buffer], stats);
+        gather(stages_[stage], buffers_[buffer]);
         gathered_[buffer].record(peers_.stream());
         in_buffer_[buffer] = stage;
     }
     // Gathers weights: as FP8 codes, which each rank makes of its part with the scale of the whole, or as
     // they are.
-    void gather(const std::vector<size_t>& params, uint8_t* to, QuantStats* stats) {
+    void gather(const std::vector<size_t>& params, uint8_t* to) {
         std::vector<Transfer> transfers;
         peers_.wait_for_compute();
         for (size_t i : params) {
@@ -162,7 +158,7 @@ private:
             };
             const Slice mine = part(peers_.rank);
             const View own = state_.owned_weight(i), made{to + mine.first, scale, own.rows, own.cols, quant};
-            if (codes) quantize(stored(own), {made}, stats, peers_.stream());
+            if (codes) quantize(stored(own), {made}, state_.stats_of(Kind::Weight), peers_.stream());
             else copy(made.data, own.data, mine.count, peers_.stream());
             peers_.add_gather(to, part, transfers);
             state_.gathered[i] = {to, scale, p.rows, p.cols, quant};

@@ -160,7 +160,7 @@ protected:
     // Backward has a bucket's gradients and no longer needs its weights: the gradients are sent, and with
     // --gradients none the weights are updated.
     void end_bucket(int64_t bucket) {
-        if (linear_.stats) return state_.measure(bucket, report_);
+        if (state_.stats) return state_.measure(bucket, report_);
         if (peers_.several()) exchange_.add_bucket(bucket, micro_batch_ == 0);
         if (setup_.keep_gradients) return;
         peers_.make_compute_wait();
@@ -225,7 +225,7 @@ private:
         *loss_scale_.get() = 1.0 / counted;
         copy(&device_.results->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
         clear(device_.results, offsetof(Results, loss_scale), cuda_);
-        linear_.stats = stats;
+        state_.stats = stats;
         if (state_.delayed_scaling()) {
             state_.clear_amaxes();
             cache_is_valid_ = false;
@@ -255,7 +255,7 @@ private:
             blocks_backward();
         };
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
-        if (warming_up_ || linear_.stats || buckets_travel || state_.some_without_history) work();
+        if (warming_up_ || state_.stats || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
         const EmbeddingOrder sorted = embedding_order(tokens_.host.get() + first, N_);
         const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());

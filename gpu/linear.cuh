@@ -19,12 +19,7 @@ struct LinearContext {
     Gemms& gemms;
     const LinearFormats formats;
     const bool caches_weights;  // FP8 weights are made once a step; else when they are needed
-    // Of the pass that runs: whether gradients are assigned, not added; and what is measured, one per Kind on
-    // the device, or null.
-    bool assigns = true;
-    QuantStats* stats = nullptr;
-
-    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
+    bool assigns = true;        // in the pass that runs, gradients are assigned, not added
 };
 
 class LinearLayer {
@@ -91,14 +86,15 @@ public:
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);
         if (fp8 && biased_) bias_gradient(g, amax);
         else take_amax(g, amax);
-        if (!in_place) quantize(g, g8, c_.stats_of(Kind::Gradient), stream());
+        if (!in_place) quantize(g, g8, c_.state.stats_of(Kind::Gradient), stream());
         if (!fp8 && biased_) bias_gradient(stored(g8.view), nullptr);
         return g8;
     }
 
     void make_cached_weight() {
         take_weight_amax();
-        quantize(stored(c_.state.weight(param_)), cached_operand(), c_.stats_of(Kind::Weight), stream());
+        quantize(stored(c_.state.weight(param_)), cached_operand(), c_.state.stats_of(Kind::Weight),
+                 stream());
     }
 
 private:
@@ -136,7 +132,7 @@ private:
         void* const place = arena().take(bytes);
         const Operand made = operand_at(q.fp8() ? n : x.rows, x.cols, q, transposed ? nullptr : place,
                                         transposed ? place : nullptr, scale);
-        quantize(x, made, c_.stats_of(kind), stream());
+        quantize(x, made, c_.state.stats_of(kind), stream());
         return made;
     }
     // FP8 GEMMs want a multiple of 16 rows, which a prompt may not have: they read and write a few rows more,
@@ -167,8 +163,7 @@ private:
     // Waits for the weight, if other GPUs send it, and asks for the one that this pass needs next.
     View whole_weight(Gemm use) {
         const int64_t next_in_backward = bucket > 1 ? bucket - 1 : Exchange::NONE;
-        c_.exchange.make_ready(bucket, use == Gemm::Dgrad ? next_in_backward : bucket + 1,
-                               c_.stats_of(Kind::Weight));
+        c_.exchange.make_ready(bucket, use == Gemm::Dgrad ? next_in_backward : bucket + 1);
         return c_.state.weight(param_);
     }
     Operand cached_operand() const {

@@ -76,6 +76,9 @@ public:
     const int64_t weight_bytes, gradient_bytes;  // of one element
     // Several ranks: the matrices that are whole at the moment. Exchange::gather() fills them.
     std::vector<View> gathered;
+    // While quantization is measured: what has been found out, one for each Kind on the device; else null.
+    QuantStats* stats = nullptr;
+    QuantStats* stats_of(Kind k) const { return stats ? stats + static_cast<int>(k) : nullptr; }
     // Delayed scaling: some operand may have an empty history, and is scaled just in time.
     bool some_without_history = false;
 
@@ -122,7 +125,8 @@ public:
         return {gradient_from(i, 0), nullptr, params[i].rows, params[i].cols, gradient_quant};
     }
     uint8_t* gradient_from(size_t i, int64_t element) const {
-        return gradients_[i] + element * gradient_bytes;
+        const int64_t bucket = params[i].bucket;
+        return gradients_[bucket] + (params[i].offset - buckets[bucket].offset + element) * gradient_bytes;
     }
     // The gradients that this rank's update reads (model.h, owned()): with several ranks, their sums.
     uint8_t* gradient_sums(size_t i) const {
@@ -246,21 +250,13 @@ public:
 
     void read(const std::string& name, void* out) const {
         const auto [i, suffix] = parse(name);
-        if (suffix == ".gradient" && setup.keep_gradients) return read_gradient(i, static_cast<float*>(out));
-        if (is_master(suffix))
-            return copy_half(i, suffix == ".remainder", static_cast<uint16_t*>(out), nullptr);
-        const auto [data, bytes] = find(name, i, suffix);
-        copy(out, data, bytes, cuda_);
+        if (suffix == ".gradient" && setup.keep_gradients) read_gradient(i, static_cast<float*>(out));
+        else transfer(name, i, suffix, out, nullptr);
         device_.wait("Reading a tensor failed");
     }
     void write(const std::string& name, const void* in) {
         const auto [i, suffix] = parse(name);
-        if (is_master(suffix)) {
-            copy_half(i, suffix == ".remainder", nullptr, static_cast<const uint16_t*>(in));
-        } else {
-            const auto [data, bytes] = find(name, i, suffix);
-            copy(data, in, bytes, cuda_);
-        }
+        transfer(name, i, suffix, nullptr, in);
         expect_missing_histories();
         refresh_scale(i);
         device_.wait("Writing a tensor failed");
@@ -279,10 +275,10 @@ private:
     // delayed scaling.
     uint8_t* moments_ = nullptr;
     int64_t moments_bytes_ = 0;
-    std::vector<MomentView> first_, second_;  // by parameter
+    std::vector<MomentView> of_parameters_[2];  // first and second moments
     float* histories_ = nullptr;
     uint8_t* saved_ = nullptr;
-    std::vector<uint8_t*> gradients_, sums_;  // by parameter; by bucket
+    std::vector<uint8_t*> gradients_, sums_;  // by bucket: of a micro-batch; what the update reads
     AmaxAndScale* scales_ = nullptr;
     Segment* segments_ = nullptr;  // AdamW's table of parameters
 
@@ -301,18 +297,18 @@ private:
         const OptimizerFormat& o = setup.optimizer;
         Arena& arena = device_.arena;
         moments_ = arena.take(0);
-        for (const auto& [moments, wanted] : {std::pair{&first_, o.m}, {&second_, o.v}})
+        for (const bool second : {false, true})
             for (size_t i = 0; i < params.size(); i++) {
-                const Format f = params[i].moment(wanted);
+                const Format f = params[i].moment(second ? o.v : o.m);
                 void* const codes = arena.take(padded(shards[i].state) * info(f).bytes);
-                moments->push_back({codes, nullptr, nullptr, f});
+                of_parameters_[second].push_back({codes, nullptr, nullptr, f});
             }
         // One scale per tensor has two places: the old one decodes until everything is encoded with the new
         // one.
         const int64_t copies = o.group == 0 ? 2 : 1;
-        for (std::vector<MomentView>* moments : {&first_, &second_})
+        for (std::vector<MomentView>& moments : of_parameters_)
             for (size_t i = 0; i < params.size(); i++) {
-                MomentView& m = (*moments)[i];
+                MomentView& m = moments[i];
                 const int64_t scales = o.scales(m.format, shards[i].state.count);
                 if (is_scaled(m.format)) m.max = arena.take<float>(scales * copies);
                 if (o.expands(m.format)) m.k = arena.take<float>(scales);
@@ -327,33 +323,27 @@ private:
     void take_activations_and_gradients() {
         Arena& arena = device_.arena;
         const int64_t each = gradient_bytes, saved = setup.config.L * saved_layer_bytes(setup);
-        const bool several = peers_.several(), kept = setup.keep_gradients, tied = setup.config.tied;
-        if (kept) {
-            const int64_t first = gradients_offset(setup);
-            saved_ = arena.take(std::max(saved, first + kept_state() * each));
-            for (const BucketRange& b : buckets)
-                sums_.push_back(saved_ + first + shards[b.first].state_at * each);
-            for (const Param& p : params)
-                if (!several) gradients_.push_back(saved_ + first + p.offset * each);
-        } else {
-            saved_ = arena.take(saved);
+        const bool several = peers_.several(), kept = setup.keep_gradients;
+        const int64_t first = kept ? gradients_offset(setup) : 0;
+        saved_ = arena.take(kept ? std::max(saved, first + kept_state() * each) : saved);
+        for (const BucketRange& b : buckets)
+            sums_.push_back(saved_ + first + shards[b.first].state_at * each);
+        if (kept && !several) {
+            gradients_ = sums_;
+            return;
         }
-        if (kept && !several) return;
         const BucketElements e = bucket_elements(setup);
         uint8_t* const even = arena.take(e.largest * each);
         uint8_t* const odd = several ? arena.take(e.largest * each) : even;
-        uint8_t* const embedding = tied ? arena.take(e.embedding * each) : even;
-        for (const Param& p : params) {
-            uint8_t* const place = p.bucket == 0 ? embedding : p.bucket % 2 ? odd : even;
-            gradients_.push_back(place + (p.offset - buckets[p.bucket].offset) * each);
-        }
+        for (size_t b = 0; b < buckets.size(); b++) gradients_.push_back(b % 2 ? odd : even);
+        if (setup.config.tied) gradients_[0] = arena.take(e.embedding * each);
         if (kept) return;
-        uint8_t* const sum = several ? arena.take(std::max(e.largest, e.embedding) * each) : nullptr;
-        for (const BucketRange& b : buckets) sums_.push_back(several ? sum : gradients_[b.first]);
+        sums_ = gradients_;
+        if (several) sums_.assign(buckets.size(), arena.take(std::max(e.largest, e.embedding) * each));
     }
 
     int64_t groups(size_t i) const { return ceil_div(shards[i].state.count, MOMENT_GROUP); }
-    const MomentView& moment(size_t i, bool second) const { return (second ? second_ : first_)[i]; }
+    const MomentView& moment(size_t i, bool second) const { return of_parameters_[second][i]; }
     Segment segment(size_t i) const {
         const Param& p = params[i];
         const ShardPlace& at = shards[i];
@@ -404,12 +394,17 @@ private:
         throw Error("The model has no tensor " + name + ".");
     }
 
-    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu).
-    bool is_master(const std::string& suffix) const {
-        return compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder");
+    // Copies a tensor to `out`, or replaces it by `in`.
+    void transfer(const std::string& name, size_t i, const std::string& suffix, void* out,
+                  const void* in) const {
+        if (compute.format == Format::F32 && (suffix.empty() || suffix == ".remainder"))
+            return copy_half(i, !suffix.empty(), static_cast<uint16_t*>(out),
+                             static_cast<const uint16_t*>(in));
+        const auto [data, bytes] = find(name, i, suffix);
+        copy(out ? out : data, out ? data : in, bytes, cuda_);
     }
-    // Copies one half of the masters to `out`, or replaces it by `in`. What is kept of weights and of
-    // remainders are parts of one FP32 array.
+    // The fp32 recipe stores FP32 masters. Files have them as BF16 weight and remainder (parameters.cu). What
+    // is kept of weights and of remainders are parts of one FP32 array.
     void copy_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
         const ShardPlace& at = shards[i];
         const int64_t skipped = remainder ? at.state.first - at.weight.first : 0,
@@ -430,13 +425,13 @@ private:
         return (weight << 16) + static_cast<uint32_t>(static_cast<int16_t>(remainder));
     }
     void read_gradient(size_t i, float* out) const {
-        const size_t n = static_cast<size_t>(shards[i].state.count);
-        const bool f32 = gradient_quant.format == Format::F32;
-        std::vector<uint16_t> halves(f32 ? 0 : n);
-        copy(f32 ? static_cast<void*>(out) : halves.data(), gradient_sums(i), n * gradient_bytes, cuda_);
+        const int64_t n = shards[i].state.count;
+        copy(out, gradient_sums(i), n * gradient_bytes, cuda_);
         device_.wait("Reading a gradient failed");
-        for (size_t e = 0; e < halves.size(); e++) {
-            const uint32_t bits = uint32_t(halves[e]) << 16;
+        const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(out);
+        for (int64_t e = n;
+             e-- > 0 && gradient_bytes == 2;) {  // BF16: widened in place, from the last one on
+            const uint32_t bits = uint32_t(bytes[2 * e + 1]) << 24 | uint32_t(bytes[2 * e]) << 16;
             std::memcpy(&out[e], &bits, 4);
         }
     }

@@ -229,17 +229,7 @@ int64_t saved_layer_bytes(const Setup& s) {
     return bytes;
 }
 
-bool gate_up_gradient_in_place(const Setup& s) {
-    const bool same_size = info(linear_formats(s).g.format).bytes == info(s.recipe.nonlinear.format).bytes;
-    return same_size && s.recipe.x.granularity == PER_TENSOR;
-}
-
 bool caches_weights(const Setup& s) { return s.accumulate > 1 && linear_formats(s).w.fp8() && s.ranks == 1; }
-
-bool qkv_gradient_in_place(const Setup& s) {
-    const int64_t N = gpu_tokens(s), bytes = N * s.config.qkv_cols() * info(s.recipe.compute).bytes;
-    return bytes <= s.recipe.nonlinear.bytes(N, s.config.gate_up_cols());
-}
 
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
     std::vector<MemoryRow> plan = memory_plan(s);

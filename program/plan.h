@@ -112,12 +112,6 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
 // The recipe as a GPU runs it: without FP8 GEMMs, the linear layers run in the compute dtype.
 Recipe recipe_on_gpu(const Recipe& r, bool fp8_gemm);
-// The gradient of gate and up replaces the saved gate and up, if both take the same bytes a value (FP8 codes
-// over FP8 groups, or both in the compute dtype) and scaling is per tensor.
-bool gate_up_gradient_in_place(const Setup& s);
-// The gradient of q, k, v is written over the layer's saved gate and up if it is no larger: by then nothing
-// reads those any more.
-bool qkv_gradient_in_place(const Setup& s);
 // Two tensors do not exist for all tokens at once: the logits; and, with per-tensor scaling, the activation's
 // input before it is quantized in groups, unless the forward pass reads it (coat-saved).
 inline constexpr int64_t HEAD_TOKENS = 4096, GATE_UP_TOKENS = 8192;
