@@ -101,7 +101,7 @@ $(O)/reference.cpp.o: private OPT = -O3
 # These wait for files and people, and hold most of the JSON library's templates: -O1 compiles them faster.
 $(call object,program/train.cpp data/checkpoint.cpp data/model_folder.cpp data/safetensors.cpp): private OPT = -O1
 # Without kernels: nvcc then reads these files once, not for host and device.
-$(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu): private NVCCFLAGS += -x c++
+$(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu test/model_memory.cu): private NVCCFLAGS += -x c++
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.

@@ -11,7 +11,7 @@
 #include "../gpu/report.cuh"
 #include "../program/plan.h"
 #include "help/gpu.h"
-#include "help/tiny.h"
+#include "help/model.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -480,7 +480,7 @@ std::vector<Param> some_params() {
 }
 
 Setup setup_of_rank(int64_t rank, int64_t ranks) {
-    Setup s = tiny_setup(tiny_config(LLAMA, true), "coat", "coat");
+    Setup s = setup_of("coat", tiny_config(LLAMA, true), 8, 32);
     s.rank = rank;
     s.ranks = ranks;
     return s;

@@ -6,7 +6,7 @@
 #include "../../reference.h"
 #include "../help/program.h"
 #include "../help/random.h"
-#include "../help/tiny.h"
+#include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -161,7 +161,7 @@ TEST_CASE("coat.py: k and codes of moments, and a step of AdamW with FP8 moments
 static double distance_of_gradients(Random& rng) {
     const Arrays folder;
     const ModelConfig config{"one-layer", LLAMA, 1, 32, 2, 2, 96, 64, 16, false};
-    const std::unique_ptr<Model> model = make_reference(tiny_setup(config, "coat", "coat", 2, 16));
+    const std::unique_ptr<Model> model = make_reference(setup_of("coat", config, 2, 16));
     for (const Param& p : parameters(config)) {
         std::vector<uint16_t> weight(p.size());
         Floats decoded(p.size());

@@ -7,7 +7,7 @@
 #include "../../program/plan.h"
 #include "../help/gpu.h"
 #include "../help/random.h"
-#include "../help/tiny.h"
+#include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -7,7 +7,7 @@
 
 #include "../../reference.h"
 #include "random.h"
-#include "tiny.h"
+#include "model.h"
 
 namespace coat::test::finite_differences {
 

@@ -7,7 +7,7 @@
 #include "../../reference.h"
 #include "../help/oracle.h"
 #include "../help/random.h"
-#include "../help/tiny.h"
+#include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -183,7 +183,7 @@ TEST_CASE("Moment: fp8lm loses second moments below 2^-41 of the largest, the ot
 
 TEST_CASE("optimizer_tensors: the tensors of the state follow formats and granularity") {
     auto shape_of = [](const OptimizerFormat& o, const std::string& name) -> std::string {
-        Setup s = tiny_setup(tiny_config(LLAMA, true), "bf16", "fp32");
+        Setup s = setup_of("bf16 moments fp32", tiny_config(LLAMA, true), 8, 32);
         s.optimizer = o;
         for (const StateTensor& t : optimizer_tensors(s))
             if (t.name == name) return concat(t.dtype, " ", t.size());

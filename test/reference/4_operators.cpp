@@ -9,7 +9,7 @@
 #include "../../reference.h"
 #include "../help/finite_differences.h"
 #include "../help/random.h"
-#include "../help/tiny.h"
+#include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;

@@ -8,7 +8,7 @@
 #include "../help/finite_differences.h"
 #include "../help/oracle.h"
 #include "../help/random.h"
-#include "../help/tiny.h"
+#include "../help/model.h"
 
 using namespace coat;
 using namespace coat::test;
@@ -187,7 +187,7 @@ TEST_CASE("gradients: fp32 matches double up to FP32 rounding") {
         std::vector<Vector> in_double, gradients;
         for (const auto& w : weights) in_double.emplace_back(w.begin(), w.end());
         const double loss = loss_in_double(c, B, T, in_double, tokens.data(), targets.data(), &gradients);
-        const GradientRun run = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), weights, tokens, targets);
+        const GradientRun run = gradients_of(setup_of("fp32", c, B, T), weights, tokens, targets);
         const std::vector<Param> params = parameters(c);
         Vector effect(params.size());  // root mean square over the changes, relative to the gradient
         for (int64_t i = 0; i < changes; i++) {
@@ -231,10 +231,10 @@ TEST_CASE("gradients: bf16 and coat differ from fp32 by the rounding of their fo
         const std::vector<std::vector<float>> start = starting_weights(c, rng);  // the same for all recipes
         const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
                                    targets = random_tokens(c, rng, B * T);
-        const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
-        const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
-        const GradientRun coat = gradients_of(tiny_setup(c, "coat", "fp32", B, T), start, tokens, targets);
-        Setup in_groups = tiny_setup(c, "bf16", "fp32", B, T);
+        const GradientRun exact = gradients_of(setup_of("fp32", c, B, T), start, tokens, targets);
+        const GradientRun bf16 = gradients_of(setup_of("bf16", c, B, T), start, tokens, targets);
+        const GradientRun coat = gradients_of(setup_of("coat", c, B, T), start, tokens, targets);
+        Setup in_groups = setup_of("bf16", c, B, T);
         in_groups.recipe.attention = Q_GROUP;
         const GradientRun groups = gradients_of(in_groups, start, tokens, targets);
         in_groups.recipe = find_row(recipes(), "coat", "");
@@ -285,13 +285,13 @@ TEST_CASE("gradients: recipes with FP8 in linear layers differ from fp32 by the 
         const std::vector<std::vector<float>> start = starting_weights(c, rng);
         const std::vector<int32_t> tokens = random_tokens(c, rng, B * T),
                                    targets = random_tokens(c, rng, B * T);
-        const GradientRun exact = gradients_of(tiny_setup(c, "fp32", "fp32", B, T), start, tokens, targets);
-        const GradientRun bf16 = gradients_of(tiny_setup(c, "bf16", "fp32", B, T), start, tokens, targets);
+        const GradientRun exact = gradients_of(setup_of("fp32", c, B, T), start, tokens, targets);
+        const GradientRun bf16 = gradients_of(setup_of("bf16", c, B, T), start, tokens, targets);
         const double L = double(c.L), bound_bf16 = std::sqrt(24 * L) * rms_error(Format::BF16);
         std::vector<GradientRun> runs;
         for (const char* name : {"te", "colossal", "rowwise", "deepseek"}) {
             const Recipe r = find_row(recipes(), name, "");
-            runs.push_back(gradients_of(tiny_setup(c, name, "fp32", B, T), start, tokens, targets));
+            runs.push_back(gradients_of(setup_of(name, c, B, T), start, tokens, targets));
             const double x = rms_error(r.x.format), w = rms_error(r.w.format), g = rms_error(r.g.format);
             const double bound = std::sqrt(4 * L * (x * x + w * w + g * g + w * w)) + bound_bf16;
             CHECK(std::fabs(runs.back().loss - exact.loss) <= bound * exact.loss);

@@ -1,0 +1,256 @@
+// model.h - tiny models, text for them to learn, and PROPERTY: a test of whole models that runs on the CPU
+// reference and on the GPU.
+#pragma once
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "../../program/plan.h"
+#include "../../reference.h"
+#include "random.h"
+
+namespace coat::test {
+
+using Maker = std::unique_ptr<Model> (*)(const Setup&);
+
+// PROPERTY("name") { ... make(setup) ... } is the test "cpu: name" and, where a GPU is found, "gpu: name".
+#define GPU_MODEL_TEST(name) TEST_CASE("gpu: " name* doctest::skip(!why_no_gpu().empty()))
+#define PROPERTY_NAMED(name, body)                    \
+    static void body(Maker make);                     \
+    TEST_CASE("cpu: " name) { body(make_reference); } \
+    GPU_MODEL_TEST(name) { body(make_gpu); }          \
+    static void body(Maker make)
+#define PROPERTY(name) PROPERTY_NAMED(name, DOCTEST_ANONYMOUS(property_))
+
+inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
+    const int64_t NKV = arch.rope ? 2 : 4;  // grouped queries if the architecture has them
+    ModelConfig c{std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
+    // Of a head's 8 frequencies one is kept, one is interpolated, and the others are divided.
+    if (arch.rope && arch.qkv_bias) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+    return c;
+}
+// Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
+inline ModelConfig wide_heads(bool tied) { return {"test-wide", LLAMA, 2, 256, 4, 2, 352, 130, 128, tied}; }
+
+// The setup with the choice of --attention, --master or --gradients that saves memory, for each of these
+// words in `flags`; "lean" is all three.
+inline Setup with_modes(Setup s, const std::string& flags) {
+    auto has = [&](const char* word) {
+        return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
+    };
+    if (has("attention")) s.recipe.attention = Q_GROUP;
+    s.master = !has("master"), s.keep_gradients = !has("gradients");
+    return s;
+}
+// A recipe, such flags, and an optimizer: "coat", "coat master gradients", "bf16 lean", "fp32 moments fp8lm".
+inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
+                      int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
+    const std::string name = words.substr(0, words.find(' '));
+    const size_t moments = words.find(" moments ");
+    const Recipe& recipe = find_row(recipes(), name, "recipe");
+    const std::string optimizer = moments != words.npos ? words.substr(moments + 9)
+                                  : name == "bf16"      ? "bf16"
+                                                        : recipe.optimizer;
+    const Setup s{config, recipe, find_row(optimizers(), optimizer, "optimizer"), B, T, accumulate};
+    return with_modes(s, words.substr(0, moments));
+}
+inline bool supported(const Setup& s) {
+    try {
+        validate(s);
+    } catch (const Error&) {
+        return false;
+    }
+    return true;
+}
+
+// Every recipe with two architectures, every choice of memory, every optimizer, and some random setups of
+// anything that is supported. A test prints the setup that fails.
+inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
+    std::vector<Setup> all;
+    const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
+                                              tiny_config(LLAMA, true), tiny_config(QWEN2, false)};
+    for (const Recipe& r : recipes())
+        for (int arch : {0, 1}) all.push_back(setup_of(r.name, configs[arch]));
+    for (const char* words : {"coat master", "coat attention", "coat gradients", "bf16 lean", "te gradients"})
+        all.push_back(setup_of(words));
+    for (const OptimizerFormat& o : optimizers()) all.push_back(setup_of(concat("coat moments ", o.name)));
+    auto any = [&](const auto& table) { return table[rng.below(int64_t(table.size()))]; };
+    while (random > 0) {
+        const ModelConfig config = any(configs);
+        const int64_t B = 1 + rng.below(5), T = 1 + rng.below(40);
+        Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
+        s.optimizer = any(optimizers());
+        s.master = rng.below(2), s.keep_gradients = rng.below(2);
+        if (rng.below(2)) s.recipe.attention = Q_GROUP;
+        if (supported(s)) all.push_back(s), random--;
+    }
+    return all;
+}
+inline std::string text(const Setup& s) {
+    return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
+                  s.optimizer.name, ", ", s.accumulate, "x", s.B, "x", s.T,
+                  s.recipe.attention.fp8() ? ", attention groups" : "", s.master ? "" : ", master none",
+                  s.keep_gradients ? "" : ", gradients none");
+}
+#define FOR_EACH_SETUP(s, list) \
+    for (const Setup& s : list) \
+        if (INFO(text(s)); true)
+
+// Endless random text that a model can learn. Each token is followed by one of four tokens, with
+// probabilities 1/2, 1/4, 1/8 and 1/8. Its entropy is 1.75 bits = 1.21 nats a token.
+class Text {
+public:
+    Text(uint64_t seed, int64_t V) : rng_(seed), V_(V) {
+        Random table(17);
+        for (int64_t i = 0; i < 4 * V; i++) successors_.push_back(static_cast<int32_t>(table.below(V)));
+    }
+    // Gives tokens and targets of n sequences of length T.
+    void next(int64_t n, int64_t T, std::vector<int32_t>* tokens, std::vector<int32_t>* targets) {
+        tokens->clear(), targets->clear();
+        for (int64_t s = 0; s < n; s++) {
+            int32_t token = static_cast<int32_t>(rng_.below(V_));
+            for (int64_t t = 0; t < T; t++) {
+                tokens->push_back(token);
+                const int64_t draw = rng_.below(8), which = draw < 4 ? 0 : draw < 6 ? 1 : draw - 4;
+                targets->push_back(token = successors_[static_cast<size_t>(4 * token + which)]);
+            }
+        }
+    }
+
+private:
+    Random rng_;
+    int64_t V_;
+    std::vector<int32_t> successors_;
+};
+
+// Leaves a third of the targets of even micro-batches of n, a sixth of odd ones, and none of every fourth.
+inline void mask_unevenly(std::vector<int32_t>* targets, int64_t n) {
+    for (size_t i = 0; i < targets->size(); i++) {
+        const int64_t micro_batch = int64_t(i) / n, each = micro_batch % 2 ? 6 : 3;
+        if (micro_batch % 4 == 3 || int64_t(i) % each) (*targets)[i] = NO_TARGET;
+    }
+}
+
+template <class Value> std::vector<Value> read_as(Model& model, const std::string& name, int64_t n) {
+    std::vector<Value> x(static_cast<size_t>(n));
+    model.read(name, x.data());
+    return x;
+}
+inline std::vector<float> gradient(Model& model, const Param& p) {
+    return read_as<float>(model, p.name + ".gradient", p.size());
+}
+inline std::vector<std::vector<float>> gradients_of(Model& model) {
+    std::vector<std::vector<float>> all;
+    for (const Param& p : parameters(model.setup().config)) all.push_back(gradient(model, p));
+    return all;
+}
+
+inline std::vector<StateTensor> state_tensors(const Setup& s) {
+    std::vector<StateTensor> all = weight_tensors(s.config);
+    for (const StateTensor& t : optimizer_tensors(s)) all.push_back(t);
+    return all;
+}
+// The state of a model, by tensor: what this rank keeps of it.
+using Snapshot = std::map<std::string, std::vector<uint8_t>>;
+inline Snapshot snapshot(Model& model) {
+    Snapshot bytes;
+    for (const StateTensor& t : state_tensors(model.setup()))
+        bytes[t.name] = read_as<uint8_t>(model, t.name, kept(model.setup(), t).count * t.bytes);
+    return bytes;
+}
+inline void restore(Model& model, const Snapshot& bytes) {
+    for (const auto& [name, values] : bytes) model.write(name, values.data());
+}
+template <class Value> std::vector<Value> values_of(const Snapshot& state, const std::string& name) {
+    const std::vector<uint8_t>& bytes = state.at(name);
+    std::vector<Value> x(bytes.size() / sizeof(Value));
+    std::memcpy(x.data(), bytes.data(), bytes.size());
+    return x;
+}
+
+// Changes n weights of a parameter in a snapshot, from element `first` on (-1: all that follow). Their
+// remainders become 0.
+template <class Change>
+void change_weights(Snapshot& state, const std::string& name, int64_t first, int64_t n, Change change) {
+    std::vector<uint8_t>& bytes = state.at(name);
+    if (n < 0) n = int64_t(bytes.size()) / 2 - first;
+    for (int64_t i = first; i < first + n; i++) {
+        uint16_t bits;
+        std::memcpy(&bits, bytes.data() + 2 * i, 2);
+        bits = reference::to_bf16(change(reference::from_bf16(bits)));
+        std::memcpy(bytes.data() + 2 * i, &bits, 2);
+    }
+    if (state.count(name + ".remainder"))
+        std::fill_n(state.at(name + ".remainder").begin() + 2 * first, 2 * n, uint8_t(0));
+}
+inline void set_weights(Snapshot& state, const std::string& name, float value, int64_t first = 0,
+                        int64_t n = -1) {
+    change_weights(state, name, first, n, [=](float) { return value; });
+}
+
+// A model and the text that it is trained on.
+struct Training {
+    std::unique_ptr<Model> model;
+    Text text;
+    std::vector<int32_t> tokens, targets;
+    AdamW adamw{0, 3e-3f};
+
+    Training(Maker make, const Setup& setup, uint64_t seed = 1)
+        : model(make(setup)), text(seed, setup.config.V) {
+        if (!setup.keep_gradients) adamw.clip = 0;
+    }
+    const Setup& setup() const { return model->setup(); }
+    std::vector<Param> params() const { return parameters(setup().config); }
+    StepResult step() {
+        text.next(setup().accumulate * setup().B, setup().T, &tokens, &targets);
+        return again();
+    }
+    StepResult again() {  // with the same batch
+        adamw.step++;
+        return model->step(tokens.data(), targets.data(), adamw);
+    }
+    std::vector<double> losses(int64_t steps) {
+        std::vector<double> all;
+        for (int64_t i = 0; i < steps; i++) {
+            const StepResult r = step();
+            REQUIRE((!r.skipped && std::isfinite(r.grad_norm)));
+            all.push_back(r.loss);
+        }
+        return all;
+    }
+    double evaluate() { return model->evaluate(tokens.data(), targets.data()); }
+    std::vector<float> next_logits(int64_t n) {
+        std::vector<float> logits(size_t(setup().config.V));
+        model->next_logits(tokens.data(), n, logits.data());
+        return logits;
+    }
+    QuantReport report() { return model->quantization(tokens.data(), targets.data()); }
+};
+
+inline double mean(const std::vector<double>& x, size_t first, size_t last) {
+    return std::accumulate(x.begin() + int64_t(first), x.begin() + int64_t(last), 0.0) / double(last - first);
+}
+
+// A moment as it is in a snapshot.
+inline reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
+    const std::string name = p.name + (second ? ".v" : ".m");
+    reference::Moment moment;
+    moment.init(p.moment(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expand, p.size(),
+                s.optimizer.group);
+    moment.codes = state.at(name);
+    if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
+    if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
+    return moment;
+}
+
+// The relative error between two FP32 implementations that sum in different orders. The longest path through
+// the network has about 10 sums of up to max(F, C) terms for each layer and direction. Rounding errors are
+// random, so a sum of n terms has an error of sqrt(n) roundings. Both sides round, hence the factor 2.
+inline double fp32_bound(const ModelConfig& c) {
+    return 2 * 0x1p-24 * 10 * 2 * double(c.L) * std::sqrt(double(std::max(c.F, c.C)));
+}
+
+}  // namespace coat::test

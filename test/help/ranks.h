@@ -1,0 +1,132 @@
+// ranks.h - ranks as threads of one process, each with a model of its own: they train it, and the test sees
+// the whole tensors. RANKS_PROPERTY is a test that runs on the CPU reference, and on as many GPUs as there
+// are.
+#pragma once
+#include <deque>
+#include <functional>
+#include <omp.h>
+#include <sys/socket.h>
+#include <thread>
+
+#include "../../data/checkpoint.h"
+#include "../../program/ranks.h"
+#include "files.h"
+#include "model.h"
+
+namespace coat::test {
+
+// 0 in a program without CUDA: there, model_memory.cu has no other definition.
+__attribute__((weak)) int number_of_gpus() { return 0; }
+
+// RANKS_PROPERTY("name") { ... make(setup), on up to `most` ranks ... }
+#define RANKS_NAMED(name, body)                                               \
+    static void body(Maker make, int64_t most);                               \
+    TEST_CASE("cpu: ranks: " name) { body(make_reference, quick() ? 3 : 4); } \
+    TEST_CASE("gpu: ranks: " name* doctest::skip(number_of_gpus() < 2)) {     \
+        body(make_gpu, std::min(number_of_gpus(), 8));                        \
+    }                                                                         \
+    static void body(Maker make, [[maybe_unused]] int64_t most)
+#define RANKS_PROPERTY(name) RANKS_NAMED(name, DOCTEST_ANONYMOUS(ranks_))
+
+// Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train.
+inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
+    std::vector<std::vector<int>> sockets(size_t(ranks), std::vector<int>(size_t(ranks), -1));
+    for (size_t rank = 1; rank < sockets.size(); rank++) {
+        int ends[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        sockets[0][rank] = ends[0], sockets[rank][0] = ends[1];
+    }
+    std::vector<std::thread> threads;
+    std::deque<std::string> errors{size_t(ranks)};
+    for (int64_t rank = 0; rank < ranks; rank++)
+        threads.emplace_back([&, rank] {
+            omp_set_num_threads(1);
+            Setup own = setup;
+            own.rank = rank, own.ranks = ranks;
+            try {
+                std::unique_ptr<ProcessGroup> processes;
+                if (ranks > 1)
+                    processes = std::make_unique<ProcessGroup>(int(rank), int(rank), sockets[size_t(rank)]);
+                own.processes = processes.get();
+                try {
+                    body(own);
+                } catch (const std::exception& error) {  // it ends this process before the test can tell
+                    std::fprintf(stderr, "rank %d: %s\n", int(rank), error.what());
+                    throw;
+                }
+            } catch (const std::exception& error) {  // the destructor of ProcessGroup has ended the others
+                errors[size_t(rank)] = error.what();
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& error : errors) REQUIRE(error == "");
+}
+
+// What a run leaves: its steps and the tensors that every rank has, as each rank saw them; the whole tensors.
+struct Run {
+    std::vector<double> losses, norms;
+    Snapshot everywhere, state, gradients;
+};
+inline void check_same(const Run& a, const Run& b) {
+    for (size_t i = 0; i < b.losses.size(); i++)  // on GPUs they are sums in double, in another order
+        CHECK(a.losses[i] == doctest::Approx(b.losses[i]).epsilon(1e-14));
+    CHECK(a.norms == b.norms);
+    CHECK((a.state == b.state && a.gradients == b.gradients));
+}
+
+// A rank that trains on its part of the text. Step i of any number of ranks has the same micro-batches.
+struct RankTraining : Training {
+    bool masked;
+    RankTraining(Maker make, const Setup& own, bool some = false) : Training(make, own), masked(some) {}
+    std::vector<int32_t> own_part(const std::vector<int32_t>& all) const {
+        const Setup& s = setup();
+        std::vector<int32_t> own;
+        for (int64_t a = 0; a < s.accumulate; a++) {
+            const auto begin = all.begin() + (a * s.ranks + s.rank) * s.B * s.T;
+            own.insert(own.end(), begin, begin + s.B * s.T);
+        }
+        return own;
+    }
+    void next() {
+        const Setup& s = setup();
+        text.next(s.accumulate * s.ranks * s.B, s.T, &tokens, &targets);
+        if (masked) mask_unevenly(&targets, s.B * s.T);
+        tokens = own_part(tokens), targets = own_part(targets);
+    }
+    Snapshot whole(const std::vector<StateTensor>& table) const {
+        Snapshot bytes;
+        for (const StateTensor& t : table) bytes[t.name] = whole_tensor(*model, t);
+        return bytes;
+    }
+};
+
+inline Run train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false,
+                       float clip = 1) {
+    std::vector<Run> runs{size_t(ranks)};
+    with_ranks(setup, ranks, [&](const Setup& own) {
+        RankTraining training(make, own, masked);
+        if (own.keep_gradients) training.adamw.clip = clip;
+        Run& run = runs[size_t(own.rank)];
+        for (int i = 0; i < steps; i++) {
+            training.next();
+            const StepResult result = training.again();
+            run.losses.push_back(result.skipped ? NAN : result.loss), run.norms.push_back(result.grad_norm);
+        }
+        std::vector<StateTensor> gradients;
+        const std::vector<Param> params = training.params();
+        for (size_t i = 0; i < params.size() && own.keep_gradients; i++)
+            gradients.push_back({params[i].name + ".gradient", "F32", 4, {params[i].size()}, i});
+        run.gradients = training.whole(gradients), run.state = training.whole(state_tensors(own));
+        for (const StateTensor& t : state_tensors(own))  // delayed scales, norm weights and biases
+            if (t.per == 0 || (t.name == params[t.param].name && params[t.param].rows == 1))
+                run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());
+    });
+    for (const Run& run : runs) {
+        CHECK((run.losses == runs[0].losses && run.norms == runs[0].norms));
+        CHECK((run.everywhere == runs[0].everywhere));
+        for (double loss : run.losses) CHECK(std::isfinite(loss));
+    }
+    return runs[0];
+}
+
+}  // namespace coat::test

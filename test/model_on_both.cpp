@@ -1,0 +1,201 @@
+// model_on_both.cpp - the model on the GPU against the CPU reference: one step of any setup, training, and
+// runs that stop on one and go on on the other.
+//
+// Both round in the same places, but they sum in different orders, and tensor cores use BF16 probabilities in
+// attention. So some values round in the other direction. In fp32 the difference is the error of FP32 sums.
+// In the other recipes it is bounded by the recipe's own error: the distance of the reference's gradient from
+// fp32's.
+#include "help/model.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+using Floats = std::vector<float>;
+
+// Two implementations that round independently differ by sqrt(2) of the recipe's error. The factor 1.5 allows
+// for the scatter of an error that is measured on a vector of only 64 values.
+constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
+
+// Small differences of gradients grow during training: in fp32 to 0.001 nats, a hundredth of what one step
+// changes the loss by; in the others to the run-to-run variation, of a batch and in the mean.
+struct Band {
+    double single, average;
+};
+Band band_of(const Setup& s) {
+    if (s.recipe.compute == Format::F32) return {1e-3, 1e-4};
+    const bool fp8 = s.recipe.x.fp8() || s.recipe.attention.fp8() || is_scaled(s.optimizer.m) || !s.master;
+    return fp8 ? Band{0.06, 0.02} : Band{0.03, 0.01};
+}
+void check_losses(const std::vector<double>& a, const std::vector<double>& b, const Band& band) {
+    for (size_t i = 0; i < a.size(); i++) CHECK(std::fabs(a[i] - b[i]) <= band.single);
+    CHECK(std::fabs(mean(a, 0, a.size()) - mean(b, 0, b.size())) <= band.average);
+}
+
+// Logits of a prompt of any length, from the same weights: 24 roundings to BF16, and in FP8 recipes 11 to
+// E4M3 in each layer.
+void check_logits(Random& rng, Training& gpu, Training& cpu) {
+    const Setup& s = gpu.setup();
+    const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9,
+                 fp8 = bf16 + std::sqrt(11.0 * 2) * 0x1p-4 / std::sqrt(3.0);
+    const bool codes = s.recipe.x.fp8() || s.recipe.nonlinear.fp8() || s.recipe.attention.fp8();
+    const double bound = s.recipe.compute == Format::F32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
+    for (int64_t n : {int64_t(1), 1 + rng.below(s.T), s.T})
+        CHECK(relative_error(gpu.next_logits(n), cpu.next_logits(n)) <= bound);
+}
+
+// Both reports measure the same tensors. A few values that round differently change the sum of squared errors
+// little: 1 dB is a quarter of it. (Those of moments: model.cpp.)
+void check_reports(const QuantReport& a, const QuantReport& b) {
+    for (int kind = 0; kind < int(Kind::Moment1); kind++) {
+        const QuantStats &of_gpu = a.kinds[kind], &of_cpu = b.kinds[kind];
+        INFO(std::string(KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
+        CHECK(of_gpu.elements == of_cpu.elements);
+        if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
+    }
+    CHECK((a.k_m == b.k_m && a.k_v == b.k_v));
+}
+
+// One step with random biases and norm weights: loss, gradients, and their norm; then logits and the report.
+void check_step(Random& rng, const Setup& s) {
+    INFO(text(s));
+    Setup in_fp32 = s;
+    in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
+    in_fp32.master = in_fp32.keep_gradients = true;
+    Training gpu(make_gpu, s), cpu(make_reference, s), exact(make_reference, in_fp32);
+    // The recipe fp32 computes with master weights, the others with these rounded to BF16: remainders of 0
+    // make both equal.
+    for (const Param& p : parameters(s.config)) {
+        std::vector<uint16_t> values = read_as<uint16_t>(*cpu.model, p.name, p.size());
+        for (uint16_t& v : values)
+            if (p.init_std == 0) v = reference::to_bf16(float((p.role.weight ? 1 : 0) + 0.05 * rng.normal()));
+        const std::vector<int16_t> zero(values.size(), 0);
+        for (Training* t : {&gpu, &cpu, &exact}) {
+            t->model->write(p.name, values.data());
+            if (t->setup().master) t->model->write(p.name + ".remainder", zero.data());
+        }
+    }
+    for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0, t->adamw.clip = 0;
+    if (s.recipe.scaling == Scaling::Delayed) {  // the first step uses just-in-time scales
+        for (Training* t : {&gpu, &cpu, &exact}) t->step();
+        for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
+            if (linear_formats(s).x.fp8())  // the largest element differs by one or two roundings to FP8
+                CHECK(relative_error(read_as<float>(*gpu.model, t.name, t.size()),
+                                     read_as<float>(*cpu.model, t.name, t.size())) <= 0.25);
+        restore(*cpu.model, snapshot(*gpu.model));
+    }
+    const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), of_fp32 = exact.step();
+    auto bound = [&](double own_error) {  // BF16's rounding is always allowed
+        return s.recipe.compute == Format::F32 ? fp32_bound(s.config)
+                                               : TWO_IMPLEMENTATIONS * own_error + 0x1p-9;
+    };
+    CHECK((!on_gpu.skipped && on_gpu.targets == on_cpu.targets));
+    CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
+          on_cpu.loss * bound(std::fabs(on_cpu.loss - of_fp32.loss) / on_cpu.loss));
+    double squares = 0;
+    for (const Param& p : parameters(s.config)) {
+        if (!s.keep_gradients) continue;
+        const Floats got = gradient(*gpu.model, p), wanted = gradient(*cpu.model, p);
+        const double error = relative_error(got, wanted),
+                     own = relative_error(wanted, gradient(*exact.model, p));
+        INFO(p.name, ": differs by ", error, ", the recipe itself by ", own);
+        CHECK((norm(wanted) > 0 && error <= bound(own)));
+        squares += norm(got) * norm(got);
+    }
+    if (s.keep_gradients) CHECK(on_gpu.grad_norm == doctest::Approx(std::sqrt(squares)).epsilon(1e-6));
+    restore(*cpu.model, snapshot(*gpu.model));
+    check_logits(rng, gpu, cpu);
+    if (s.accumulate == 1) check_reports(gpu.report(), cpu.report());
+}
+
+}  // namespace
+
+GPU_MODEL_TEST("step: loss, every gradient, logits and report against the reference, for any setup") {
+    FRESH_RANDOM(rng);
+    for (const Setup& s : setups(rng, count(40, 2))) check_step(rng, s);
+    for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute dtype
+        for (bool tied : {true, false}) check_step(rng, setup_of(r.name, wide_heads(tied), 2, 80));
+        for (const Architecture& arch : {QWEN2, GPT2})
+            check_step(rng, setup_of(r.name, tiny_config(arch, true), 3, 7));
+        for (int64_t accumulate : {3, 8})  // gradients in the compute dtype, and in FP32
+            check_step(rng, setup_of(r.name, tiny_config(QWEN2, false), 2, 16, accumulate));
+    }
+    check_step(rng, setup_of("coat attention", wide_heads(false), 2, 80));
+}
+
+GPU_MODEL_TEST("step: recipes that no row of the table has") {
+    FRESH_RANDOM(rng);
+    const struct {
+        const char* recipe;
+        Quant x, w, g, nonlinear;
+    } rows[] = {
+        {"te", Q_E4M3, Q_E4M3, Q_E5M2, Q_GROUP},  // groups beside other operands
+        {"rowwise", Q_ROW, Q_ROW, Q_ROW, Q_GROUP},         {"deepseek", Q_1x128, Q_128x128, Q_1x128, Q_GROUP},
+        {"deepseek", Q_1x128, Q_1x128, Q_1x128, Q_BF16},  // other operands
+        {"deepseek", Q_128x128, Q_1x128, Q_1x128, Q_BF16}, {"coat", Q_E5M2, Q_E4M3, Q_E4M3, Q_GROUP},
+        {"coat", Q_BF16, Q_BF16, Q_BF16, Q_GROUP}};
+    for (const auto& [recipe, x, w, g, nonlinear] : rows)
+        for (const Architecture& arch : {LLAMA, GPT2}) {
+            Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));
+            s.recipe.x = x, s.recipe.w = w, s.recipe.g = g, s.recipe.nonlinear = nonlinear;
+            check_step(rng, s);
+        }
+}
+
+GPU_MODEL_TEST("step: batches that are cut into chunks for the head and the feed-forward input") {
+    constexpr int64_t B = 262, T = 64;
+    static_assert(B * T > GATE_UP_TOKENS && B * T % HEAD_TOKENS != 0);
+    FRESH_RANDOM(rng);
+    const ModelConfig untied = tiny_config(LLAMA, false);
+    REQUIRE(head_sum_apart(setup_of("bf16", untied, B, T)));
+    for (const char* recipe : {"bf16", "coat", "coat-saved"}) check_step(rng, setup_of(recipe, untied, B, T));
+    check_step(rng, setup_of("coat", tiny_config(LLAMA, true), B, T, 2));
+
+    // All sequences are equal, and so are all pieces of the head's gradient. Their roundings to BF16 then add
+    // up in one direction: after 16 additions to 0.72%, after four to 0.21%. Eight micro-batches have FP32
+    // gradients; they divide by twice as many targets, which changes no bit of a term.
+    std::vector<Floats> gradients;
+    for (int64_t accumulate : {4, 8}) {
+        Training t(make_gpu, setup_of("bf16", untied, 256, T, accumulate));
+        t.text.next(1, T, &t.tokens, &t.targets);
+        for (auto* x : {&t.tokens, &t.targets})
+            for (int64_t i = T; i < 256 * accumulate * T; i++) x->push_back((*x)[size_t(i - T)]);
+        t.again();
+        gradients.push_back(gradient(*t.model, t.params()[param_of(t.params(), "head")]));
+    }
+    CHECK(relative_error(gradients[0], gradients[1]) > 0);
+    CHECK(relative_error(gradients[0], gradients[1]) <= 0x1p-8);
+}
+
+GPU_MODEL_TEST("training: losses follow the reference's, also after a run has changed to the other device") {
+    FRESH_RANDOM(rng);
+    std::vector<Setup> list = setups(rng);
+    for (const char* words : {"te lean moments fp8lm", "coat lean"}) list.push_back(setup_of(words));
+    FOR_EACH_SETUP(listed, list) {
+        Setup s = listed;
+        s.B = 8, s.T = 32, s.accumulate = 1;
+        Training gpu(make_gpu, s), cpu(make_reference, s);
+        const std::vector<double> a = gpu.losses(25), b = cpu.losses(25);
+        check_losses(a, b, band_of(s));
+        CHECK(a.back() < a.front() - 0.5);
+        std::swap(gpu.model, cpu.model);  // each goes on with the state of the other
+        const Snapshot of_gpu = snapshot(*cpu.model), of_cpu = snapshot(*gpu.model);
+        restore(*gpu.model, of_gpu), restore(*cpu.model, of_cpu);
+        CHECK((snapshot(*gpu.model) == of_gpu && snapshot(*cpu.model) == of_cpu));
+        check_losses(gpu.losses(25), cpu.losses(25), band_of(s));
+    }
+}
+
+GPU_MODEL_TEST("training: llama-tiny has the reference's loss within 0.02 nats") {
+    ModelConfig config = find_row(models(), "llama-tiny", "--model");
+    config.V = 256;
+    for (const char* recipe : {"bf16", "coat"}) {
+        Training gpu(make_gpu, setup_of(recipe, config, 4, 128)), cpu(make_reference, gpu.setup());
+        const size_t steps = size_t(count(100, 4)), tail = steps / 4;
+        const std::vector<double> a = gpu.losses(int64_t(steps)), b = cpu.losses(int64_t(steps));
+        INFO(std::string(recipe));
+        CHECK(std::fabs(mean(a, steps - tail, steps) - mean(b, steps - tail, steps)) <= 0.02);
+        CHECK(a.back() < a.front());
+    }
+}

@@ -1,0 +1,306 @@
+// model_ranks.cpp - one model on several ranks: they compute the same bits every time, and they train as one
+// rank does that has all of their micro-batches.
+#include <dlfcn.h>
+
+#include "help/program.h"
+#include "help/ranks.h"
+
+using namespace coat;
+using namespace coat::test;
+
+namespace {
+
+// Of an untied model each gradient is one sum. Matrices have 1/2, 1, 3/8 and 3/4 shard units beyond whole
+// ones: no number of ranks divides them all.
+Setup small(const std::string& words, const Architecture& arch = LLAMA, int64_t accumulate = 1,
+            bool tied = false) {
+    return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
+}
+Setup with_accumulate(Setup s, int64_t accumulate) {
+    s.accumulate = accumulate;
+    return s;
+}
+float f32(const std::vector<uint8_t>& bytes, size_t i) {
+    float x;
+    std::memcpy(&x, bytes.data() + 4 * i, 4);
+    return x;
+}
+
+void check_same_files(const fs::path& a, const fs::path& b) {
+    for (const char* file : {"model.safetensors", "optimizer.state"}) {
+        INFO(b.string(), " ", std::string(file));
+        CHECK((fs::exists(a / file) && read_file(a / file) == read_file(b / file)));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("ranks: slices are whole shard units, in order, and together the whole tensor") {
+    for (int64_t size : {1, 64, 8191, 8192, 8193, 22528, 1000000})
+        for (int64_t ranks : {1, 2, 3, 4, 7, 200}) {
+            int64_t next = 0;
+            for (int64_t rank = 0; rank < ranks; rank++) {
+                const Slice s = slice_of(size, rank, ranks);
+                CHECK((s.first == next && (s.count == 0 || s.first % SHARD_UNIT == 0)));
+                next += s.count;
+            }
+            CHECK(next == size);
+        }
+}
+
+RANKS_PROPERTY("where sums are FP32, R ranks have the bits of one rank with R times the micro-batches") {
+    struct Row {
+        const char* recipe;
+        Architecture arch;
+        int64_t each, ranks;
+        bool masked;
+    };
+    std::vector<Row> rows = {{"fp32", LLAMA, 1, 2, false},      {"fp32", LLAMA, 1, most, false},
+                             {"fp32", GPT2, 2, 3, false},       {"bf16", GPT2, 5, 2, false},
+                             {"coat", LLAMA, 3, 2, false},      {"coat gradients", LLAMA, 1, 5, false},
+                             {"coat lean", QWEN2, 1, 5, false}, {"fp32", LLAMA, 2, 2, true},
+                             {"coat", LLAMA, 5, 2, true}};
+    if (make == make_gpu)
+        for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
+            for (int64_t ranks : {2, 3, 4, 8})
+                rows.push_back({recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2});
+    for (const auto& [recipe, arch, each, ranks, masked] : rows) {
+        if (make == make_gpu && ranks > most) continue;
+        const Setup s = small(recipe, arch, each);
+        // Without kept gradients a rank has one micro-batch, and clips nothing.
+        Setup one = with_accumulate(s, each * ranks);
+        one.keep_gradients = true;
+        INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
+        REQUIRE(gradient_format(one) == Format::F32);
+        const Run got = train_ranks(make, s, ranks, 3, masked);
+        Run expected = train_ranks(make, one, 1, 3, masked, s.keep_gradients);
+        if (!s.keep_gradients) {  // the norm adds up buckets as backward completes them
+            CHECK(got.norms.back() == doctest::Approx(expected.norms.back()).epsilon(1e-12));
+            expected.norms = got.norms, expected.gradients.clear();
+        }
+        check_same(got, expected);
+    }
+}
+
+RANKS_PROPERTY("the same bits every time, in every recipe and mode") {
+    FRESH_RANDOM(rng);
+    std::vector<Setup> list = {small("te master"), small("coat", GPT2, 1, true)};
+    if (make == make_gpu) {
+        list = setups(rng);
+        list.push_back(setup_of("coat", wide_heads(false), 2, 128));
+    }
+    FOR_EACH_SETUP(s, list) {
+        Setup shared = s;
+        shared.ranks = 2;
+        if (!supported(shared)) continue;  // moments with one scale per tensor
+        const int64_t ranks = 2 + rng.below(most - 1);
+        CAPTURE(ranks);
+        check_same(train_ranks(make, s, ranks, 3), train_ranks(make, s, ranks, 3));
+    }
+}
+
+RANKS_PROPERTY("they write the checkpoints of one rank, and fewer of them continue with the same bits") {
+    const int64_t fewer = std::max<int64_t>(1, most - 1);
+    for (const auto& [words, arch] : {std::pair{"fp32", LLAMA}, {"coat", GPT2}, {"fp32", QWEN2}}) {
+        INFO(words, ", ", std::string(arch.name), ", ", most, " ranks");
+        Folder folder;
+        const int64_t all = std::max<int64_t>(5, most * fewer);  // more than four: FP32 sums
+        const Setup setup = small(words, arch);
+        // Two steps, after which the run is saved to `to`; or those that follow, after loading `from`.
+        auto part = [&](int64_t ranks, const std::string& from, const std::string& to) {
+            Snapshot state;
+            with_ranks(with_accumulate(setup, ceil_div(all, most * fewer) * most * fewer / ranks), ranks,
+                       [&](const Setup& own) {
+                           RankTraining t(make, own);
+                           if (!from.empty()) {
+                               load_checkpoint(from, *t.model);
+                               for (; t.adamw.step < 2; t.adamw.step++)
+                                   t.next();  // the data of the steps before
+                           }
+                           for (int i = 0; i < 2; i++) t.next(), t.again();
+                           LoopState loop;
+                           loop.step = loop.updates = t.adamw.step;
+                           if (!to.empty() &&
+                               save_checkpoint(folder / to, *t.model, loop) != folder / to + "/step-000002")
+                               throw Error("The checkpoint has another name.");
+                           const Snapshot whole = t.whole(state_tensors(own));
+                           if (own.rank == 0) state = whole;
+                       });
+            return state;
+        };
+        part(1, "", "one"), part(most, "", "several");
+        const std::string saved = folder / "several/step-000002";
+        check_same_files(folder / "one/step-000002", saved);
+        CHECK((part(fewer, saved, "") == part(1, folder / "one/step-000002", "")));
+    }
+}
+
+// One rank's tokens make the loss NaN; or only one rank has targets, and a gradient that becomes infinite
+// within backward and saturates as E5M2 codes: that rank alone sees it.
+RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
+    for (const char* words : {"coat", "coat gradients"})
+        for (const bool hidden : {false, true})
+            with_ranks(small(words), most, [&](const Setup& own) {
+                const std::unique_ptr<Model> model = make(own);
+                const std::vector<int32_t> fine(size_t(own.B * own.T), 3), bad(fine.size(), 0),
+                    none(fine.size(), NO_TARGET);
+                Snapshot state = snapshot(*model), good = state;
+                const Param p = parameters(own.config)[param_of(parameters(own.config), "layers.1.gate_up")];
+                const Slice rows = owned(own, p);
+                if (hidden) {  // ups are larger than the gates, which are 0: the gradients of gates are
+                               // infinite
+                    const int64_t gates = std::clamp<int64_t>(p.size() / 2 - rows.first, 0, rows.count);
+                    set_weights(state, p.name, 0, 0, gates);
+                    set_weights(state, p.name, 0x1p100f, gates);
+                    set_weights(state, "layers.1.down", 0x1p120f);
+                } else if (const Slice here = kept(own, weight_tensors(own.config)[0]); here.first == 0)
+                    set_weights(state, "embedding", NAN, 0, std::min(own.config.C, here.count));
+                restore(*model, state);
+                const bool me = own.rank == 1;
+                const StepResult r = model->step((me && !hidden ? bad : fine).data(),
+                                                 (me || !hidden ? fine : none).data(), {1, 1e-3f});
+                const Snapshot after = snapshot(*model);
+                bool same = true;  // without kept gradients, the buckets of the head and of down are updated
+                for (const auto& [name, bytes] : after)
+                    if (own.keep_gradients || name.rfind("layers.0", 0) == 0) same &= bytes == state.at(name);
+                if (!r.skipped || !same) throw Error("The step was not skipped.");
+                restore(*model, good);
+                const StepResult done = model->step(fine.data(), fine.data(), {1, 0.1f});
+                if (done.skipped || snapshot(*model) == good) throw Error("A good step was skipped.");
+            });
+}
+
+RANKS_PROPERTY("weights that are loaded are whole on all; they evaluate, generate and report as one does") {
+    for (const char* words : {"fp32", "coat", "te"}) {
+        CAPTURE(words);
+        const Setup s = small(words);
+        Training trained(make, s);
+        trained.step();
+        const Snapshot state = snapshot(*trained.model);
+        const double loss = trained.evaluate();
+        const std::vector<float> logits = trained.next_logits(7);
+        const QuantReport report = trained.report();
+        std::vector<QuantReport> reports{size_t(most)};
+        with_ranks(s, most, [&](const Setup& own) {
+            RankTraining t(make, own);
+            for (const StateTensor& tensor : state_tensors(own))
+                t.model->write(tensor.name,
+                               state.at(tensor.name).data() + kept(own, tensor).first * tensor.bytes);
+            t.tokens = trained.tokens, t.targets = trained.targets;
+            if (t.evaluate() != loss || t.next_logits(7) != logits)
+                throw Error("Rank ", own.rank, " differs.");
+            reports[size_t(own.rank)] = t.report();
+        });
+        for (int kind = 0; kind < int(Kind::Count); kind++) {
+            INFO(std::string(KIND_NAMES[kind]));
+            const QuantStats& one = report.kinds[kind];
+            QuantStats sum;
+            for (const QuantReport& r : reports) sum += r.kinds[kind];
+            if (kind >= int(Kind::Moment1)) CHECK(sum.elements == one.elements);  // each reports its own
+            else if (one.elements > 0) {
+                const QuantStats& other = reports.back().kinds[kind];
+                CHECK(other.snr_db() == doctest::Approx(one.snr_db()).epsilon(0.01));
+                if (kind != int(Kind::Weight))  // gathered once where used twice
+                    CHECK(other.elements == one.elements);
+            }
+        }
+        size_t groups = 0;
+        for (const QuantReport& r : reports) groups += r.k_m.size();
+        CHECK(groups == report.k_m.size());
+    }
+}
+
+TEST_CASE("ranks: sums in BF16, and those of a tied embedding, differ from one rank's by rounding alone") {
+    for (const char* words : {"bf16", "coat", "fp32"}) {
+        CAPTURE(words);
+        const bool bf16 = words[0] != 'f';
+        const Setup s = small(words, LLAMA, 1, !bf16);
+        REQUIRE((gradient_format(with_accumulate(s, 4)) == Format::BF16) == bf16);
+        const Run four = train_ranks(make_reference, s, 4, 1),
+                  one = train_ranks(make_reference, with_accumulate(s, 4), 1, 1);
+        CHECK(four.losses == one.losses);  // sums in double
+        std::vector<Snapshot> parts;       // gradients of each micro-batch: four times as large
+        Training t(make_reference, s);
+        for (int i = 0; i < 4; i++) {
+            Training alone(make_reference, s);
+            t.text.next(s.B, s.T, &alone.tokens, &alone.targets), alone.again();
+            for (const Param& p : t.params()) {
+                const auto name = p.name + ".gradient";
+                parts.resize(size_t(i + 1));
+                parts.back()[name] = read_as<uint8_t>(*alone.model, name, 4 * p.size());
+            }
+        }
+        int64_t different = 0, wrong = 0;
+        for (const auto& [name, bytes] : four.gradients)
+            for (size_t i = 0; i < bytes.size() / 4; i++) {
+                float sum = 0, magnitudes = 0;
+                for (const Snapshot& part : parts) {
+                    sum += f32(part.at(name), i) / 4;
+                    magnitudes += std::fabs(f32(part.at(name), i)) / 4;
+                }
+                const float difference = std::fabs(f32(bytes, i) - f32(one.gradients.at(name), i));
+                different += difference > 0;
+                if (bf16) wrong += f32(bytes, i) != reference::round_to(Format::BF16, sum);
+                // Roundings to 8 bits: of four parts and their sum, and of one rank's four partial sums. In
+                // FP32, a tied embedding adds two parts of each micro-batch in another order.
+                const bool embedding = name == "embedding.gradient";
+                wrong += !(difference <= (bf16        ? 6.1f * 0x1p-8f
+                                          : embedding ? 16 * 0x1p-24f
+                                                      : 0) *
+                                             magnitudes);
+            }
+        CHECK((wrong == 0 && different > 0));
+    }
+}
+
+TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
+    const Setup s = small("te");
+    const Run three = train_ranks(make_reference, s, 3, 1),
+              one = train_ranks(make_reference, with_accumulate(s, 3), 1, 1);
+    for (const StateTensor& t : scaling_tensors(s.config, s.recipe))  // these depend on no scales
+        if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, OPERAND_NAMES[2]))
+            CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
+}
+
+TEST_CASE("gpu: ranks: NCCL and the copy engines give the same bits" *
+          doctest::skip(number_of_gpus() < 2 || !dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL))) {
+    for (const char* words : {"coat", "coat gradients"}) {
+        const Setup s = small(words, GPT2, 1, true);
+        const Run copies = train_ranks(make_gpu, s, 2, 3);
+        setenv("COAT_NCCL", "libnccl.so.2", 1);
+        const Run nccl = train_ranks(make_gpu, s, 2, 3);
+        unsetenv("COAT_NCCL");
+        check_same(copies, nccl);
+    }
+}
+
+GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as many micro-batches") {
+    setenv("COAT_SHARE_GPU", "1", 1);
+    for (const std::string recipe : {"coat", "bf16", "te"}) {
+        CAPTURE(recipe);
+        RunFolder folder;
+        Setup s = setup_of(recipe, find_row(models(), "llama-tiny", ""), 2);
+        s.config.V = 256, s.config.tied = false;
+        const std::string flags =
+            "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 --model " +
+            save_checkpoint(folder / "start", *make_reference(s), {}) + " --recipe " + recipe + " ";
+        if (recipe ==
+            "te") {  // before the first step of delayed scaling, the report counts every weight once
+            auto weights = [&](const std::string& more) {
+                const std::string out = train(folder, flags + "--steps 0 " + more).out;
+                REQUIRE(contains(out, "\nweights  "));
+                return number_after(out.substr(out.find("\nweights  ")), "dB |");
+            };
+            CHECK((weights("") > 0 && weights("--ranks 2") == weights("")));
+            continue;
+        }
+        require_success(train(folder, flags + "--steps 3 --accumulate 6 --out one"));
+        for (int ranks : {2, 3}) {
+            const std::string out = concat("ranks", ranks);
+            require_success(train(folder, concat(flags, "--steps 3 --out ", out, " --ranks ", ranks,
+                                                 " --accumulate ", 6 / ranks)));
+            check_same_files(folder.path / "one/step-000003", folder.path / out / "step-000003");
+        }
+    }
+    unsetenv("COAT_SHARE_GPU");
+}
