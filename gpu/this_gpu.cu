@@ -18,40 +18,31 @@ int capability() {
            device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
 }
 
-// Device memory that CUDA and cuBLAS take when kernels are first launched.
-constexpr int64_t LOADED_LATER = 256 << 20;
-
-int64_t needed_memory(const Setup& s, int64_t allocated) {
-    return allocated + LOADED_LATER + page_tables(s.ranks, allocated);
-}
-
-// Without cached weights, which are made only if they fit.
-[[noreturn]] void reject(const Setup& s, int64_t free) {
-    auto needed = [](const Setup& s) { return needed_memory(s, arena_bytes(s, false)); };
+// FP8 weights are cached only if they fit. Otherwise the Error names the largest batch that fits.
+std::unique_ptr<Model> model_that_fits(const Setup& s) {
+    constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
+    int64_t bytes = 0, needed = 0;
+    auto fits = [&](const Setup& tried, bool cached) {
+        bytes = arena_bytes(tried, cached);
+        needed = bytes + LOADED_LATER + page_tables(tried.ranks, bytes);
+        return needed <= static_cast<int64_t>(free);
+    };
+    if (caches_weights(s) && fits(s, true)) return gpu_model(s, bytes, true);
+    if (fits(s, false)) return gpu_model(s, bytes, false);
+    const int64_t of_all = needed;
     Setup smaller = s;
-    int64_t fitting = 0, too_large = s.B;  // --batch
+    int64_t fitting = 0, too_large = s.B;
     while (too_large - fitting > 1) {
         smaller.B = (fitting + too_large) / 2;
-        (needed(smaller) <= free ? fitting : too_large) = smaller.B;
+        (fits(smaller, false) ? fitting : too_large) = smaller.B;
     }
-    throw Error("This run needs " + std::to_string(needed(s) >> 20) + " MiB of GPU memory, but " +
-                std::to_string(free >> 20) + " MiB are free; " +
-                (fitting ? "the largest --batch that fits is " + std::to_string(fitting)
-                         : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
-                           "--master none, --attention groups, and --gradients none with --clip 0") +
+    throw Error("This run needs ", of_all >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
+                fitting ? concat("the largest --batch that fits is ", fitting)
+                        : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
+                          "--master none, --attention groups, and --gradients none with --clip 0",
                 ".");
-}
-
-std::unique_ptr<Model> model_that_fits(const Setup& s) {
-    size_t free_bytes = 0, total = 0;
-    check(cudaMemGetInfo(&free_bytes, &total), "Asking for the GPU's memory failed");
-    const int64_t free = static_cast<int64_t>(free_bytes);
-    for (const bool cached : {true, false}) {
-        if (cached && !caches_weights(s)) continue;
-        const int64_t bytes = arena_bytes(s, cached);
-        if (needed_memory(s, bytes) <= free) return gpu_model(s, bytes, cached);
-    }
-    reject(s, free);
 }
 
 // The setup as this GPU runs it. Error if a kernel for it is missing.
@@ -59,8 +50,8 @@ Setup on_this_gpu(Setup s) {
     const bool fp8_gemm = capability() >= 89;
     if (!fp8_gemm && s.recipe.x.fp8())
         std::fprintf(stderr,
-                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear "
-                     "layers run in %s, on FP8 storage.\n",
+                     "This GPU has no FP8 GEMMs, which begin with compute capability 8.9: linear layers "
+                     "run in %s, on FP8 storage.\n",
                      info(s.recipe.compute).name);
     s.recipe = recipe_on_gpu(s.recipe, fp8_gemm);
     if (s.recipe.x.fp8() && !(s.recipe.x.granularity == PER_TENSOR) && capability() != 90)
@@ -77,12 +68,12 @@ std::string coat::why_no_gpu(int gpu) {
     int gpus = 0;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
     cudaGetLastError();  // clear it: nothing has failed
-    if (error != cudaSuccess) return std::string("CUDA does not start: ") + cudaGetErrorString(error);
+    if (error != cudaSuccess) return concat("CUDA does not start: ", cudaGetErrorString(error));
     cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
     if (capability() < 80) return "BF16 needs a newer GPU: this one has a compute capability below 8.0";
     if (!kernels_fit())  // from Hopper on, kernels for one architecture have an "a" in its name
-        return "this program was built for another GPU: run make clean, then make GPU_ARCH=" +
-               std::to_string(capability()) + (capability() >= 90 ? "a" : "");
+        return concat("this program was built for another GPU: run make clean, then make GPU_ARCH=",
+                      capability(), capability() >= 90 ? "a" : "");
     return "";
 }
 
@@ -102,8 +93,8 @@ std::unique_ptr<coat::Model> coat::make_gpu(const Setup& setup) {
     gpu::check(cudaGetDeviceCount(&gpus), "Counting the GPUs failed");
     if (std::getenv("COAT_SHARE_GPU")) local %= gpus;  // slow: for tests of several ranks on one GPU
     if (local >= gpus)
-        throw Error("Rank " + std::to_string(setup.rank) + " needs a GPU of its own, but it sees only " +
-                    std::to_string(gpus) + "; use at most --ranks " + std::to_string(gpus) +
+        throw Error("Rank ", setup.rank, " needs a GPU of its own, but it sees only ", gpus,
+                    "; use at most --ranks ", gpus,
                     ", or let the launcher show every process all GPUs (CUDA_VISIBLE_DEVICES).");
     gpu::check(cudaSetDevice(local), "Choosing the GPU failed");
     for (int theirs : setup.processes ? setup.processes->all_gather(capability()) : std::vector<int>())
