@@ -1,6 +1,7 @@
-// walk.cpp - dev/WALK.md: every quotation of a source file is found in that file.
+// walk.cpp - dev/WALK.md: every quotation of a source file is found in that file, and a section is a screen.
 #include <doctest/doctest.h>
 
+#include <regex>
 #include <sstream>
 
 #include "help/files.h"
@@ -37,4 +38,52 @@ TEST_CASE("WALK.md: every quoted line is in its file, in the same order") {
         }
     }
     CHECK(lines > 40);
+}
+
+TEST_CASE("WALK.md: a section has at most 150 words; pictures are there, and have at most 60 kB") {
+    std::istringstream walk(read_file("dev/WALK.md"));
+    std::string line, section;
+    size_t lines = 0, words = 0;
+    bool code = false;
+    while (std::getline(walk, line)) {
+        lines++;
+        if (line.rfind("```", 0) == 0) code = !code;
+        if (line.rfind("## ", 0) == 0) section = line, words = 0;
+        else if (!code && line.rfind("![", 0) != 0 && line.rfind("|", 0) != 0 && line.rfind("    ", 0) != 0) {
+            std::istringstream in(line);
+            for (std::string word; in >> word;) words++;
+        }
+        CHECK_MESSAGE(words <= 150, section);
+    }
+    CHECK(lines <= 350);
+    size_t pictures = 0;
+    for (const std::string page : {"README.md", "dev/WALK.md"}) {
+        const std::string text = read_file(page);
+        for (size_t at = text.find(".svg)"); at != std::string::npos; at = text.find(".svg)", at + 1)) {
+            const size_t begin = text.rfind('(', at) + 1;
+            const fs::path path = fs::path(page).parent_path() / text.substr(begin, at + 4 - begin);
+            CAPTURE(path.string());
+            const size_t size = read_file(path).size();
+            CHECK((size > 0 && size <= 60000));
+            pictures++;
+        }
+    }
+    CHECK(pictures >= 7);
+}
+
+TEST_CASE("WALK.md: the tests that it names exist") {
+    const std::regex space("\\s+"), joined("\"\\s*\n\\s*\""), named("Tests?: `([^`]+)`(, `([^`]+)`)?");
+    std::string sources;
+    for (const auto& entry : fs::recursive_directory_iterator("test"))
+        if (entry.is_regular_file()) sources += std::regex_replace(read_file(entry.path()), joined, "");
+    const std::string walk = std::regex_replace(read_file("dev/WALK.md"), space, " ");
+    size_t tests = 0;
+    for (std::sregex_iterator match(walk.begin(), walk.end(), named), end; match != end; ++match)
+        for (const std::string& name : {(*match)[1].str(), (*match)[3].str()}) {
+            if (name.empty()) continue;
+            const std::string declared = name.rfind("gpu: ", 0) == 0 ? name.substr(5) : name;
+            CHECK_MESSAGE(contains(sources, "\"" + declared + "\""), name);
+            tests++;
+        }
+    CHECK(tests >= 12);
 }
