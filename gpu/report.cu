@@ -53,7 +53,8 @@ template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, ScaleSource scales, bool e5m2, float fmax, QuantStats* stats) {
     const TilePlace at;
-    Counts counts;
+    double signal = 0, noise = 0;
+    unsigned counts[3] = {};  // elements, saturated, flushed
     for_each_row(x, at, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             const float group = Groups::group_scale(v[p]);  // both threads of a group compute it
@@ -63,13 +64,26 @@ __global__ void __launch_bounds__(TILE_THREADS)
                 const float back = quantize_and_decode(e5m2, v[p][j], scale);
                 // Half a step beyond FMAX is 1/28 of FMAX for E4M3 and 1/14 for E5M2; this is a little less.
                 const float limit = fmax * scale * (1 + (e5m2 ? 0x1p-4f : 0x1p-5f));
-                counts.add(v[p][j], back);
-                counts.saturated += fabsf(v[p][j]) > limit;
-                counts.flushed += v[p][j] != 0 && back == 0;
+                const double error = double(v[p][j]) - double(back);
+                signal += double(v[p][j]) * v[p][j];
+                noise += error * error;
+                counts[0]++;
+                counts[1] += fabsf(v[p][j]) > limit;
+                counts[2] += v[p][j] != 0 && back == 0;
             }
         }
     });
-    counts.add_to(stats);
+    // First over the warp: the totals are a single address for the whole GPU.
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        signal += __shfl_xor_sync(0xFFFFFFFFu, signal, lanes);
+        noise += __shfl_xor_sync(0xFFFFFFFFu, noise, lanes);
+    }
+    for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
+    if (threadIdx.x % 32 != 0) return;
+    atomicAdd(&stats->signal, signal);
+    atomicAdd(&stats->noise, noise);
+    int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
+    for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
 }  // namespace
