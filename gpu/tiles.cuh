@@ -1,5 +1,4 @@
-// gpu/tiles.cuh - how kernels go through a tensor, and how they compute a tensor that is not stored: for
-// all files of kernels that have a Lazy.
+// gpu/tiles.cuh - how kernels go through a tensor, and how they compute a tensor that is not stored.
 //
 //   1. tiles: what a thread block and a thread work on; loads in flight; sums over columns; transposed codes
 //   2. producers: a stored tensor, a norm's output, an activation's output, and its gradient
