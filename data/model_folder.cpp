@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <list>
 
 #include "../program/ranks.h"
 
@@ -210,36 +211,33 @@ uint32_t f32_bits(const Tensor& t, int64_t i) {
     return bits;
 }
 
-// The pieces of all parameters, each with its tensor. Large models come in several files, and a
-// tensor is in exactly one of them. A tensor that no piece asks for is an error: it means another
-// architecture than config.json says, such as one with biases.
-std::vector<Piece> find_tensors(const std::map<std::string, Safetensors>& files, const std::string& folder,
+// The pieces of all parameters, each with its tensor. Large models come in several files, and a tensor is in
+// exactly one of them. A tensor that no piece asks for is an error: it means another architecture than
+// config.json says, such as one with biases, or a head where the embedding should be the head.
+std::vector<Piece> find_tensors(const std::list<Safetensors>& files, const std::string& folder,
                                 const ModelConfig& c) {
-    std::map<std::string, const Safetensors*> file_of;  // by the name of the tensor
-    for (const auto& [path, file] : files)
+    std::map<std::string, const Tensor*> tensors;  // by name
+    for (const Safetensors& file : files)
         for (const auto& [name, tensor] : file.tensors())
-            if (!file_of.emplace(name, &file).second)
-                throw Error(path, " has tensor ", name,
+            if (!tensors.emplace(name, &tensor).second)
+                throw Error(file.path(), " has tensor ", name,
                             ", which another file model*.safetensors also has; download the folder again.");
     std::vector<Piece> found = pieces(c);
     for (Piece& piece : found) {
         std::string name = piece.theirs;
         const std::string prefix = "transformer.";  // the files of GPT-2 itself leave it out
-        if (!file_of.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
-        if (!file_of.count(name))
-            throw Error(folder, " has no tensor ", piece.theirs,
-                        " in a file model*.safetensors; download the folder again.");
-        const Tensor& t = file_of[name]->require(name, piece.shape());
-        if (t.dtype != "BF16" && t.dtype != "F16" && t.dtype != "F32")
-            throw Error(file_of[name]->path(), " has tensor ", name, " as ", t.dtype,
-                        "; give weights in BF16, F16 or F32.");
-        piece.tensor = &t;
-        file_of.erase(name);
+        if (!tensors.count(name) && name.rfind(prefix, 0) == 0) name.erase(0, prefix.size());
+        const Tensor* const t = tensors.count(name) ? tensors[name] : nullptr;
+        if (!t || t->shape != piece.shape() || (t->dtype != "BF16" && t->dtype != "F16" && t->dtype != "F32"))
+            throw Error(folder, " has no tensor ", piece.theirs, " of shape ", json(piece.shape()).dump(),
+                        " in BF16, F16 or F32; download the folder again, or give another model.");
+        piece.tensor = t;
+        tensors.erase(name);
     }
-    for (const auto& [name, file] : file_of) {
+    for (const auto& [name, tensor] : tensors) {
         auto ends_name = [&, &name = name](const std::string& end) { return ends_with(name, end); };
         if (std::none_of(BUFFERS.begin(), BUFFERS.end(), ends_name))
-            throw Error(file->path(), " has tensor ", name,
+            throw Error(folder, " has tensor ", name,
                         ", which the model of config.json does not have; give another model.");
     }
     return found;
@@ -306,10 +304,10 @@ ModelConfig read_model_config(const std::string& folder) {
 }
 
 void load_weights(const std::string& folder, const ModelConfig& config, Model* model) {
-    std::map<std::string, Safetensors> files;  // by path
+    std::list<Safetensors> files;
     for (const fs::path& path : fs::directory_iterator(folder))
         if (path.filename().string().rfind("model", 0) == 0 && path.extension() == ".safetensors")
-            files.try_emplace(path.string(), path.string());
+            files.emplace_back(path.string());
     const std::vector<Piece> found = find_tensors(files, folder, config);
     for (const Param& p : parameters(config))
         if (model) write_parameter(*model, p, found);

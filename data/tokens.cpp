@@ -98,9 +98,6 @@ std::vector<std::string> files_of(const std::string& data) {
     std::istringstream list(data);
     for (std::string item; std::getline(list, item, ',');) {
         std::error_code unreachable;
-        if (!fs::exists(item, unreachable))
-            throw Error("--data ", item,
-                        " does not exist; give text files, folders of them, or token files.");
         if (!fs::is_directory(item, unreachable)) {
             all.push_back(item);
             continue;

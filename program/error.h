@@ -17,13 +17,6 @@ inline std::string printable(std::string text, std::string_view kept = {}) {
     return text;
 }
 
-// A value from a file or a flag can have any length: the middle of a long message is left out.
-inline std::string shortened(std::string text) {
-    constexpr size_t MOST = 1500;
-    if (text.size() > MOST) text.replace(MOST / 2, text.size() - MOST, "...");
-    return text;
-}
-
 // The text of parts that are strings or numbers: concat("--seq ", 300, " is too long").
 template <class... Parts> std::string concat(const Parts&... parts) {
     std::string text;
@@ -38,7 +31,7 @@ template <class... Parts> std::string concat(const Parts&... parts) {
 // Its text is given in parts, as above. train.cpp prints it and exits with 1.
 struct Error : std::runtime_error {
     template <class... Parts>
-    explicit Error(const Parts&... parts) : std::runtime_error(shortened(printable(concat(parts...)))) {}
+    explicit Error(const Parts&... parts) : std::runtime_error(printable(concat(parts...))) {}
 };
 
 // What has been printed so far comes first.

@@ -154,7 +154,8 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
                    "--out taken is the folder of another run");
     require_success(tiny(folder, "--steps 0 --out taken"));  // saves nothing
     ::close(taken);
-    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken", "--data nowhere");
+    check_rejected(folder, TINY + "--data nowhere --steps 2 --out taken",
+                   "Cannot read nowhere (No such file");
     const Ended second =
         run_with_action(folder, TINY + "--steps 100000 --out taken", "step      2/",
                         "'" + program() + "'" + TINY + "--steps 1 --out taken > other 2>&1; kill -INT $pid");

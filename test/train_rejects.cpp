@@ -103,7 +103,7 @@ TEST_CASE("train: sizes and combinations that cannot work are rejected before an
                 {"--recipe fp32 --master none", "--master none"},
                 {"--ranks 2 --optimizer fp8lm", "--optimizer fp8lm"}});
     check_rows(folder, TINY + "--steps 2 --ranks 2 ",
-               {{"--data nowhere", "--data nowhere"},
+               {{"--data nowhere", "Cannot read nowhere (No such file"},
                 {"--bacth 2", "--bacth"},
                 {"--seq 4096", "--seq 4096"},
                 {"--resume nowhere", "nowhere"}});

@@ -350,7 +350,7 @@ TEST_CASE("load_weights: tensors that are missing, unknown or of another shape c
                            [](F& f) {
                                f.pieces.push_back({"", "model.layers.1.input_layernorm.weight", 32, 1});
                            }},
-                          {"llama", "I16", [](F& f) { f.at("k_proj.weight").dtype = "I16"; }},
+                          {"llama", "in BF16, F16 or F32", [](F& f) { f.at("k_proj.weight").dtype = "I16"; }},
                           {"llama", "lm_head", [](F& f) { f.config["tie_word_embeddings"] = true; }},
                           {"gpt2", "lm_head",
                            [](F& f) {
