@@ -32,9 +32,10 @@ const Hint HINTS[] = {
     {1, "E4M3 top", "In E4M3 the largest exponent has values, up to 448. Only 0x7f and 0xff are NaN."},
     {1, "top", "Only the largest exponent is wrong: see what is said of values above f.max."},
     {1, "subnormal", "Only exponent 0 is wrong: there is no leading 1, and the power is 2^(1 - bias)."},
-    {1, "normal @power", "All are off by the same power of two: look at the exponent's bias."},
+    {1, "@power", "All are off by the same power of two: look at the exponent's bias."},
     {1, "E5M2", "Only E5M2 is wrong: use f.mantissa and f.bias in place of 3 and 7."},
     {2, "NaN", "Only NaN is wrong: its code is 0x7f, with the sign in bit 7."},
+    {2, "zero", "Only zero is wrong: its code is 0, with the sign in bit 7."},
     {2, "saturates", "Only values beyond the largest are wrong: they get the code of f.max."},
     {2, "carry", "Only values that round up to a power of two are wrong: add the fields, do not OR them."},
     {2, "tie", "Only ties are wrong: halfway between two codes, the even one is nearest."},
@@ -199,7 +200,7 @@ private:
             if (word == "@few" && wrong.size() * 10 > count_) return false;
             for (const Wrong& w : wrong) {
                 const double quotient = w.ratio / wrong[0].ratio, power = std::log2(std::abs(w.ratio));
-                const bool factor = !(std::abs(quotient - 1) > 1e-4) || std::isnan(w.ratio);
+                const bool factor = std::abs(quotient - 1) <= 1e-4;
                 const bool has = (" " + w.words + " ").find(" " + word + " ") != std::string::npos;
                 if (word == "@one"      ? w.apart != 1
                     : word == "@factor" ? !factor
@@ -210,17 +211,25 @@ private:
         }
         return true;
     }
-    // From all wrong values or, if these have nothing in common, from those that begin with the first word of
-    // the first one: of the same result.
-    const char* hint() const {
+    // From what all wrong values have in common; else those of the same result, which is their first word;
+    // else the first one, without the rows that compare it with others.
+    std::string hint() const {
         auto result = [](const Wrong& w) { return w.words.substr(0, w.words.find(' ')); };
-        std::vector<Wrong> first;
+        std::vector<Wrong> same_result;
         for (const Wrong& w : wrong_)
-            if (result(w) == result(wrong_[0])) first.push_back(w);
-        for (int number : {number_ == 12 ? 7 : number_, 0})
-            for (const auto* wrong : {&wrong_, static_cast<const std::vector<Wrong>*>(&first)})
+            if (result(w) == result(wrong_[0])) same_result.push_back(w);
+        const int own = number_ == 12 ? 7 : number_;
+        for (int number : {own, 0})
+            for (const auto& wrong : {wrong_, same_result})
                 for (const Hint& h : HINTS)
-                    if (h.number == number && *h.words && matches(h.words, *wrong)) return h.text;
+                    if (h.number == number && *h.words && matches(h.words, wrong)) return h.text;
+        for (const Hint& h : HINTS) {
+            const std::string words = h.words, text = h.text;
+            if (h.number == own && words.find("@f") == std::string::npos &&
+                words.find("@p") == std::string::npos && matches(words, {wrong_[0]}))
+                return "Values of several kinds are wrong. Of this one: " +
+                       (text.find(": ") == std::string::npos ? text : text.substr(text.find(": ") + 2));
+        }
         return std::end(HINTS)[-1].text;
     }
 
@@ -317,7 +326,7 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode, Out& out) 
                         step = reference::decode(format, uint16_t(code + 1)) - low;
             const std::string kind = code < 1 << f.mantissa ? " subnormal" : "",
                               up = kind + ((code + 1) % (1 << f.mantissa) ? "" : " carry");
-            check(kind, low), check(kind, low + step / 4);
+            check(code ? kind : " zero", low), check(kind, low + step / 4);
             check(up + " tie", low + step / 2), check(up, low + step * 3 / 4);
         }
         for (float x : {f.max * 1.02f, f.max * 1.1f, 1e6f, 1e30f, INFINITY}) check(" saturates", x);

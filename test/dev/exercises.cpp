@@ -157,6 +157,9 @@ TEST_CASE("exercises 1 and 2: an empty body, typical mistakes, and a solution") 
     fails("Only NaN is wrong", judge::encode, [=](const Fp8& f, float x) {
         return encoded(f, std::isnan(x) ? std::copysign(INFINITY, x) : x, even, true);
     });
+    fails("Of this one: its code is 0, with the sign in bit 7.", judge::encode, [=](const Fp8& f, float x) {
+        return uint8_t(x == 0 || std::isnan(x) ? 0 : encoded(f, x, even, false));  // several mistakes
+    });
     passes(judge::encode, [](const Fp8& f, float x) { return uint8_t(reference::encode(format_of(f), x)); });
 }
 
