@@ -33,21 +33,15 @@ template <class Real> struct Head {
 // Where the heads of a tensor start; b is the sequence, h a query head, kv a key/value head.
 struct Heads : Dims {
     explicit Heads(const AttentionShape& s) : Dims(dims(s)) {}
-    template <class Real> __device__ Head<Real> of(Real* tensor, int heads, int b, int h) const {
-        return {tensor + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
+    template <class Real> __device__ Head<Real> of(Real* x, int heads, int b, int h) const {
+        return {x + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
-    template <class Real> __device__ Head<Real> q(Real* qkv, int b, int h) const {
-        return of(qkv, NH + 2 * NKV, b, h);
+    template <class Real> __device__ Head<Real> q(Real* x, int b, int h) const {
+        return of(x, NH + 2 * NKV, b, h);
     }
-    template <class Real> __device__ Head<Real> k(Real* qkv, int b, int kv) const {
-        return q(qkv, b, NH + kv);
-    }
-    template <class Real> __device__ Head<Real> v(Real* qkv, int b, int kv) const {
-        return k(qkv, b, NKV + kv);
-    }
-    template <class Real> __device__ Head<Real> out(Real* out, int b, int h) const {
-        return of(out, NH, b, h);
-    }
+    template <class Real> __device__ Head<Real> k(Real* x, int b, int kv) const { return q(x, b, NH + kv); }
+    template <class Real> __device__ Head<Real> v(Real* x, int b, int kv) const { return k(x, b, NKV + kv); }
+    template <class Real> __device__ Head<Real> out(Real* x, int b, int h) const { return of(x, NH, b, h); }
     __device__ int64_t row(int b, int h) const { return (int64_t(b) * NH + h) * T; }  // of (B, NH, T)
 };
 

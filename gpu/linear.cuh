@@ -149,8 +149,11 @@ private:
     Operand weight_operand(Gemm use) {
         const Quant& q = c_.formats.w;
         if (q.fp8() && cached_) return cached_operand();
-        const View whole = whole_weight(use);
         const bool transposed = use == Gemm::Dgrad;
+        // Waits for the weight, if other GPUs send it, and asks for the one that this pass needs next.
+        const int64_t before = bucket > 1 ? bucket - 1 : Exchange::NONE;
+        c_.exchange.make_ready(bucket, transposed ? before : bucket + 1);
+        const View whole = c_.state.weight(param_);
         if (whole.quant.fp8() && !transposed) return {whole};
         if (whole.quant.fp8()) {
             void* const codes = arena().take(q.operand_bytes(in_, out_));
@@ -159,12 +162,6 @@ private:
         }
         take_weight_amax();
         return make_operand(stored(whole), q, q.fp8() && transposed, w_scale_, Kind::Weight);
-    }
-    // Waits for the weight, if other GPUs send it, and asks for the one that this pass needs next.
-    View whole_weight(Gemm use) {
-        const int64_t next_in_backward = bucket > 1 ? bucket - 1 : Exchange::NONE;
-        c_.exchange.make_ready(bucket, use == Gemm::Dgrad ? next_in_backward : bucket + 1);
-        return c_.state.weight(param_);
     }
     Operand cached_operand() const {
         const Quant& q = c_.formats.w;
