@@ -125,15 +125,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for_later.finish(&tensor->amax);
 }
 
-template <class Producer>
-static void quantize_per_tensor(const Producer& x, int64_t rows, const Operand& out, cudaStream_t s) {
-    const Quant& q = out.view.quant;
-    const auto kernel = out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
-    launch("quantize", kernel, tile_grid(rows, x.width), TILE_THREADS, 0, s, x, rows,
-           amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
-           static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
-}
-
 // ===========================================================================================================
 // 4. quantize(): the kernel for each format
 
@@ -159,7 +150,14 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
     if (in_groups(q)) return quantize_groups(x.input, out.view, false, stats, s);
     if (q.granularity == PER_TENSOR) {
         measure(x, out, stats, s);  // first, because the codes may overwrite x
-        with_bf16_producer(x, [&](auto producer) { quantize_per_tensor(producer, x.rows, out, s); });
+        with_bf16_producer(x, [&](auto producer) {
+            using Producer = decltype(producer);
+            const auto kernel =
+                out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
+            launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
+                   x.rows, amax_and_scale(out.view), info(q.format).max, q.format == Format::E5M2,
+                   static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed));
+        });
     } else {
         quantize_blocks(x, out, s);
         measure(x, out, stats, s);
