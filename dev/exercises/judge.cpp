@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <random>
+#include <set>
 #include <sstream>
 
 #include "../../reference.h"
@@ -129,14 +130,14 @@ public:
 
     void value(const std::string& words, const std::string& input, double expected, double got,
                double tolerance = 0) {
-        blank = blank && (got == 0 || std::isnan(got));
+        note(words, got != 0 && !std::isnan(got));
         const bool same =
             std::isnan(expected) ? std::isnan(got) : got == expected || std::abs(got - expected) <= tolerance;
         const bool sign = got != 0 || std::signbit(got) == std::signbit(expected);
         add(same && sign, {words, input, text(expected), text(got), got / expected, 1000});
     }
     void code(const std::string& words, const std::string& input, Format f, int expected, int got) {
-        blank = blank && (got == 0 || got == UNWRITTEN);
+        note(words, got != 0 && got != UNWRITTEN);
         const float e = reference::decode(f, uint16_t(expected)), g = reference::decode(f, uint16_t(got));
         add(got == expected, {words, input, hex(expected) + " = " + text(e), hex(got) + " = " + text(g),
                               double(g) / e, std::abs(got - expected)});
@@ -190,6 +191,11 @@ private:
         int apart;     // of two codes
     };
 
+    static std::string result_of(const std::string& words) { return words.substr(0, words.find(' ')); }
+    void note(const std::string& words, bool written) {
+        blank = blank && !written;
+        if (written) written_.insert(result_of(words));
+    }
     void add(bool right, Wrong wrong) {
         count_++;
         if (!right) wrong_.push_back(std::move(wrong));
@@ -214,10 +220,11 @@ private:
     // From what all wrong values have in common; else those of the same result, which is their first word;
     // else the first one, without the rows that compare it with others.
     std::string hint() const {
-        auto result = [](const Wrong& w) { return w.words.substr(0, w.words.find(' ')); };
+        const std::string result = result_of(wrong_[0].words);
+        if (!written_.count(result) && result != "size") return "This is not computed yet: " + result + ".";
         std::vector<Wrong> same_result;
         for (const Wrong& w : wrong_)
-            if (result(w) == result(wrong_[0])) same_result.push_back(w);
+            if (result_of(w.words) == result) same_result.push_back(w);
         const int own = number_ == 12 ? 7 : number_;
         for (int number : {own, 0})
             for (const auto& wrong : {wrong_, same_result})
@@ -237,6 +244,7 @@ private:
     judge::Out& out_;
     size_t count_ = 0;
     std::vector<Wrong> wrong_;
+    std::set<std::string> written_;  // results that are not all zero
 };
 
 // The same inputs in every run, so that the first difference stays the same while it is looked for.

@@ -244,6 +244,8 @@ TEST_CASE("exercises 6 and 7: an empty body, typical mistakes, and a solution") 
     fails("Only k is wrong", judge::expansion, of_release, expand, contract);
     fails("Only extreme magnitudes", judge::expansion, given::expansion_factor, divides, contract);
     fails("Only negative values are wrong", judge::expansion, given::expansion_factor, expand, forgets_sign);
+    fails("This is not computed yet: contract.", judge::expansion, given::expansion_factor, expand,
+          [](float, float, float) { return 0.0f; });
     passes(judge::expansion, given::expansion_factor, expand, contract);
 
     auto seven = [](auto adamw, std::ostream& out) { return judge::adamw(adamw, out); };
