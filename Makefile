@@ -127,7 +127,7 @@ sanitize:
 # An input that fails is left in build/fuzz as crash-...; give it to the fuzzer as its argument to see it fail
 # again.
 FUZZERS      := $(patsubst dev/fuzz/%.cpp,%,$(sort $(wildcard dev/fuzz/*.cpp)))
-FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,plan.cpp ranks.cpp gpu/none.cpp $(sort $(wildcard data/*.cpp)))
+FUZZED       := $(patsubst %.cpp,$(O)/fuzz/%.o,program/plan.cpp program/ranks.cpp gpu/none.cpp $(sort $(wildcard data/*.cpp)))
 FUZZ_SECONDS ?= 60
 FUZZ_CXX     ?= clang++ -std=c++17 -O1 -gline-tables-only -march=native -fno-sanitize-recover=all \
                 -fsanitize=fuzzer,address,signed-integer-overflow,shift,bounds,integer-divide-by-zero

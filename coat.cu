@@ -181,15 +181,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for (int p = 0; p < PLANES; p++) to[p] = groups.from((at.row * PLANES + p) * x.width + at.col);
     float top = 0;
     for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        auto take_amax = [&] {
+        auto measure_amax = [&] {
 #pragma unroll
             for (int j = 0; j < CHUNK; j++)
                 top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
         };
-        if (!reads_saved) take_amax();
+        if (!reads_saved) measure_amax();
 #pragma unroll
         for (int p = 0; p < PLANES; p++) to[p].round_and_store(row_offset(i, PLANES * x.width), v[p], live);
-        if (reads_saved) take_amax();  // v: what the groups hold of it
+        if (reads_saved) measure_amax();  // v: what the groups hold of it
     });
     // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
     update_amax_by_warp(&act->amax, at.col < x.width ? magnitude(top) : 0);

@@ -124,7 +124,7 @@ private:
             attention_forward(attention(), qkv.data, out.data, log_sum_exp(b), cuda_);
             save_attention(out, saved_out);
             // attention output projection: (N, q_cols) -> (N, C)
-            b.attention_out.take_x_amax(stored(saved_out));
+            b.attention_out.measure_x_amax(stored(saved_out));
             const View branch = compute_view(N_, config_.C);
             b.attention_out.forward(stored(saved_out), branch);
             // residual add; it saves the input of norm 2
@@ -225,7 +225,7 @@ private:
         const View gate_up = saved(b, Saved::GateUp);
         if (!gate_up.quant.fp8()) {
             b.gate_up.forward(x, gate_up);
-            b.down.take_x_amax(activation(gated_, gate_up));
+            b.down.measure_x_amax(activation(gated_, gate_up));
             return gate_up;
         }
         // 1x128 scales are laid out for the GEMM of all rows: no part of them can be used alone.

@@ -40,7 +40,7 @@ public:
     // needs them.
     AmaxAndScale* x_amax() const { return if_needed(x_scale_); }
     AmaxAndScale* g_amax() const { return if_needed(g_scale_); }
-    void take_x_amax(const Lazy& x) const { take_amax(x, x_amax()); }
+    void measure_x_amax(const Lazy& x) const { measure_amax(x, x_amax()); }
 
     // y = x w^T + bias
     void forward(const Lazy& x, const View& y) {
@@ -85,14 +85,14 @@ public:
         const bool fp8 = c_.formats.g.fp8(), in_place = !fp8 && stored_dense(g);
         const Operand g8 = in_place ? Operand{g.input} : taken ? *taken : take_gradient(g.rows);
         if (fp8 && biased_) bias_gradient(g, amax);
-        else take_amax(g, amax);
+        else measure_amax(g, amax);
         if (!in_place) quantize(g, g8, c_.state.stats_of(Kind::Gradient), stream());
         if (!fp8 && biased_) bias_gradient(stored(g8.view), nullptr);
         return g8;
     }
 
     void make_cached_weight() {
-        take_weight_amax();
+        measure_weight_amax();
         quantize(stored(c_.state.weight(param_)), cached_operand(), c_.state.stats_of(Kind::Weight),
                  stream());
     }
@@ -160,7 +160,7 @@ private:
             transpose_codes(whole, codes, stream());
             return operand_at(out_, in_, q, nullptr, codes, w_scale_);
         }
-        take_weight_amax();
+        measure_weight_amax();
         return make_operand(stored(whole), q, q.fp8() && transposed, w_scale_, Kind::Weight);
     }
     Operand cached_operand() const {
@@ -180,13 +180,13 @@ private:
         const bool just_in_time = !c_.state.delayed_scaling() || c_.state.some_without_history;
         return c_.formats.x.fp8() && c_.formats.x.granularity == PER_TENSOR && just_in_time ? scale : nullptr;
     }
-    void take_amax(const Lazy& x, AmaxAndScale* scale) const {
+    void measure_amax(const Lazy& x, AmaxAndScale* scale) const {
         if (scale) amax(x, scale, stream());
     }
     // adamw() leaves the amax of a weight in State::scale(). Delayed scaling reads another AmaxAndScale, so
     // it takes the amax here.
-    void take_weight_amax() const {
-        if (c_.state.delayed_scaling()) take_amax(stored(c_.state.weight(param_)), if_needed(w_scale_));
+    void measure_weight_amax() const {
+        if (c_.state.delayed_scaling()) measure_amax(stored(c_.state.weight(param_)), if_needed(w_scale_));
     }
 };
 
