@@ -51,10 +51,8 @@ template <class Judge, class... F> void fails(const char* hint, Judge judge, F..
     CHECK(judge(mine..., out) == 1);
     CHECK_MESSAGE(contains(out.str(), hint), out.str());
 }
-// Not where a reader has solved exercises.
-const bool SOLVED = std::system("git diff --quiet HEAD -- dev/exercises 2>/dev/null") == 1 << 8;
 template <class Judge, class... F> void empty(Judge judge, F... mine) {
-    if (SOLVED) return;
+    if (exercises_are_solved()) return;
     fails("nothing is computed yet: write the body of the function.", judge, mine...);
 }
 template <class Judge, class... F> void passes(Judge judge, F... mine) {

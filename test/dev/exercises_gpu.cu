@@ -112,7 +112,7 @@ TEST_CASE("exercises 11 and 12: without a GPU the judge says so in a sentence" *
 }
 
 GPU_TEST_CASE("exercise 11: an empty kernel, typical mistakes, and a solution") {
-    fails("nothing is computed yet", e11::quantize_transpose);
+    if (!exercises_are_solved()) fails("nothing is computed yet", e11::quantize_transpose);
     fails("Only matrices with cut tiles are wrong", transpose<Transpose::LeavesOutCutTiles>);
     fails("Only oblong matrices are wrong", transpose<Transpose::RowsOfCols>);
     fails("Only the transpose is wrong", transpose<Transpose::TilesStay>);
@@ -120,7 +120,7 @@ GPU_TEST_CASE("exercise 11: an empty kernel, typical mistakes, and a solution") 
 }
 
 GPU_TEST_CASE("exercise 12: an empty kernel, typical mistakes, and a solution") {
-    fails("nothing is computed yet", e12::adamw);
+    if (!exercises_are_solved()) fails("nothing is computed yet", e12::adamw);
     fails("The weight uses the moments after quantization", adamw<Update::OfStoredMoments>);
     fails("Only groups with zeros are wrong", adamw<Update::ZerosCount>);
     fails("The bias correction is missing", adamw<Update::Uncorrected>);
