@@ -169,7 +169,9 @@ public:
     // tolerated: so many of a thousand codes may be one off, because logarithms differ in their last bits
     int finish(int tolerated = 0) {
         out_ << "exercise " << number_ << ": ";
-        if (wrong_.empty() || (matches("@one", wrong_) && wrong_.size() * 1000 <= count_ * tolerated)) {
+        auto one_off = [](const Wrong& w) { return w.apart == 1; };
+        const bool near = std::all_of(wrong_.begin(), wrong_.end(), one_off);
+        if (wrong_.empty() || (near && wrong_.size() * 1000 <= count_ * tolerated)) {
             out_ << "passed, " << count_ << " values agree with the reference.\n";
             return 0;
         }
@@ -177,8 +179,7 @@ public:
             out_ << "nothing is computed yet: write the body of the function.\n";
             return 1;
         }
-        auto one_off = [](const Wrong& w) { return w.apart == 1; };
-        if (tolerated && !matches("@one", wrong_))  // then they say nothing of the mistake
+        if (tolerated && !near)  // then they say nothing of the mistake
             wrong_.erase(std::remove_if(wrong_.begin(), wrong_.end(), one_off), wrong_.end());
         const Wrong& first = wrong_[0];
         out_ << wrong_.size() << " of " << count_ << " values differ. The first:\n  input     " << first.input
@@ -203,20 +204,23 @@ private:
         count_++;
         if (!right) wrong_.push_back(std::move(wrong));
     }
+    // On a GPU, k of a group may differ by 1/256, and all of its codes then: a tenth of the wrong values may
+    // be without a word.
     bool matches(const std::string& words, const std::vector<Wrong>& wrong) const {
+        const size_t allowed = number_ == 12 ? wrong.size() / 10 : 0;
         std::istringstream in(words);
         for (std::string word; in >> word;) {
-            if (word == "@few" && wrong.size() * 10 > count_) return false;
+            size_t without = word == "@few" && wrong.size() * 10 > count_ ? wrong.size() : 0;
             for (const Wrong& w : wrong) {
                 const double quotient = w.ratio / wrong[0].ratio, power = std::log2(std::abs(w.ratio));
                 const bool factor = std::abs(quotient - 1) <= 1e-4;
                 const bool has = (" " + w.words + " ").find(" " + word + " ") != std::string::npos;
-                if (word == "@one"      ? w.apart != 1
-                    : word == "@factor" ? !factor
-                    : word == "@power"  ? !factor || std::abs(power - std::rint(power)) > 1e-4
-                                        : word != "@few" && !has)
-                    return false;
+                without += word == "@one"      ? w.apart != 1
+                           : word == "@factor" ? !factor
+                           : word == "@power"  ? !factor || std::abs(power - std::rint(power)) > 1e-4
+                                               : word != "@few" && !has;
             }
+            if (without > allowed) return false;
         }
         return true;
     }
