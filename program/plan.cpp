@@ -53,8 +53,7 @@ void validate(const Setup& s) {
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
                     s.recipe.name, " computes in FP32; leave the flag out, or choose --recipe coat.");
     if (!s.keep_gradients && s.accumulate > 1)
-        throw Error("--gradients none keeps no gradients to which --accumulate ", s.accumulate,
-                    " could add; use --accumulate 1 with a larger --batch, or --gradients kept.");
+        throw Error("--gradients none keeps nothing to add to; use --accumulate 1 and a larger --batch.");
     if (s.ranks > 1 && s.optimizer.group == 0)
         throw Error("--optimizer ", s.optimizer.name, " has one scale per tensor, of which ", s.ranks,
                     " ranks cannot keep parts; use one rank, or another --optimizer.");

@@ -182,9 +182,8 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double s
     std::vector<int> sockets(size_t(launch.ranks), -1);
     if (launch.rank == 0) {
         if (fd < 0)
-            throw Error(
-                "Rank 0 cannot listen at ", place, " (", std::strerror(errno),
-                "); MASTER_ADDR must be an address of its machine, and COAT_PORT a port that is free.");
+            throw Error("Rank 0 cannot listen at ", place, " (", std::strerror(errno),
+                        "); set MASTER_ADDR to an address of its machine, COAT_PORT to a free port.");
         sockets = accept_others(fd, launch.ranks, seconds);
     } else {
         const Hello hello(launch.ranks, launch.rank);

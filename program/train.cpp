@@ -306,8 +306,7 @@ int loop(Run& run) {
         print_step(run, result, lr, took, (now() - started) / steps * (flags.steps - state.step));
         if (skipped_in_a_row == MOST_SKIPPED)
             throw Error("The loss or a gradient was not finite in ", MOST_SKIPPED,
-                        " steps in a row; begin again with a lower --lr, or from the weights of the last "
-                        "checkpoint with --model and another --out.");
+                        " steps in a row; begin again with a lower --lr, or with other weights.");
 
         // What comes after some of the steps. The last step is validated and saved after the loop.
         const bool last = state.step == flags.steps;
@@ -360,8 +359,7 @@ void choose_checkpoint(Run& run) {
     if (run.processes->rank() == 0) {
         if (resumes) run.weights = find_checkpoint(flags.resume);
         if (resumes && run.weights.empty())
-            throw Error("--resume ", flags.resume,
-                        " has no complete checkpoint; give a folder that a run wrote.");
+            throw Error("--resume ", flags.resume, " has no complete checkpoint; give another folder.");
         if (resumes && !flags.given("out")) flags.out = fs::canonical(run.weights).parent_path().string();
         if (!flags.out.empty() && !flags.plan && !evaluates) {
             lock_folder(flags.out);
@@ -407,9 +405,7 @@ void make_setup(Run& run) {
     s.master = flags.master == "exact";
     s.keep_gradients = flags.gradients == "kept";
     if (!s.keep_gradients && flags.clip > 0)
-        throw Error(
-            "--gradients none updates weights before the norm of all gradients is known, so it cannot "
-            "clip; give --clip 0.");
+        throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     // A run that continues has the shape of its checkpoint.
     if (run.weights.empty() && fs::is_directory(flags.model)) {
         run.weights = flags.model;
@@ -439,16 +435,14 @@ void load_data(Run& run) {
     }
     if (config.V == 0) config.V = needed ? std::max(in_use, int64_t(run.corpus.vocabulary.size())) : 256;
     if (in_use > std::min(config.V, MAX_VOCABULARY))
-        throw Error("--data contains token ", in_use - 1, ", but the vocabulary of ", config.name, " has ",
-                    config.V,
+        throw Error("--data contains token ", in_use - 1, ", but ", config.name, " has ", config.V,
                     " tokens; make the token files with this model's tokenizer (data/tokenize.py).");
     const int64_t packed = run.corpus.seq;
     if (!flags.given("seq") && flags.resume.empty())
         flags.seq = packed ? packed : std::min(flags.seq, config.longest());
     if (packed && packed != flags.seq)
-        throw Error("--data has conversations in windows of ", packed, " tokens, but --seq is ", flags.seq,
-                    "; give --seq ", packed, ", or make them again with data/tokenize.py --seq ", flags.seq,
-                    ".");
+        throw Error("--data was packed for --seq ", packed, ", not ", flags.seq, "; give --seq ", packed,
+                    ", or make it again with data/tokenize.py.");
     run.setup.T = flags.seq;
 }
 
