@@ -16,13 +16,6 @@ void check_rows(const Folder& folder, const std::string& before, const std::vect
     for (const Row& row : rows) check_rejected(folder, before + row.flags, row.says);
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-    std::vector<std::string> lines;
-    std::istringstream in(text);
-    for (std::string line; std::getline(in, line);) lines.push_back(line);
-    return lines;
-}
-
 }  // namespace
 
 TEST_CASE("train: --help has at most 26 flags and 100 columns, and every row of the tables") {

@@ -43,8 +43,7 @@ std::unique_ptr<Model> small_reference(int64_t B, int64_t T) {
 // Lines of steps and validations, up to the learning rate.
 std::string numbers_in(const std::string& output) {
     std::string found;
-    std::istringstream lines(output);
-    for (std::string line; std::getline(lines, line);)
+    for (const std::string& line : lines_of(output))
         if (line.rfind("step ", 0) == 0 || line.rfind("validation | ", 0) == 0)
             found += line.substr(0, line.find(" | lr")) + "\n";
     return found;
@@ -65,8 +64,7 @@ TEST_CASE("train: a run prints steps, validates, samples, saves and logs, in lin
          {"weights of ", "coat", "128 a step", "device: cpu", "text: ", "checkpoints: out"})
         CHECK(contains(before, part));
     int steps = 0;
-    std::istringstream lines(ended.out);
-    for (std::string line; std::getline(lines, line);) {
+    for (const std::string& line : lines_of(ended.out)) {
         int step, of;
         double loss, norm, lr, ms, rate;
         steps += std::sscanf(line.c_str(), "step %d/%d | loss %lf | norm %lf | lr %lf | %lf ms | %lf tok/s",

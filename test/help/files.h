@@ -8,7 +8,9 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <sstream>
 #include <string>
+#include <vector>
 #include <unistd.h>
 
 #include "../../program/error.h"
@@ -82,6 +84,13 @@ inline std::string error_of(const std::function<void()>& action) {
         return error.what();
     }
     return "";
+}
+
+inline std::vector<std::string> lines_of(const std::string& text) {
+    std::vector<std::string> lines;
+    std::istringstream in(text);
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
 }
 
 // An error message is one line of plain ASCII of a reasonable length, contains `who` and `what`, and ends

@@ -119,8 +119,7 @@ inline void check_rejected(const Folder& folder, const std::string& flags, const
 // The lines of one kind in the file "log" of the folder.
 inline std::vector<nlohmann::json> logged(const Folder& folder, const std::string& kind) {
     std::vector<nlohmann::json> lines;
-    std::istringstream log(read_file(folder.path / "log"));
-    for (std::string line; std::getline(log, line);)
+    for (const std::string& line : lines_of(read_file(folder.path / "log")))
         if (auto parsed = nlohmann::json::parse(line); parsed.at("kind") == kind) lines.push_back(parsed);
     return lines;
 }
