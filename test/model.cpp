@@ -21,15 +21,6 @@ std::vector<std::string> recipe_names() {
 }
 bool bf16_value(float x) { return reference::round_to(Format::BF16, x) == x; }
 
-// Loss and all gradients, within a relative bound.
-void check_close(Training& a, const StepResult& x, Training& b, const StepResult& y, double bound) {
-    CHECK(std::fabs(x.loss - y.loss) <= bound * y.loss);
-    for (const Param& p : a.params()) {
-        INFO(p.name);
-        CHECK(relative_error(gradient(*a.model, p), gradient(*b.model, p)) <= bound);
-    }
-}
-
 Floats masters(const Snapshot& state, const std::string& name) {
     const auto weights = values_of<uint16_t>(state, name);
     std::vector<int16_t> rest(weights.size());
@@ -100,16 +91,19 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
             reference::adamw(reference::adamw_factors(t.adamw, p.role.decay, r.grad_norm), p.size(),
                              gradient(*t.model, p).data(), w.data(), x[0].data(), x[1].data());
             const auto weights = values_of<uint16_t>(after, p.name);
-            const Floats got = masters(after, p.name);
-            int64_t wrong = 0;
+            const Floats old = masters(before, p.name), got = masters(after, p.name);
             const uint64_t key = rounding_key(s.seed, t.adamw.step + t.adamw.skipped);
-            for (size_t i = 0; i < w.size(); i++)
-                if (!s.master)
-                    wrong += weights[i] != reference::round_stochastically(w[i], key, p.offset + int64_t(i));
-                else
-                    wrong += !(std::fabs(got[i] - w[i]) <=
-                               (exact ? 0 : 1e-3f * t.adamw.lr + 0x1p-22f * std::fabs(w[i])));
+            int64_t wrong = 0, padding = 0;
+            for (int64_t i = 0; i < p.size(); i++) {
+                const size_t e = size_t(i);
+                const float bound =
+                    1e-3f * (t.adamw.lr + std::fabs(w[e] - old[e])) + 0x1p-22f * std::fabs(w[e]);
+                if (s.master) wrong += !(std::fabs(got[e] - w[e]) <= (exact ? 0 : bound));
+                else wrong += weights[e] != reference::round_stochastically(w[e], key, p.offset + i);
+                padding += i >= used_elements(s.config, p) && weights[e] != 0;
+            }
             CHECK(wrong <= (exact || s.master ? 0 : p.size() / 100));
+            CHECK(padding == 0);
             for (int v : {0, 1}) {
                 moments[v].store(x[v].data(), v && s.optimizer.keep_positive);
                 reference::Moment stored = moment_of(s, p, after, v);
@@ -118,8 +112,6 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
                 stored.load(a.data()), moments[v].load(b.data());
                 CHECK(relative_error(a, b) <= (exact ? 0 : 0.05));
             }
-            for (size_t i = size_t(used_elements(s.config, p)); i < w.size(); i++) wrong += weights[i] != 0;
-            CHECK(wrong <= p.size() / 100);  // the padding of the vocabulary stays zero
         }
     }
 }
@@ -349,8 +341,8 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
 
 PROPERTY("micro-batches equal one larger batch within rounding, with and without uneven masks") {
     // The same tokens, with sums in another order. fp32: sums of N terms, each rounded by 2^-24, in 2 L
-    // layers. bf16: the gradient of each micro-batch is rounded to 8 bits, with an rms of 2^-8 / sqrt(3), and
-    // so is the sum.
+    // layers (a GPU sums in one more order). bf16: the gradient of each micro-batch is rounded to 8 bits,
+    // with an rms of 2^-8 / sqrt(3), and so is the sum.
     for (const auto& [recipe, bound] :
          {std::pair{"fp32", 0x1p-24 * 40 * 16}, {"bf16", 0x1p-8 / std::sqrt(3.0) * 2}})
         for (const Architecture& arch : {LLAMA, GPT2})
@@ -363,7 +355,13 @@ PROPERTY("micro-batches equal one larger batch within rounding, with and without
                 small.tokens = large.tokens, small.targets = large.targets;
                 const StepResult one = large.again(), four = small.again();
                 CHECK((four.targets == one.targets && (one.targets < 8 * 16) == masked));
-                check_close(small, four, large, one, bound);
+                CHECK(std::fabs(four.loss - one.loss) <= bound * one.loss);
+                const bool other_order = make == make_gpu && masked && bound < 0x1p-9;
+                const double wide = other_order ? fp32_bound(small.setup().config) : bound;
+                for (const Param& p : small.params()) {
+                    INFO(p.name);
+                    CHECK(relative_error(gradient(*small.model, p), gradient(*large.model, p)) <= wide);
+                }
             }
 }
 
@@ -557,7 +555,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped, 
         }
         const QuantReport x = kept.report(), y = dropped.report();
         for (int k = 0; k < int(Kind::Count); k++)
-            CHECK((x.kinds[k].noise == y.kinds[k].noise && x.kinds[k].elements == y.kinds[k].elements));
+            CHECK((x.kinds[k].elements == y.kinds[k].elements &&
+                   x.kinds[k].noise == doctest::Approx(y.kinds[k].noise).epsilon(1e-9)));
         CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
         CHECK_THROWS_AS(gradient(*dropped.model, kept.params().back()), Error);
     }
