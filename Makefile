@@ -59,7 +59,8 @@ PROGRAM := $(if $(filter build,$(O)),train,$(O)/train)
 .PHONY: test exercise figures bench sanitize fuzz clean need-json need-doctest need-number need-nvcc FORCE
 $(PROGRAM): $(call object,program/train.cpp) $(OBJECTS)
 	$(LINK) -o $@ $^ $(LIBRARIES)
-$(O)/tests: $(call object,$(TESTS) $(JUDGE)) $(OBJECTS)
+# The program first: CUDA knows its kernels before the tests ask whether the GPU can run them, also before main.
+$(O)/tests: $(OBJECTS) $(call object,$(TESTS) $(JUDGE))
 	$(LINK) -o $@ $^ $(LIBRARIES)
 test: $(PROGRAM) $(O)/tests
 	OMP_WAIT_POLICY=passive COAT_TRAIN=$(abspath $(PROGRAM)) $(O)/tests $(TEST_ARGS)

@@ -334,18 +334,18 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     return out;
 }
 
-constexpr int EMBEDDING_THREADS = 128;
+constexpr int COLUMN_THREADS = 32;  // of a block; each has CHUNK columns
 static dim3 embedding_grid(int64_t n, int64_t C) {
-    return {static_cast<unsigned>(n), blocks(C, EMBEDDING_THREADS * CHUNK)};
+    return {static_cast<unsigned>(n), blocks(C, COLUMN_THREADS * CHUNK)};
 }
 static __device__ int64_t embedding_column() {
-    return (int64_t(blockIdx.y) * EMBEDDING_THREADS + threadIdx.x) * CHUNK;
+    return (int64_t(blockIdx.y) * COLUMN_THREADS + threadIdx.x) * CHUNK;
 }
 
 // sum += rows index(0) ... index(n - 1) of x at one chunk of columns, in that order.
 template <class Index>
 static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, Index index, Values& sum) {
-#pragma unroll 8
+#pragma unroll 4
     for (int i = 0; i < n; i++) {
         Values v;
         x.load_values(index(i) * C + col, v);
@@ -353,27 +353,33 @@ static __device__ void sum_rows(EitherDense x, int64_t C, int64_t col, int n, In
     }
 }
 
-// A block has one token: it adds up SUM_ROWS rows at a time, then these sums.
-static __global__ void __launch_bounds__(EMBEDDING_THREADS)
+// A block has one token. Each of its warps adds up a run of rows, then the first warp adds these sums, and so
+// on: a token that is half of the text must not keep the GPU waiting.
+constexpr int RUNS = 8, RUN_ROWS = 32;
+static __global__ void __launch_bounds__(RUNS* COLUMN_THREADS)
     embedding_backward_kernel(EitherDense g, int64_t C, const int32_t* order, const TokenRows* tokens,
                               EitherDense gradient) {
-    constexpr int SUM_ROWS = 32;
+    __shared__ Values sums[RUNS][COLUMN_THREADS];
     const int64_t col = embedding_column();
-    if (col >= C) return;
     const TokenRows rows = tokens[blockIdx.x];
     Values total = {};
-    for (int first = 0; first < rows.count; first += SUM_ROWS) {
+    for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
+        const int begin = first + threadIdx.y * RUN_ROWS, n = col < C ? min(RUN_ROWS, rows.count - begin) : 0;
         Values sum = {};
         sum_rows(
-            g, C, col, min(SUM_ROWS, rows.count - first),
-            [&](int i) { return int64_t(order[rows.first + first + i]); }, sum);
-        for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
+            g, C, col, n, [&](int i) { return int64_t(order[rows.first + begin + i]); }, sum);
+        for (int j = 0; j < CHUNK; j++) sums[threadIdx.y][threadIdx.x][j] = sum[j];
+        __syncthreads();
+        const int runs = min(RUNS, (rows.count - first + RUN_ROWS - 1) / RUN_ROWS);
+        for (int r = 0; threadIdx.y == 0 && r < runs; r++)
+            for (int j = 0; j < CHUNK; j++) total[j] += sums[r][threadIdx.x][j];
+        __syncthreads();
     }
-    gradient.add(rows.token * C + col, total);
+    if (threadIdx.y == 0 && col < C) gradient.add(rows.token * C + col, total);
 }
 
 // Block t has position t: rows t, t + T, ... of g, one of each sequence.
-static __global__ void __launch_bounds__(EMBEDDING_THREADS)
+static __global__ void __launch_bounds__(COLUMN_THREADS)
     positions_kernel(EitherDense g, int64_t rows, int64_t C, int64_t period, EitherDense gradient) {
     const int64_t t = blockIdx.x, col = embedding_column();
     if (col >= C) return;
@@ -387,12 +393,12 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 void embedding_backward(const View& g, const int32_t* order, const TokenRows* tokens,
                         int64_t number_of_tokens, const View& gradient, cudaStream_t s) {
     launch("embedding_backward", embedding_backward_kernel, embedding_grid(number_of_tokens, g.cols),
-           EMBEDDING_THREADS, 0, s, either_dense(g), g.cols, order, tokens, either_dense(gradient));
+           dim3(COLUMN_THREADS, RUNS), 0, s, either_dense(g), g.cols, order, tokens, either_dense(gradient));
 }
 
 void positions_backward(const View& g, int64_t T, const View& gradient, cudaStream_t s) {
     launch("positions_backward", positions_kernel, embedding_grid(std::min(T, g.rows), g.cols),
-           EMBEDDING_THREADS, 0, s, either_dense(g), g.rows, g.cols, T, either_dense(gradient));
+           COLUMN_THREADS, 0, s, either_dense(g), g.rows, g.cols, T, either_dense(gradient));
 }
 
 }  // namespace coat::gpu
