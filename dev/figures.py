@@ -218,23 +218,26 @@ def granularity(folder, x):
 
 
 def memory(folder, train):
-    """What --plan lists, over a step: activations grow in forward, layer by layer, and shrink in backward."""
+    """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
+    their place. Temporary memory is known only to a program that was built for a GPU."""
     figure, axes = plt.subplots(1, 2, figsize=(9.4, 3.2), sharey=True, layout="constrained")
     for ax, recipe in zip(axes, ("bf16", "coat")):
-        rows = (re.match(r"  (\S.*?) {2,}([\d.]+) +[\d.]+ ", line) for line in
-                plan(train, "--recipe", recipe, "--batch", "8", "--seq", "2048"))
-        gib = {row[1]: float(row[2]) / 1024 for row in rows if row}
+        rows = [re.match(r"  (\S.*?) {2,}([\d.]+)( +[\d.]+ )?", line) for line in
+                plan(train, "--recipe", recipe, "--batch", "8", "--seq", "2048", "--device", "gpu")]
+        temporary = sum(float(row[2]) for row in rows if row and row[1].startswith(("operands", "CUDA"))) / 1024
+        gib = {row[1]: float(row[2]) / 1024 for row in rows if row and row[3]}
 
         def part(*words):
             return sum(gib.pop(name) for name in list(gib) if any(word in name for word in words))
 
-        areas = {"weights": part("weights", "remainder"), "gradients": part("gradients"),
-                 "moments": part("moments", "per group"), "saved activations": sum(gib.values())}
-        time = [0, 32, 64, 68]
-        sizes = [np.full(4, size) for size in areas.values()]
-        sizes[3] = sizes[3] * [0, 1, 0, 0]
-        ax.stackplot(time, sizes, labels=areas, colors=[GREY, GOLD, BLUE, RED], alpha=0.9)
-        ax.set(title=f"{recipe}: at most {sum(areas.values()):.0f} GiB", xlim=(0, 68), xticks=[16, 48, 66])
+        areas = {"weights": (part("weights", "remainder"), [1, 1, 1, 1]),
+                 "moments": (part("moments", "per group"), [1, 1, 1, 1]), "temporary": (temporary, [1, 1, 1, 1]),
+                 "gradients": (part("gradients"), [0, 0, 1, 1])}
+        areas["saved activations"] = sum(gib.values()), [0, 1, 0, 0]  # what is left
+        sizes = [size * np.array(shape) for size, shape in areas.values()]
+        ax.stackplot([0, 32, 64, 68], sizes, labels=areas, colors=[GREY, BLUE, GREEN, GOLD, RED], alpha=0.9)
+        ax.set(title=f"{recipe}: at most {np.sum(sizes, axis=0).max():.0f} GiB", xlim=(0, 68),
+               xticks=[16, 48, 66])
         ax.set_xticklabels(["forward", "backward", "update"])
     axes[0].set_ylabel("GiB")
     axes[1].legend(frameon=False, loc="upper left", reverse=True)
