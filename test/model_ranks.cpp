@@ -276,14 +276,16 @@ TEST_CASE("gpu: ranks: NCCL and the copy engines give the same bits" *
 
 GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as many micro-batches") {
     setenv("COAT_SHARE_GPU", "1", 1);
-    for (const std::string recipe : {"coat", "bf16", "te"}) {
+    for (const std::string recipe : {"coat", "coat --master none", "bf16", "te"}) {
         CAPTURE(recipe);
         RunFolder folder;
-        Setup s = setup_of(recipe, find_row(models(), "llama-tiny", ""), 2);
+        Setup s = setup_of("fp32", find_row(models(), "llama-tiny", ""), 2);
         s.config.V = 256, s.config.tied = false;
+        const std::string start = save_checkpoint(folder / "start", *make_reference(s), {});
         const std::string flags =
-            "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 --model " +
-            save_checkpoint(folder / "start", *make_reference(s), {}) + " --recipe " + recipe + " ";
+            "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --warmup 1 "
+            "--model " +
+            start + " --recipe " + recipe + " ";
         if (recipe ==
             "te") {  // before the first step of delayed scaling, the report counts every weight once
             auto weights = [&](const std::string& more) {
@@ -294,11 +296,11 @@ GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as
             CHECK((weights("") > 0 && weights("--ranks 2") == weights("")));
             continue;
         }
-        require_success(train(folder, flags + "--steps 3 --accumulate 6 --out one"));
-        for (int ranks : {2, 3}) {
+        require_success(train(folder, flags + "--steps 3 --accumulate 12 --out one"));
+        for (int ranks : {2, 3, 4}) {
             const std::string out = concat("ranks", ranks);
             require_success(train(folder, concat(flags, "--steps 3 --out ", out, " --ranks ", ranks,
-                                                 " --accumulate ", 6 / ranks)));
+                                                 " --accumulate ", 12 / ranks)));
             check_same_files(folder.path / "one/step-000003", folder.path / out / "step-000003");
         }
     }
