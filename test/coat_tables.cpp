@@ -12,49 +12,39 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-TEST_CASE("Quant: its text names the format of scales where that is unusual") {
-    CHECK(Q_GROUP.text() == "e4m3 1x16");
-}
-
 TEST_CASE("recipes: each row of the table is the published method") {
     auto row = [](const Recipe& r) {
-        std::string text = std::string(info(r.compute).name) + " | " + r.x.text() + ", " + r.w.text() + ", " +
-                           r.g.text() + " | " + r.nonlinear.text() + " | " + r.attention.text() + " | " +
-                           (r.scaling == Scaling::Delayed ? "delayed" : "just in time") + " | ";
+        std::string text = info(r.compute).name;
+        for (const Quant& q : {r.x, r.w, r.g, r.nonlinear, r.attention}) text += ", " + q.text();
+        text += r.scaling == Scaling::Delayed ? "; delayed; " : "; just in time; ";
         for (bool fast : r.sums.fast) text += fast ? "fast " : "exact ";
-        return text + "| " + r.optimizer + (r.forward_reads_groups ? "" : " | forward reads unrounded");
+        return text + r.optimizer + (r.forward_reads_groups ? "" : ", forward reads values");
     };
-    const std::vector<std::pair<std::string, std::string>> expected = {
-        {"fp32", "fp32 | fp32, fp32, fp32 | fp32 | fp32 | just in time | exact exact exact | fp32"},
-        {"bf16", "bf16 | bf16, bf16, bf16 | bf16 | bf16 | just in time | exact exact exact | fp32"},
+    const std::string tensors = "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, bf16, bf16; ";
+    // Compute dtype, x, w, g, nonlinear, attention; scaling; sums of fprop, dgrad and wgrad; moments
+    const std::pair<std::string, std::string> expected[] = {
+        {"fp32", "fp32, fp32, fp32, fp32, fp32, fp32; just in time; exact exact exact fp32"},
+        {"bf16", "bf16, bf16, bf16, bf16, bf16, bf16; just in time; exact exact exact fp32"},
         {"coat",
-         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
-         "| coat"},
+         "bf16, e4m3 tensor, e4m3 tensor, e5m2 tensor, e4m3 1x16, bf16; "
+         "just in time; fast exact exact coat"},
         {"coat-saved",
-         "bf16 | e4m3 tensor, e4m3 tensor, e4m3 tensor | e4m3 1x16 | bf16 | just in time | fast exact exact "
-         "| coat | forward reads unrounded"},
-        {"te",
-         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | delayed | fast exact exact | fp32"},
-        {"colossal",
-         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast fast fast | fp32"},
-        {"tensorwise",
-         "bf16 | e4m3 tensor, e4m3 tensor, e5m2 tensor | bf16 | bf16 | just in time | fast exact exact "
-         "| fp32"},
-        {"rowwise",
-         "bf16 | e4m3 row, e4m3 row, e4m3 row | bf16 | bf16 | just in time | fast exact exact | fp32"},
+         "bf16, e4m3 tensor, e4m3 tensor, e4m3 tensor, e4m3 1x16, bf16; "
+         "just in time; fast exact exact coat, forward reads values"},
+        {"te", tensors + "delayed; fast exact exact fp32"},
+        {"colossal", tensors + "just in time; fast fast fast fp32"},
+        {"tensorwise", tensors + "just in time; fast exact exact fp32"},
+        {"rowwise", "bf16, e4m3 row, e4m3 row, e4m3 row, bf16, bf16; just in time; fast exact exact fp32"},
         {"deepseek",
-         "bf16 | e4m3 1x128, e4m3 128x128, e4m3 1x128 | bf16 | bf16 | just in time | exact exact exact | "
-         "fp32"},
-    };
-    REQUIRE(recipes().size() == expected.size());
-    for (size_t i = 0; i < expected.size(); i++) {
+         "bf16, e4m3 1x128, e4m3 128x128, e4m3 1x128, bf16, bf16; "
+         "just in time; exact exact exact fp32"}};
+    REQUIRE(recipes().size() == std::size(expected));
+    for (size_t i = 0; i < recipes().size(); i++) {
         const Recipe& r = recipes()[i];
-        CHECK(r.name == expected[i].first);
+        CHECK((r.name == expected[i].first && r.history == 1024 && r.margin == 0));
         CHECK(row(r) == expected[i].second);
         for (const Quant& operand : {r.x, r.w, r.g}) CHECK(operand.scale_format == Format::F32);
         CHECK(r.nonlinear.scale_format == (r.nonlinear.fp8() ? Format::BF16 : Format::F32));
-        CHECK(r.history == 1024);
-        CHECK(r.margin == 0);
     }
 }
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <map>
 
-#include "../program/plan.h"
+#include "../data/safetensors.h"
 #include "help/files.h"
 #include "help/model.h"
 
@@ -26,38 +26,63 @@ TEST_CASE("learning_rate: warms up, decays to a tenth along a cosine, and stays 
     CHECK(learning_rate(peak, 0, 100, 50) == doctest::Approx(peak * 0.55));
 }
 
-TEST_CASE("memory plan: has exactly the state tensors of model.h, padded to groups") {
+TEST_CASE("memory plan: has exactly the state tensors of model.h that the rank keeps, padded to groups") {
     for (const ModelConfig& model : models())
         for (const Recipe& recipe : recipes())
-            for (const OptimizerFormat& optimizer : optimizers()) {
-                CAPTURE(model.name);
-                CAPTURE(recipe.name);
-                CAPTURE(optimizer.name);
-                Setup s{model, recipe, optimizer, 3, 48};
-                if (s.config.V == 0) s.config.V = 256;
-                const std::vector<MemoryRow> plan = memory_plan(s);
-                const auto params = parameters(s.config);
-                int64_t state = 0, weights = 0;  // remainders and delayed scales count as weights
-                for (const StateTensor& t : optimizer_tensors(s))
-                    if (!contains(t.name, ".remainder")) state += t.total_bytes();
-                for (const StateTensor& t : scaling_tensors(s.config, s.recipe))
-                    state -= t.total_bytes(), weights += t.total_bytes();
-                for (const StateTensor& t : weight_tensors(s.config))
-                    weights += t.size() * 4;  // FP32, or BF16 and a remainder of 16 bits
-                const int64_t padding = static_cast<int64_t>(params.size()) * (MOMENT_GROUP - 1) * 8;
-                CHECK(total_bytes(plan, Category::Optimizer) >= state);
-                CHECK(total_bytes(plan, Category::Optimizer) <= state + padding);
-                CHECK(total_bytes(plan, Category::Weights) >= weights);
-                CHECK(total_bytes(plan, Category::Weights) <= weights + padding);
-                const int64_t final_input = 3 * 48 * s.config.C * info(recipe.compute).bytes;
-                CHECK(total_bytes(plan, Category::Activations) ==
-                      std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L + final_input);
+            for (const OptimizerFormat& optimizer : optimizers())
+                for (const auto& [rank, ranks] : {std::pair{0, 1}, {0, 2}, {1, 2}, {2, 5}}) {
+                    if (ranks > 1 && optimizer.name != std::string("coat")) continue;
+                    Setup s{model, recipe, optimizer, 3, 48};
+                    if (s.config.V == 0) s.config.V = 256;
+                    s.rank = rank, s.ranks = ranks;
+                    INFO(text(s), ", rank ", rank, " of ", ranks);
+                    const std::vector<MemoryRow> plan = memory_plan(s);
+                    const bool fp32 = recipe.compute == Format::F32;
+                    int64_t state = 0, weights = 0;  // remainders and delayed scales count as weights
+                    for (const StateTensor& t : weight_tensors(s.config))
+                        weights += kept(s, t).count * info(recipe.compute).bytes;
+                    for (const StateTensor& t : optimizer_tensors(s)) {
+                        const int64_t bytes = kept(s, t).count * t.bytes;
+                        if (ends_with(t.name, ".remainder")) weights += fp32 ? 0 : bytes;
+                        else
+                            (ends_with(t.name, ".scale") || ends_with(t.name, ".history") ? weights
+                                                                                          : state) += bytes;
+                    }
+                    const int64_t padding = int64_t(parameters(s.config).size()) * (MOMENT_GROUP - 1) * 8;
+                    const int64_t more_state = total_bytes(plan, Category::Optimizer) - state,
+                                  more_weights = total_bytes(plan, Category::Weights) - weights;
+                    CHECK((more_state >= 0 && more_state <= padding));
+                    CHECK((more_weights >= 0 && more_weights <= padding));
+                    const int64_t final_input = 3 * 48 * s.config.C * info(recipe.compute).bytes;
+                    CHECK(total_bytes(plan, Category::Activations) ==
+                          std::llround(saved_bytes_per_token_and_layer(s) * 3 * 48) * s.config.L +
+                              final_input);
+                }
+}
+
+TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket may have two matrices") {
+    for (const Architecture& arch : {LLAMA, GPT2})
+        for (bool tied : {true, false}) {
+            const ModelConfig c = tiny_config(arch, tied);
+            const std::vector<Param> params = parameters(c);
+            const std::vector<BucketRange> buckets = bucket_ranges(params);
+            CHECK(int64_t(buckets.size()) == 4 * c.L + 2);
+            size_t next = 0;
+            int64_t offset = 0;
+            for (size_t b = 0; b < buckets.size(); b++) {
+                CHECK((buckets[b].first == next && buckets[b].offset == offset));
+                int matrices = 0;
+                for (; next < buckets[b].last; next++) matrices += params[next].rows > 1;
+                CHECK(params[next - 1].bucket == int64_t(b));
+                CHECK(matrices == (b == 0 && !arch.rope ? 2 : b + 1 == buckets.size() && tied ? 0 : 1));
+                offset += buckets[b].elements;
             }
+            CHECK((next == params.size() && offset == params.back().offset + params.back().padded_size()));
+        }
 }
 
 TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layers saves no activations") {
-    Setup te{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "te", ""),
-             find_row(optimizers(), "fp32", ""), 8, 2048};
+    Setup te = setup_of("te", find_row(models(), "llama-2-7b", ""), 8, 2048);
     int64_t bytes = 0;
     for (const StateTensor& t : scaling_tensors(te.config, te.recipe)) bytes += t.total_bytes();
     CHECK(bytes == 32 * 4 * 3 * (1024 + 1) * 4);
@@ -75,7 +100,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
         for (const char* recipe : {"bf16", "coat"}) {
             CAPTURE(model.name);
             CAPTURE(recipe);
-            Setup s{model, find_row(recipes(), recipe, ""), find_row(optimizers(), "coat", ""), 3, 48};
+            Setup s = setup_of(concat(recipe, " moments coat"), model, 3, 48);
             if (s.config.V == 0) s.config.V = 256;
             const ModelConfig& c = s.config;
             const std::vector<MemoryRow> by_default = memory_plan(s);
@@ -112,10 +137,9 @@ TEST_CASE("memory plan: each memory mode changes only its own rows, by the state
 
 TEST_CASE("precision plan: says what each memory mode changes") {
     auto matching_rows = [](const std::string& flag, const std::string& part) {
-        const Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
-                      find_row(optimizers(), "coat", ""), 1, 64};
         int rows = 0;
-        for (const PrecisionRow& r : precision_plan(with_modes(s, flag)))
+        for (const PrecisionRow& r :
+             precision_plan(setup_of("coat " + flag, find_row(models(), "llama-2-7b", ""), 1, 64)))
             rows += contains(r.of.name + "|" + r.of.reads + "|" + r.of.writes, part);
         return rows;
     };
@@ -131,10 +155,9 @@ TEST_CASE("precision plan: says what each memory mode changes") {
 
 TEST_CASE("precision plan: says which linear layers cannot run in FP8") {
     auto falls_back = [](int64_t T) {
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "coat", ""),
-                find_row(optimizers(), "coat", ""), 1, T};
         int rows = 0;
-        for (const PrecisionRow& row : precision_plan(s)) {
+        for (const PrecisionRow& row :
+             precision_plan(setup_of("coat", find_row(models(), "llama-2-7b", ""), 1, T))) {
             if (!contains(row.of.name, "falls back")) continue;
             CHECK(!contains(row.of.reads, "e4m3"));
             rows++;
@@ -186,9 +209,8 @@ TEST_CASE("head_sum_apart: a BF16 gradient of the head is rounded at most four t
         CAPTURE(accumulate);
         CAPTURE(ranks);
         CAPTURE(tied);
-        Setup s{find_row(models(), "llama-2-7b", ""), find_row(recipes(), "bf16", ""), optimizers()[0], batch,
-                2048};
-        s.config.tied = tied, s.accumulate = accumulate, s.ranks = ranks;
+        Setup s = setup_of("bf16", find_row(models(), "llama-2-7b", ""), batch, 2048, accumulate);
+        s.config.tied = tied, s.ranks = ranks;
         CHECK(head_sum_apart(s) == in_fp32);
     }
 }
