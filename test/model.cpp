@@ -78,6 +78,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role, clipping by the whole
         if (!s.optimizer.keep_positive) {  // new elements are far below the largest, and become 0
             const float large = 0x1p60f * values_of<float>(before, "embedding.v.max")[0];
             std::memcpy(before["embedding.v.max"].data(), &large, 4);
+            std::fill_n(before["embedding.v"].begin(), before["embedding.v"].size() / 2, uint8_t(0));
             restore(*t.model, before);
         }
         const StepResult r = t.step();
