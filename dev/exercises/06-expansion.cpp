@@ -1,19 +1,20 @@
 // 6 - Dynamic range expansion (section 4.2, equation 4)
 //
 // A group of moments spans max / min, its largest over its smallest magnitude that is not zero. E4M3 spans
-// R = 448 / 2^-9. Raised to the power k, the group spans all of it:
+// R = 448 / 2^-9 (its smallest subnormal value). Raised to the power k, the group spans all of it:
 //   k = log R / log(max / min)
 //   expand:    y = sign(x) 448 (|x| / max)^k
 //   contract:  x = sign(y) max (|y| / 448)^(1 / k)                   its inverse
 //
 // Watch for:
 //   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.
-//   In a group of equal magnitudes log(max / min) is 0: then k = 64.
+//   In a group of equal magnitudes log(max / min) is 0, and k infinite before it is limited. A group of zeros
+//   does not come here.
 //   |x| / max and max / min may underflow or overflow: subtract logarithms in place of dividing.
-//   In contract, max times a power that underflows: multiply twice by the power's square root.
+//   In contract the power may underflow: with its square root r, the value is (max r) r.
 //   expand(0) is 0, and so is contract(0).
 //
-// std::log2, std::exp2, std::rint and std::copysign are in <cmath>.
+// std::log2, std::exp2, std::rint, std::fabs and std::copysign are in <cmath>.
 #include "judge.h"
 
 float expansion_factor(float max, float min) {

@@ -3,15 +3,18 @@
 // x (tokens, in), w (out, in), and g (tokens, out), the gradient of the output:
 //   fprop  y = x w^T      dgrad  dx = g w      wgrad  dw = g^T x
 // Every operand is quantized. For x and g, 128 values share a scale, and they must lie along the dimension
-// that the GEMM sums over: only then can the GEMM scale a partial sum. Each GEMM sums over another one:
-// fprop over `in`, dgrad over `out`, wgrad over tokens. w has 128x128 blocks, the same for its transpose.
+// that the GEMM sums over: then the scale is the same for 128 terms of the sum, and comes out of it as a
+// factor. Each GEMM sums over another dimension: fprop over `in`, dgrad over `out`, wgrad over tokens. w has
+// 128x128 blocks, the same for its transpose.
 //
 // Watch for:
-//   given::quantized(x, 1, 128) makes blocks along the columns. So what is summed over its rows is transposed
-//   first, then quantized: an operand of wgrad has other codes than the same tensor in fprop or dgrad.
+//   given::quantized(x, 1, 128) makes blocks along the columns; the last may be shorter. wgrad needs them
+//   along the rows: its operands have other codes than the same tensors in fprop and dgrad. GEMMs want the
+//   dimension that they sum over contiguous. So transpose the tensor (not its FP8 values), quantize it, and
+//   here transpose it back where the product needs that.
 //
-// Set y, dx and dw. given::quantized(x, rows, cols) encodes and decodes; given::transposed(x);
-// given::product(a, b) is a b.
+// Set y, dx and dw. given::quantized(x, rows, cols) encodes in E4M3 and decodes: scales are in its values.
+// given::transposed(x); given::product(a, b) is a b, and sums over a's columns and b's rows.
 #include "judge.h"
 
 void linear(const Matrix& x, const Matrix& w, const Matrix& g, Matrix& y, Matrix& dx, Matrix& dw) {

@@ -38,9 +38,9 @@ const Hint HINTS[] = {
     {2, "NaN", "Only NaN is wrong: its code is 0x7f, with the sign in bit 7."},
     {2, "zero", "Only zero is wrong: its code is 0, with the sign in bit 7."},
     {2, "saturates", "Only values beyond the largest are wrong: they get the code of f.max."},
-    {2, "carry", "Only values that round up to a power of two are wrong: add the fields, do not OR them."},
+    {2, "carry", "Only values that round up to a power of two are wrong: add steps whole to the exponent."},
     {2, "tie", "Only ties are wrong: halfway between two codes, the even one is nearest."},
-    {2, "subnormal", "Only subnormal values are wrong: e is at least 1 - bias, the exponent field 0."},
+    {2, "subnormal", "Only subnormal values are wrong: e is 1 - bias, the field 0, not e + bias."},
     {2, "negative", "Only negative values are wrong: bit 7 is the sign, of zero as well."},
     {2, "E5M2", "Only E5M2 is wrong: use f.mantissa and f.bias in place of 3 and 7."},
     {2, "@one", "Every wrong code is one off: round to the nearest, do not cut off."},
@@ -66,6 +66,7 @@ const Hint HINTS[] = {
     {6, "equal", "Only equal magnitudes are wrong: log(max / min) is about 0, and k is 64."},
     {6, "extreme", "Only extreme magnitudes are wrong: a quotient or a power leaves the range of FP32."},
     {6, "negative", "Only negative values are wrong: expand and contract keep the sign."},
+    {6, "limits", "Only k is wrong: it is at least 1/16 and at most 64; equal magnitudes give 64."},
     {6, "k near", "k is near: it is rounded to the nearest multiple of 1/256."},
     {6, "k", "Only k is wrong: log R / log(max / min), where R is 448 over the smallest value, 2^-9."},
     {6, "contract", "Only contract is wrong: it has the power 1 / k."},
@@ -82,10 +83,12 @@ const Hint HINTS[] = {
     {7, "code", "Only codes are wrong: encode(expand(x, max, k)) with the new max and k."},
     {8, "size", "A result has another shape: y is (tokens, out), dx (tokens, in), dw (out, in)."},
     {8, "unquantized", "This is the product of the matrices as they are: quantize both operands first."},
-    {8, "rows", "fprop and dgrad sum over columns: x and g are quantized there as they are, not transposed."},
+    {8, "rows", "fprop and dgrad sum over columns: x and g have 1x128 blocks there, quantized as they are."},
     {8, "blocks", "w has blocks of 128x128: given::quantized(w, 128, 128)."},
     {8, "columns", "wgrad sums over tokens, the rows of x and g: transpose both before quantizing them."},
-    {8, "one", "wgrad sums over tokens: one of its operands has its blocks along the features instead."},
+    {8, "onex", "wgrad sums over tokens: its x has blocks along the features instead."},
+    {8, "oneg", "wgrad sums over tokens: its g has blocks along the features instead."},
+    {8, "twice", "An operand of wgrad was quantized twice: transpose the tensor itself, not its FP8 values."},
     {9, "nomean", "The term with the mean is missing: r depends on every x of the token."},
     {9, "noweight", "The weight is missing: d = dy weight."},
     {9, "noscale", "x is the value of its code times the scale of its group."},
@@ -104,7 +107,7 @@ const Hint HINTS[] = {
     {0, "@one", "Every wrong code is one off: how is rounding done?"},
     {0, "@power", "All are off by the same power of two: look at the exponent and its bias."},
     {0, "@factor", "All are off by the same factor: look at the scale, or at what a mean divides by."},
-    {0, "", "Compute this value by hand, with the formulas above the function."},
+    {0, "", "Compute this value by hand, or a smaller case of it, as the text above the function says."},
 };
 // clang-format on
 
@@ -444,7 +447,8 @@ int judge::expansion(const Function<float(float, float)>& expansion_factor,
         const double exact = 256 * std::log2(448 * 512.0) / (std::log2(double(max)) - std::log2(double(min)));
         const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
         const float got = expansion_factor(max, min);
-        c.value("k" + words + (std::abs(got - k) <= 1.0f / 16 ? " near" : ""),
+        c.value("k" + words + (std::abs(got - k) <= 1.0f / 16 ? " near" : "") +
+                    (got >= 1.0f / 16 && got <= 64 ? "" : " limits"),
                 text("k of max = ", max, ", min = ", min), k, got, border ? 1.001 / 256 : 0);
         for (float part : {0.0f, 0.2f, 0.7f, 1.0f})
             for (float sign : {1.0f, -1.0f}) {
@@ -571,8 +575,10 @@ int judge::linear(const Function<Linear>& linear, Out& out) try {
     c.tensor("dw", wgrad(g_tokens, x_tokens), dw.values,
              {{"unquantized", wgrad(g, x)},
               {"columns", wgrad(g8, x8)},
-              {"one", wgrad(g8, x_tokens)},
-              {"one", wgrad(g_tokens, x8)}});
+              {"oneg", wgrad(g8, x_tokens)},
+              {"onex", wgrad(g_tokens, x8)},
+              {"twice",
+               wgrad(operand(g8, PER_1x128, ReduceOver::Rows), operand(x8, PER_1x128, ReduceOver::Rows))}});
     return c.finish();
 } catch (const std::runtime_error& error) {
     out << "exercise 8: " << error.what() << "\n";

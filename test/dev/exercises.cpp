@@ -239,7 +239,11 @@ TEST_CASE("exercises 6 and 7: an empty body, typical mistakes, and a solution") 
     };
     auto forgets_sign = [](float y, float max, float k) { return contract(std::abs(y), max, k); };
     fails("rounded to the nearest multiple of 1/256", judge::expansion, k_of(16), expand, contract);
-    fails("Only k is wrong", judge::expansion, of_release, expand, contract);
+    fails("Only k is wrong: log R", judge::expansion, of_release, expand, contract);
+    auto no_limits = [](float max, float min) {
+        return std::rint(256 * std::log2(448 * 512.0f) / std::log2(max / min)) / 256;
+    };
+    fails("at least 1/16 and at most 64", judge::expansion, no_limits, expand, contract);
     fails("Only extreme magnitudes", judge::expansion, given::expansion_factor, divides, contract);
     fails("Only negative values are wrong", judge::expansion, given::expansion_factor, expand, forgets_sign);
     fails("This is not computed yet: contract.", judge::expansion, given::expansion_factor, expand,
@@ -268,7 +272,9 @@ TEST_CASE("exercises 8 to 10: an empty body, typical mistakes, and a solution") 
     };
     empty(judge::linear, e8::linear);
     fails("transpose both before quantizing them", judge::linear, linear(quantized, quantized, 128));
-    fails("one of its operands", judge::linear, linear(along_rows, quantized, 128));
+    fails("its g has blocks along the features", judge::linear, linear(along_rows, quantized, 128));
+    auto twice = [=](const Matrix& x) { return along_rows(quantized(x)); };
+    fails("quantized twice", judge::linear, linear(twice, twice, 128));
     fails("w has blocks of 128x128", judge::linear, linear(along_rows, along_rows, 1));
     fails("quantize both operands first", judge::linear, linear(itself, itself, 128));
     fails("the inner dimensions differ", judge::linear,
