@@ -106,7 +106,7 @@ $(call object,model.cu gpu/copies.cu gpu/nccl.cu gpu/this_gpu.cu test/model_memo
 $(call object,$(TESTS)): | need-doctest
 $(call object,dev/bench.cu): | need-json
 $(O)/dev/ladders/%: NVCCFLAGS += -I.
-$(O)/dev/exercises/% $(O)/test/dev/%: OPT = -O1
+$(O)/dev/exercises/% $(O)/test/%: OPT = -O1
 
 $(O)/flags: FORCE  # changes when the flags do, so that objects of two kinds never meet in one program
 	@mkdir -p $(@D)
