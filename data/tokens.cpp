@@ -99,6 +99,11 @@ std::vector<std::string> files_of(const std::string& data) {
     for (std::string item; std::getline(list, item, ',');) {
         std::error_code unreachable;
         if (!fs::is_directory(item, unreachable)) {
+            for (const char* records : {".jsonl", ".json", ".parquet"})
+                if (ends_with(item, records))
+                    throw Error("--data ", item, " has records, not text; make token files of it: ",
+                                "python3 data/tokenize.py --tokenizer FOLDER --seq 2048 --out tokens ", item,
+                                " (conversations; texts without --seq).");
             all.push_back(item);
             continue;
         }

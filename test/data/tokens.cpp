@@ -258,6 +258,12 @@ TEST_CASE("load_corpus: data that are missing, empty, truncated or wrong are rej
         check_error([&] { load_corpus(path); }, path);
     }
     folder.write("hollow/binary", std::string(10, '\0'));
+    for (const char* name : {"chats.jsonl", "chats.json", "chats.parquet"}) {
+        const std::string records = folder.write(name, "{\"text\": \"abc\"}\n");
+        check_error([&] { load_corpus(records); }, "--out tokens " + records);
+    }
+    folder.write("project/package.json", "{}"), folder.write("project/text", std::string(30, 'x'));
+    CHECK(load_corpus(folder / "project").train.size() == 28);  // in a folder it is a text among others
     const std::string text = folder.write("text", "text"), tokens = folder.write("good.bin", good);
     for (const auto& [data, who] : {std::pair{folder / "missing", "missing"},
                                     {"/dev/null", "/dev/null"},
