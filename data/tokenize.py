@@ -95,13 +95,13 @@ def common(a, b):
     return len(os.path.commonprefix([a, b]))
 
 
-def span_of_answer(render, messages, i, where):
+def span_of_answer(render, whole, messages, i, where):
     """Where message i begins and ends in the text of the whole conversation, with the end of its turn. A
     template may write other things in the middle of a conversation than at its end. So the conversation is
     written once more, with a mark in place of the answer: the answer is where the two texts differ. It begins
     after the generation prompt if the text has that. What follows an answer that is last is a turn's end."""
     marked = [*messages[:i], {"role": "assistant", "content": MARK}]
-    whole, other, last = render(messages), render(marked + messages[i + 1:]), render(marked).rstrip()
+    other, last = render(marked + messages[i + 1:]), render(marked).rstrip()
     begin, end = common(whole, other), len(whole) - common(whole[::-1], other[::-1])
     prompt = render(messages[:i], True) if i else ""
     turn_end = last[last.rfind(MARK) + 1:]
@@ -126,7 +126,7 @@ def tokens_of_conversation(tokenizer, messages, tools, where):
         if not str(message.get("content") or "").strip() and not message.get("tool_calls"):
             return []
         if message.get("weight", 1):
-            spans.append(span_of_answer(render, messages, i, where))
+            spans.append(span_of_answer(render, text, messages, i, where))
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens = [t if any(a < end and b > begin for begin, end in spans) else t | NOT_COUNTED
               for t, (a, b) in zip(found["input_ids"], found["offset_mapping"])]

@@ -41,7 +41,7 @@ struct Run {
     Json data;                     // how many tokens it has, and their hashes
     Json changes = Json::array();  // of flags, at earlier resumptions and at this one
     std::unique_ptr<Model> model;
-    std::string gpu;  // its name; empty on the CPU
+    double flops = 0, peak = 0;  // of training on a token; of the GPU, in TFLOP/s, 0 if it is not known
     std::ofstream log;
     std::vector<int32_t> tokens, targets;  // micro-batches (B, T)
     bool unsaved = false;  // the model is complete, worth saving as far as is known, and in no checkpoint
@@ -258,11 +258,9 @@ StepResult train_step(Run& run, const Loader& loader, float lr) {
 
 // took: seconds of this step. left: of the run; it also counts validations, samples and saves.
 void print_step(Run& run, const StepResult& result, float lr, double took, double left) {
-    const Setup& s = run.setup;
-    const double rate = run.step_tokens() / took,
-                 tflops = rate * flops_per_token(s.config, s.T) / double(s.ranks) * 1e-12,
-                 peak = peak_tflops(run.gpu, linear_formats(s).x.fp8());
-    const std::string of_peak = peak ? concat(", ", std::lround(100 * tflops / peak), "% of peak") : "";
+    const double rate = run.step_tokens() / took, tflops = rate * run.flops / double(run.setup.ranks) * 1e-12,
+                 part = run.peak ? tflops / run.peak : 0;
+    const std::string of_peak = run.peak ? concat(", ", std::lround(100 * part), "% of peak") : "";
     std::printf(
         "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %s left%s | %.3g "
         "TFLOP/s%s\n",
@@ -274,7 +272,7 @@ void print_step(Run& run, const StepResult& result, float lr, double took, doubl
         tflops, of_peak.c_str());
     Json line = {{"loss", result.loss}, {"grad_norm", result.grad_norm}, {"lr", lr}, {"ms", took * 1e3}};
     line["tokens_per_second"] = rate, line["tflops"] = tflops, line["skipped"] = result.skipped;
-    if (peak) line["part_of_peak"] = tflops / peak;
+    if (run.peak) line["part_of_peak"] = part;
     run.print_log("step", line);
 }
 
@@ -526,7 +524,8 @@ void make_model(Run& run, bool gpu) {
         if (!run.log) throw Error("--log ", run.flags.log, " cannot be written; choose another file.");
     }
     run.model = gpu ? make_gpu(run.setup) : make_reference(run.setup);
-    run.gpu = gpu ? gpu_name() : "";
+    run.flops = flops_per_token(run.setup.config, run.setup.T);
+    run.peak = peak_tflops(gpu ? gpu_name() : "", linear_formats(run.setup).x.fp8());
     if (resumes) load_checkpoint(run.weights, *run.model);
     else if (!run.weights.empty()) load_weights(run.weights, run.setup.config, run.model.get());
 }
