@@ -78,7 +78,8 @@ def messages_of(row):
         return row["messages"]
     if isinstance(row.get("conversations"), list):
         return [{**m, "role": ROLES.get(m["from"], m["from"]), "content": m["value"]}
-                if isinstance(m, dict) and "from" in m and "value" in m else m for m in row["conversations"]]
+                if isinstance(m, dict) and isinstance(m.get("from"), str) and "value" in m else m
+                for m in row["conversations"]]
     if "instruction" in row and "output" in row:
         question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
         return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]

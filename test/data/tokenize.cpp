@@ -200,7 +200,6 @@ TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and ear
     const std::string answered = R"("messages": [{"role": "assistant", "content": "x"}])";
     for (const Row& row : std::initializer_list<Row>{
              {good, "", "c.jsonl", "--seq"},
-
              {chat("abc", "x"), "--seq 32", "two conversations", ""},
              {chat("abc", "") + chat("def", ""), "--seq 32", "two conversations", ""},
              {good + "{\"messages\"\n", "--seq 32", "c.jsonl:3", "JSON"},
@@ -210,6 +209,7 @@ TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence, and ear
              {"{\"text\": \"abc\"}\n" + good, "", "c.jsonl:2", "a conversation among texts"},
              {good + "{\"question\": \"abc\", \"id\": 1}\n", "--seq 32", "c.jsonl:3", "question, id"},
              {good + "{\"messages\": [1]}\n", "--seq 32", "c.jsonl:3", "role"},
+             {good + R"({"conversations": [{"from": [], "value": 1}]})", "--seq 32", "c.jsonl:3", "from"},
              {good + "{\"messages\": [{\"role\": \"user\"}]}\n", "--seq 32", "c.jsonl:3",
               "template fails"}}) {
         CAPTURE(row.lines);
