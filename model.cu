@@ -79,8 +79,8 @@ private:
         const Norm norm1 = norm1_of(blocks_[0]);
         exchange_.make_ready(0, 1);
         const View positions = rotary_ ? View{} : state_.weight(positions_);
-        embedding_forward(tokens_.device, state_.weight(embedding_), positions, T_, stream_to_write(norm1),
-                          norm1, reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
+        embedding_forward(tokens_, state_.weight(embedding_), positions, T_, stream_to_write(norm1), norm1,
+                          reads_saved(norm1), blocks_[0].qkv.x_amax(), cuda_);
         measure_norm_input(norm1);
         for (int64_t l = 0; l < config_.L; l++) block_forward(l);
     }
@@ -89,8 +89,8 @@ private:
     }
     void embedding_backward(int64_t tokens) override {
         begin_bucket(0);
-        gpu::embedding_backward(residual_gradient(), order_.device, token_rows_.device, tokens,
-                                state_.gradient(embedding_), cuda_);
+        gpu::embedding_backward(residual_gradient(), order_, token_rows_, tokens, state_.gradient(embedding_),
+                                cuda_);
         if (!rotary_) positions_backward(residual_gradient(), T_, state_.gradient(positions_), cuda_);
         end_bucket(0);
     }
@@ -319,7 +319,7 @@ private:
             const Arena::Scope scope(arena_);
             const int64_t n = std::min(HEAD_TOKENS, N_ - first);
             const HeadPart part = head_part(first, n);
-            cross_entropy(part.logits, config_.V, targets_.device + first,
+            cross_entropy(part.logits, config_.V, targets_ + first,
                           backward ? &device_.results->loss_scale : nullptr, losses_ + first, cuda_);
             if (!backward) continue;
             gemms_.run(Gemm::Wgrad, {part.logits}, {part.y}, sum, !(assigns() && first == 0), nullptr, cuda_);
@@ -391,9 +391,7 @@ private:
 }  // namespace
 
 std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights) {
-    auto model = std::make_unique<Network>(s, bytes, cache_weights);
-    model->warm_up();
-    return model;
+    return std::make_unique<Network>(s, bytes, cache_weights);
 }
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {

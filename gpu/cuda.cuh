@@ -1,8 +1,6 @@
-// gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, pinned memory, recorded
-// graphs; and functions of the driver.
+// gpu/cuda.cuh - what CUDA hands out, given back when its owner ends: streams, events and recorded graphs;
+// and functions of the driver.
 #pragma once
-#include <vector>
-
 #include "tensor.cuh"
 
 namespace coat::gpu {
@@ -54,7 +52,6 @@ public:
 class CudaGraph : Owned<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t s, Work work) {
-        if (s == DRY_RUN) return work();
         if (!handle) {
             Owned<cudaGraph_t, cudaGraphDestroy> graph;
             constexpr char RECORDING[] = "Recording a CUDA graph failed";
@@ -65,18 +62,6 @@ public:
         }
         check(cudaGraphLaunch(handle, s), "Launching a CUDA graph failed");
     }
-};
-
-// Host memory that the GPU can copy from and to without waiting.
-template <class T> class Pinned : Owned<void*, cudaFreeHost> {
-public:
-    Pinned(int64_t n, bool dry_run) : usual_(dry_run ? n : 0) {
-        if (!dry_run) check(cudaMallocHost(&handle, n * sizeof(T)), "Allocating pinned memory failed");
-    }
-    T* get() { return handle ? static_cast<T*>(handle) : usual_.data(); }
-
-private:
-    std::vector<T> usual_;  // for a dry run, which may have no GPU
 };
 
 // A function of the driver's interface, of type F (<cuda.h>); null if the driver does not have it.

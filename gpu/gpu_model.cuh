@@ -18,57 +18,49 @@ public:
           peers_(setup_, device_.memory, arena_, cuda_), exchange_(device_, state_, peers_),
           state_(device_, peers_), linear_{device_,       state_, exchange_, gemms_, linear_formats(setup_),
                                            caches_weights},
-          tokens_(*this), targets_(*this), order_(*this), token_rows_(*this), outcome_(1, dry_run()),
-          loss_scale_(1, dry_run()) {}
-
-    // Two steps on made-up tokens, before the weights are set for good. In the first, CUDA loads every kernel
-    // and each GEMM chooses its algorithm. The second is recorded.
-    void warm_up() {
-        start();
-        std::vector<int32_t> tokens(step_tokens());
-        const uint64_t V = static_cast<uint64_t>(config_.V);
-        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int32_t>(i * 2654435761u % V);
-        warming_up_ = true;
-        step(tokens.data(), tokens.data(), {1, 0.0f});
-        warming_up_ = false;
-        step(tokens.data(), tokens.data(), {2, 0.0f});
-        start();
+          tokens_(arena_.take<int32_t>(batch_tokens())), targets_(arena_.take<int32_t>(batch_tokens())),
+          order_(arena_.take<int32_t>(batch_tokens())), token_rows_(arena_.take<TokenRows>(batch_tokens())) {
+        clear(device_.results, sizeof(Results), cuda_);
+        state_.initialize();
+        weights_changed(false);
     }
+
     // Goes through a micro-batch and an update that launch nothing. Returns the bytes that they take.
     int64_t dry_step() {
         const AdamW adamw{1, 0.0f};
+        const std::vector<int32_t> tokens(batch_tokens());
         adamw_ = &adamw;
-        start();
         begin(1);
-        run(0);
+        run(0, tokens.data(), tokens.data());
         if (setup_.keep_gradients) state_.update(adamw);
         return arena_.most();
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
-        check_and_pin(tokens, targets, step_tokens());
+        require_tokens(config_, tokens, targets, step_tokens());
         const int64_t counted = sum_of_ranks(counted_targets(targets, step_tokens()));
         if (counted == 0) return {0, 0, true};
         begin(static_cast<double>(counted));
         adamw_ = &adamw;
         for (int64_t i = 0; i < setup_.accumulate; i++) {
-            run(i);
+            run(i, tokens + i * batch_tokens(), targets + i * batch_tokens());
             if (setup_.keep_gradients) check_loss(&device_.results->checked_loss);
         }
         peers_.make_compute_wait();
         if (setup_.keep_gradients) state_.update(adamw);
         weights_changed(true);
         state_.end_delayed_step();
-        const Outcome& outcome = finish();
+        const Outcome outcome = finish();
+        all_loaded_ = true;
         const bool skipped = outcome.gradients.skip != 0;
         if (!skipped && outcome.without_history == 0) state_.some_without_history = false;
         return {sum_of_ranks(outcome.loss), outcome.gradients.norm, skipped, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        check_and_pin(tokens, targets, batch_tokens());
-        start_pass(setup_.B, setup_.T, 0);
+        require_tokens(config_, tokens, targets, batch_tokens());
         begin(divisor_of_mean(targets, batch_tokens()));
+        start_pass(tokens, targets, setup_.B, setup_.T);
         forward();
         head_and_loss(false);
         check_loss(&device_.results->outcome.loss);
@@ -76,9 +68,9 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        check_and_pin(tokens, tokens, n);
-        start_pass(1, n, 0);
+        require_tokens(config_, tokens, tokens, n);
         begin(1);
+        start_pass(tokens, tokens, 1, n);
         forward();
         last_logits(gemms_.scratch());
         copy(logits, gemms_.scratch(), config_.V * 4, cuda_);
@@ -87,10 +79,10 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         report_ = {};
-        check_and_pin(tokens, targets, batch_tokens());
+        require_tokens(config_, tokens, targets, batch_tokens());
         clear(device_.results->stats, sizeof(device_.results->stats), cuda_);
         begin(divisor_of_mean(targets, batch_tokens()), device_.results->stats);
-        run(0);
+        run(0, tokens, targets);
         peers_.make_compute_wait();
         report_.k_m = state_.expansion_factors(false);
         report_.k_v = state_.expansion_factors(true);
@@ -116,7 +108,7 @@ public:
     const Setup& setup() const override { return setup_; }
 
 protected:
-    // --- What model.cu computes, for N_ tokens of tokens_.device and targets_.device
+    // --- What model.cu computes, for N_ tokens of tokens_ and targets_
     // The embedding and all blocks, up to the input of the final norm.
     virtual void forward() = 0;
     // Results::outcome.loss += the sum of the losses * Results::loss_scale; with the gradients of the head.
@@ -168,40 +160,20 @@ protected:
         state_.update(*adamw_, bucket);
     }
 
-    // What the host makes of the tokens of a step, in pinned memory; a micro-batch of it on the device.
-    template <class T> struct Upload {
-        Pinned<T> host;
-        T* const device;
-
-        explicit Upload(GpuModel& m)
-            : host(m.dry_run() ? m.batch_tokens() : m.step_tokens(), m.dry_run()),
-              device(m.arena_.template take<T>(m.batch_tokens())) {}
-        void send(int64_t first, int64_t n, cudaStream_t s) {
-            copy(device, host.get() + first, n * int64_t(sizeof(T)), s);
-        }
-    };
-    Upload<int32_t> tokens_, targets_, order_;
-    Upload<TokenRows> token_rows_;
+    // Of the pass that runs, on the device.
+    int32_t *const tokens_, *const targets_, *const order_;
+    TokenRows* const token_rows_;
 
 private:
-    Pinned<Outcome> outcome_;
-    Pinned<double> loss_scale_;
     CudaGraph first_micro_batch_, later_micro_batch_;
-    bool warming_up_ = false, cache_is_valid_ = false;
+    bool all_loaded_ = false, cache_is_valid_ = false;
     int64_t micro_batch_ = 0;       // of the step that runs
     const AdamW* adamw_ = nullptr;  // of a step, while it runs
     QuantReport report_;            // while quantization is measured
 
-    bool dry_run() const { return cuda_ == DRY_RUN; }
     int64_t batch_tokens() const { return setup_.B * setup_.T; }
     int64_t step_tokens() const { return setup_.accumulate * batch_tokens(); }
 
-    void start() {
-        peers_.make_compute_wait();
-        clear(device_.results, sizeof(Results), cuda_);
-        state_.initialize();
-        weights_changed(false);
-    }
     template <class T> T sum_of_ranks(const T& mine) const {
         if (!peers_.several()) return mine;
         T sum{};
@@ -209,21 +181,19 @@ private:
         return sum;
     }
 
-    void check_and_pin(const int32_t* tokens, const int32_t* targets, int64_t n) {
-        require_tokens(config_, tokens, targets, n);
-        std::copy(tokens, tokens + n, tokens_.host.get());
-        std::copy(targets, targets + n, targets_.host.get());
-    }
-    void start_pass(int64_t B, int64_t T, int64_t first) {
+    // Copying between the host's pageable memory and the GPU may wait for what runs, and would then not
+    // notice that another rank has ended. So what runs is waited for first.
+    void start_pass(const int32_t* tokens, const int32_t* targets, int64_t B, int64_t T) {
         B_ = B, T_ = T, N_ = B * T;
-        tokens_.send(first, N_, cuda_);
-        targets_.send(first, N_, cuda_);
+        device_.wait();
+        copy(tokens_, tokens, N_ * 4, cuda_);
+        copy(targets_, targets, N_ * 4, cuda_);
     }
     // Before a step, or a pass of its own, over `counted` targets. Makes the FP8 copies of the weights, if
     // they are cached and not up to date. With delayed scaling that takes their amaxes of the step.
     void begin(double counted, QuantStats* stats = nullptr) {
-        *loss_scale_.get() = 1.0 / counted;
-        copy(&device_.results->loss_scale, loss_scale_.get(), sizeof(double), cuda_);
+        const double loss_scale = 1.0 / counted;
+        copy(&device_.results->loss_scale, &loss_scale, sizeof(double), cuda_);
         clear(device_.results, offsetof(Results, loss_scale), cuda_);
         state_.stats = stats;
         if (state_.delayed_scaling()) {
@@ -240,29 +210,28 @@ private:
         exchange_.weights_changed(send);
     }
 
-    // One micro-batch of the pinned tokens. Forward and backward are replayed from a CUDA graph, unless a
-    // launch may differ from the last one: in the first step of all, while quantization is measured, when
-    // buckets are sent or updated on the way, and while an operand may lack its delayed scale. Meanwhile the
-    // host sorts the tokens for the gradient of the embedding.
-    void run(int64_t micro_batch) {
+    // One micro-batch. Forward and backward are replayed from a CUDA graph, unless a launch may differ from
+    // the last one: in the first step of all, in which CUDA loads the kernels and each GEMM chooses its
+    // algorithm, while quantization is measured, when buckets are sent or updated on the way, and while an
+    // operand may lack its delayed scale. Meanwhile the host sorts the tokens for the gradient of the
+    // embedding.
+    void run(int64_t micro_batch, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = micro_batch;
         linear_.assigns = assigns();
-        const int64_t first = micro_batch * batch_tokens();
-        start_pass(setup_.B, setup_.T, first);
+        start_pass(tokens, targets, setup_.B, setup_.T);
         auto work = [&] {
             forward();
             head_and_loss(true);
             blocks_backward();
         };
         const bool buckets_travel = peers_.several() || !setup_.keep_gradients;
-        if (warming_up_ || state_.stats || buckets_travel || state_.some_without_history) work();
+        if (!all_loaded_ || state_.stats || buckets_travel || state_.some_without_history) work();
         else (assigns() ? first_micro_batch_ : later_micro_batch_).run(cuda_, work);
-        const EmbeddingOrder sorted = embedding_order(tokens_.host.get() + first, N_);
+        const EmbeddingOrder sorted = embedding_order(tokens, N_);
         const int64_t distinct = static_cast<int64_t>(sorted.tokens.size());
-        std::copy(sorted.order.begin(), sorted.order.end(), order_.host.get() + first);
-        std::copy(sorted.tokens.begin(), sorted.tokens.end(), token_rows_.host.get() + first);
-        order_.send(first, N_, cuda_);
-        token_rows_.send(first, distinct, cuda_);
+        device_.wait();
+        copy(order_, sorted.order.data(), N_ * 4, cuda_);
+        copy(token_rows_, sorted.tokens.data(), distinct * int64_t(sizeof(TokenRows)), cuda_);
         embedding_backward(distinct);
     }
 
@@ -271,10 +240,12 @@ private:
         checked_loss(state_.scale(0), state_.number_of_scales(), &device_.results->outcome.loss, checked,
                      cuda_);
     }
-    const Outcome& finish() {
-        copy(outcome_.get(), &device_.results->outcome, sizeof(Outcome), cuda_);
+    Outcome finish() {
+        Outcome outcome;
         device_.wait();
-        return *outcome_.get();
+        copy(&outcome, &device_.results->outcome, sizeof outcome, cuda_);
+        device_.wait();
+        return outcome;
     }
 };
 

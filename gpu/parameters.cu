@@ -38,13 +38,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     store_transposed(tiles, rows, cols, transposed);
 }
 
-bool kernels_fit() {
-    cudaFuncAttributes attributes;
-    const bool fit = cudaFuncGetAttributes(&attributes, initialize_kernel) == cudaSuccess;
-    cudaGetLastError();  // clears it
-    return fit;
-}
-
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,
                 uint64_t seed, cudaStream_t s) {
     const bool f32 = w.format == Format::F32;

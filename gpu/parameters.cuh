@@ -44,8 +44,6 @@ struct Segment {
     int64_t shard_unit = 0;  // number of its first shard unit among those of all parameters
 };
 
-bool kernels_fit();  // whether this program was compiled for the GPU in use
-
 // The first values of a parameter (model.h, initial()): the slice `weight` of it at element weight_at, and
 // the remainders of the slice `state` at state_at. used: used_elements() of model.h; the rest is 0.
 void initialize(const Weights& w, const Param& p, const ShardPlace& at, uint64_t index, int64_t used,

@@ -23,32 +23,6 @@ struct ScaleSource {
     }
 };
 
-// What a thread has counted. add_to() first adds up over the warp: the totals are a single address for the
-// whole GPU.
-struct Counts {
-    double signal = 0, noise = 0;
-    unsigned elements = 0, saturated = 0, flushed = 0;
-
-    __device__ void add(float value, float back) {
-        const double error = double(value) - double(back);
-        signal += double(value) * value;
-        noise += error * error;
-        elements++;
-    }
-    __device__ void add_to(QuantStats* stats) const {
-        double sums[2] = {signal, noise};
-        unsigned counts[3] = {elements, saturated, flushed};
-        for (int lanes = 16; lanes > 0; lanes /= 2)
-            for (double& sum : sums) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-        for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
-        if (threadIdx.x % 32 != 0) return;
-        atomicAdd(&stats->signal, sums[0]);
-        atomicAdd(&stats->noise, sums[1]);
-        int64_t* const totals[3] = {&stats->elements, &stats->saturated, &stats->flushed};
-        for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
-    }
-};
-
 template <class Producer>
 __global__ void __launch_bounds__(TILE_THREADS)
     measure_kernel(Producer x, int64_t rows, ScaleSource scales, bool e5m2, float fmax, QuantStats* stats) {

@@ -6,7 +6,7 @@
 
 #include "../program/plan.h"
 #include "../program/ranks.h"
-#include "parameters.cuh"
+#include "cuda.cuh"
 
 namespace coat {
 namespace {
@@ -18,31 +18,22 @@ int capability() {
            device_attribute(cudaDevAttrComputeCapabilityMinor, 0);
 }
 
-// FP8 weights are cached only if they fit. Otherwise the Error names the largest batch that fits.
+// FP8 weights are cached only if they fit.
 std::unique_ptr<Model> model_that_fits(const Setup& s) {
     constexpr int64_t LOADED_LATER = 256 << 20;  // that CUDA and cuBLAS take when kernels are first launched
     size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "Asking for the GPU's memory failed");
     int64_t bytes = 0, needed = 0;
-    auto fits = [&](const Setup& tried, bool cached) {
-        bytes = arena_bytes(tried, cached);
-        needed = bytes + LOADED_LATER + page_tables(tried.ranks, bytes);
+    auto fits = [&](bool cached) {
+        bytes = arena_bytes(s, cached);
+        needed = bytes + LOADED_LATER + page_tables(s.ranks, bytes);
         return needed <= static_cast<int64_t>(free);
     };
-    if (caches_weights(s) && fits(s, true)) return gpu_model(s, bytes, true);
-    if (fits(s, false)) return gpu_model(s, bytes, false);
-    const int64_t of_all = needed;
-    Setup smaller = s;
-    int64_t fitting = 0, too_large = s.B;
-    while (too_large - fitting > 1) {
-        smaller.B = (fitting + too_large) / 2;
-        (fits(smaller, false) ? fitting : too_large) = smaller.B;
-    }
-    throw Error("This run needs ", of_all >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
-                fitting ? concat("the largest --batch that fits is ", fitting)
-                        : "not even --batch 1 fits: choose a smaller --model or --seq, or save memory with "
-                          "--master none, --attention groups, and --gradients none with --clip 0",
-                ".");
+    const bool cached = caches_weights(s) && fits(true);
+    if (cached || fits(false)) return gpu_model(s, bytes, cached);
+    throw Error("This run needs ", needed >> 20, " MiB of GPU memory, but ", free >> 20, " MiB are free; ",
+                "choose a smaller --batch, --seq or --model, or save memory with --master none, --attention "
+                "groups, and --gradients none with --clip 0.");
 }
 
 // The setup as this GPU runs it. Error if a kernel for it is missing.
@@ -71,9 +62,6 @@ std::string coat::why_no_gpu(int gpu) {
     if (error != cudaSuccess) return concat("CUDA does not start: ", cudaGetErrorString(error));
     cudaSetDevice(std::min(gpu, gpus - 1));  // another would get a context, too
     if (capability() < 80) return "BF16 needs a newer GPU: this one has a compute capability below 8.0";
-    if (!kernels_fit())  // from Hopper on, kernels for one architecture have an "a" in its name
-        return concat("this program was built for another GPU: run make clean, then make GPU_ARCH=",
-                      capability(), capability() >= 90 ? "a" : "");
     return "";
 }
 
