@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,10 @@ REGISTER_LISTENER("tally", 1, Tally);
 }  // namespace
 
 int main(int argc, char** argv) {
+    // CUDA loads a kernel at its first launch, and for that waits for every GPU of the process. In tests of
+    // several GPUs ranks are threads of one process: a GPU that waits for what another rank is about to
+    // launch would wait for ever. (In ./train each rank is a process.)
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     doctest::Context context(argc, argv);
     const int status = context.run();
     if (context.shouldExit()) return status;  // --list-test-cases and the like
