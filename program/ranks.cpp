@@ -28,9 +28,9 @@ namespace {
 constexpr int MOST_RANKS = 1024;
 constexpr uint64_t MOST_BYTES = uint64_t(1) << 33;  // of a message: no tensor has more
 
-// A message is a header and so many bytes. FAILED has the sentence; the last three are empty. WAITING: I
-// wait, too. ENDING, from rank 0: end, without a sentence. WELCOME, from rank 0: you are connected.
-enum Kind : uint8_t { DATA = 'D', FAILED = 'F', WAITING = 'W', ENDING = 'E', WELCOME = 'C' };
+// A message is a header and so many bytes. DATA: a value. WAITING: I am here, and wait, too. ENDING: all
+// ranks end; one that has failed gives its sentence, which rank 0 prints.
+enum Kind : uint8_t { DATA = 'D', WAITING = 'W', ENDING = 'E' };
 struct __attribute__((packed)) Header {
     uint8_t kind;
     uint64_t size = 0;
@@ -75,17 +75,15 @@ std::unique_ptr<ProcessGroup> start_others(int ranks) {
 }
 
 // What a rank that torchrun has started says when it connects.
-struct Hello {
-    char magic[4] = {'C', 'O', 'A', 'T'};
-    uint32_t ranks, rank;
-    char token[64] = {};
-    Hello(int of, int which) : ranks(uint32_t(of)), rank(uint32_t(which)) {
-        std::strncpy(token, std::getenv("COAT_TOKEN"), sizeof token - 1);
-    }
-};
+constexpr size_t HELLO = 96;
+std::string hello(int ranks, int rank) {
+    std::string text = concat("COAT rank ", rank, " of ", ranks, ", ", std::getenv("COAT_TOKEN"));
+    text.resize(HELLO);
+    return text;
+}
 
-// A socket that is connected with rank 0, or listens, at this address alone. -1: it is not possible.
-int open_socket(const Launch& launch, bool listens, double seconds) {
+// A socket that is connected with rank 0, or on rank 0 listens, at its address alone. -1: it is not possible.
+int open_socket(const Launch& launch, double seconds) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     if (::getaddrinfo(launch.address.c_str(), std::to_string(launch.port).c_str(), &hints, &found))
@@ -97,10 +95,11 @@ int open_socket(const Launch& launch, bool listens, double seconds) {
         const timeval limit{time_t(std::max(1.0, seconds)), 0};
         ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);  // the port of a run that has just ended
         ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        ::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);  // also of connect()
-        ::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);  // and of accept()
-        const int failed = listens ? ::bind(fd, at->ai_addr, at->ai_addrlen) || ::listen(fd, SOMAXCONN)
-                                   : ::connect(fd, at->ai_addr, at->ai_addrlen);
+        for (const int wait : {SO_SNDTIMEO, SO_RCVTIMEO})  // also of connect()
+            ::setsockopt(fd, SOL_SOCKET, wait, &limit, sizeof limit);
+        const int failed = launch.rank == 0
+                               ? ::bind(fd, at->ai_addr, at->ai_addrlen) || ::listen(fd, SOMAXCONN)
+                               : ::connect(fd, at->ai_addr, at->ai_addrlen);
         if (failed) ::close(fd), fd = -1;
     }
     if (found) ::freeaddrinfo(found);
@@ -109,8 +108,7 @@ int open_socket(const Launch& launch, bool listens, double seconds) {
 
 // Rank 0 waits for the others, which connect in any order. It does not wait for anybody else who connects.
 // Returns the sockets by rank; -1 where a rank has not connected in time.
-std::vector<int> accept_others(int listening, int ranks, double seconds) {
-    const double deadline = now() + seconds;
+std::vector<int> accept_others(int listening, int ranks, double deadline) {
     std::vector<int> sockets(size_t(ranks), -1), callers;  // callers have not said enough yet
     pollfd listener{listening, POLLIN, 0};
     while (std::count(sockets.begin() + 1, sockets.end(), -1) > 0 && now() < deadline) {
@@ -118,13 +116,12 @@ std::vector<int> accept_others(int listening, int ranks, double seconds) {
             callers.push_back(::accept4(listening, nullptr, nullptr, SOCK_CLOEXEC));
         if (callers.size() > MOST_RANKS) ::close(callers[0]), callers.erase(callers.begin());
         for (int& fd : callers) {
-            Hello hello(ranks, 0), ours = hello;
-            const ssize_t got = ::recv(fd, &hello, sizeof hello, MSG_PEEK | MSG_DONTWAIT);
-            if (got < 0 ? errno == EAGAIN : got > 0 && got < ssize_t(sizeof hello)) continue;
-            ours.rank = hello.rank;
-            const bool accepted = got > 0 && !std::memcmp(&hello, &ours, sizeof ours) && hello.rank > 0 &&
-                                  hello.rank < ours.ranks && sockets[hello.rank] < 0;
-            if (accepted) tell(sockets[hello.rank] = fd, WELCOME), ::recv(fd, &hello, sizeof hello, 0);
+            std::string said(HELLO, 0);
+            const ssize_t got = ::recv(fd, said.data(), HELLO, MSG_PEEK | MSG_DONTWAIT);
+            if (got < 0 ? errno == EAGAIN : got > 0 && got < ssize_t(HELLO)) continue;
+            int rank = 1;
+            while (rank < ranks && (sockets[size_t(rank)] >= 0 || said != hello(ranks, rank))) rank++;
+            if (rank < ranks) tell(sockets[size_t(rank)] = fd, WAITING), ::recv(fd, said.data(), HELLO, 0);
             else ::close(fd);
             fd = -1;
         }
@@ -135,12 +132,19 @@ std::vector<int> accept_others(int listening, int ranks, double seconds) {
     return sockets;
 }
 
-// A variable of the environment.
+// Variables of the environment.
+std::string variable(const char* name) {
+    const char* const text = std::getenv(name);
+    if (text && *text) return text;
+    throw Error(
+        name,
+        " is not set; give every rank the same MASTER_ADDR, MASTER_PORT and COAT_TOKEN, a secret word.");
+}
 int number(const char* name, int least, int most) {
-    const char* const text = std::getenv(name) ? std::getenv(name) : "";
+    const std::string text = variable(name);
     char* end;
-    const long value = std::strtol(text, &end, 10);
-    if (end == text || *end || value < least || value > most)
+    const long value = std::strtol(text.c_str(), &end, 10);
+    if (*end || value < least || value > most)
         throw Error(name, " is \"", text, "\"; set it to a number from ", least, " to ", most, ".");
     return int(value);
 }
@@ -152,59 +156,51 @@ double now() {
 }
 
 Launch find_launch(int64_t ranks_flag) {
-    Launch launch;
-    if (std::getenv("RANK") && std::getenv("WORLD_SIZE")) {
-        launch.ranks = number("WORLD_SIZE", 1, MOST_RANKS);
-        launch.rank = number("RANK", 0, launch.ranks - 1);
-        launch.local = std::getenv("LOCAL_RANK") ? number("LOCAL_RANK", 0, MOST_RANKS - 1) : launch.rank;
-    }
-    if (ranks_flag > MOST_RANKS || (launch.ranks > 1 && ranks_flag > 0 && ranks_flag != launch.ranks))
+    const bool launched = std::getenv("RANK") && std::getenv("WORLD_SIZE");
+    const int ranks = launched ? number("WORLD_SIZE", 1, MOST_RANKS) : 1;
+    if (ranks_flag > MOST_RANKS || (ranks > 1 && ranks_flag > 0 && ranks_flag != ranks))
         throw Error("--ranks ", ranks_flag, " is more than ", MOST_RANKS, ", or differs from WORLD_SIZE.");
-    if (launch.ranks == 1) return {0, int(std::max<int64_t>(1, ranks_flag)), 0, "", 0};
-    if (!std::getenv("MASTER_ADDR")) throw Error("MASTER_ADDR is not set; set it to the address of rank 0.");
-    if (const char* const token = std::getenv("COAT_TOKEN"); !token || !*token)
-        throw Error("COAT_TOKEN is not set; set it to a secret word, the same for every rank.");
-    launch.address = std::getenv("MASTER_ADDR");
+    if (ranks == 1) return {0, int(std::max<int64_t>(1, ranks_flag)), 0, "", 0};
+    Launch launch{number("RANK", 0, ranks - 1), ranks, 0, variable("MASTER_ADDR"), 0};
+    variable("COAT_TOKEN");
+    launch.local = std::getenv("LOCAL_RANK") ? number("LOCAL_RANK", 0, MOST_RANKS - 1) : launch.rank;
     launch.port = std::getenv("COAT_PORT") ? number("COAT_PORT", 1, 65535)
                                            : number("MASTER_PORT", 1, 65534) + 1;  // torchrun has MASTER_PORT
     return launch;
 }
 
 std::unique_ptr<ProcessGroup> ProcessGroup::start(const Launch& launch, double seconds) {
-    if (launch.ranks == 1) return std::make_unique<ProcessGroup>();
     if (launch.address.empty()) return start_others(launch.ranks);
     const std::string place = concat(launch.address, ", port ", launch.port);
     const double deadline = now() + seconds;
-    int fd = -1;
-    do fd = open_socket(launch, launch.rank == 0, deadline - now());
-    while (launch.rank && fd < 0 && now() < deadline && !::usleep(20000));
-    const std::string cure = ", with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN.";
+    int fd = open_socket(launch, seconds);
     std::vector<int> sockets(size_t(launch.ranks), -1);
     if (launch.rank == 0) {
         if (fd < 0)
             throw Error("Rank 0 cannot listen at ", place, " (", std::strerror(errno),
                         "); set MASTER_ADDR to an address of its machine, COAT_PORT to a free port.");
-        sockets = accept_others(fd, launch.ranks, seconds);
+        sockets = accept_others(fd, launch.ranks, deadline);
     } else {
-        const Hello hello(launch.ranks, launch.rank);
+        while (fd < 0 && now() < deadline && !::usleep(20000)) fd = open_socket(launch, deadline - now());
         Header answer;
-        if (::send(fd, &hello, sizeof hello, MSG_NOSIGNAL) < 0 ||
-            ::recv(fd, &answer, sizeof answer, MSG_WAITALL) < 1)
-            throw Error("Rank ", launch.rank, " cannot connect with rank 0 at ", place, "; start rank 0",
-                        cure);
-        sockets[0] = fd;
+        ::send(fd, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
+        if (::recv(fd, &answer, sizeof answer, MSG_WAITALL) == sizeof answer) sockets[0] = fd;
     }
     auto processes = std::make_unique<ProcessGroup>(launch.rank, launch.local, sockets);
-    for (size_t r = 1; launch.rank == 0 && r < sockets.size(); r++)
-        if (sockets[r] < 0)
-            processes->fail(
-                concat("Rank ", r, " has not connected with rank 0 at ", place, "; start it", cure));
+    for (int r = 0; r < (launch.rank ? 1 : launch.ranks); r++) {
+        if (r == launch.rank || sockets[size_t(r)] >= 0) continue;
+        const std::string sentence =
+            concat("Rank ", std::max(r, launch.rank), " has not connected with rank 0 at ", place,
+                   "; start both, with the same WORLD_SIZE, MASTER_ADDR, COAT_PORT and COAT_TOKEN.");
+        if (launch.rank) throw Error(sentence);
+        processes->fail(sentence);
+    }
     return processes;
 }
 
 ProcessGroup::ProcessGroup(int rank, int local, const std::vector<int>& sockets)
-    : rank_(rank), local_(local) {
-    for (const int fd : sockets) peers_.push_back({fd});
+    : rank_(rank), local_(local), peers_(sockets.size()) {
+    for (size_t r = 0; r < sockets.size(); r++) peers_[r].socket = sockets[r];
 }
 
 ProcessGroup::~ProcessGroup() {
@@ -228,52 +224,54 @@ std::vector<Bytes> ProcessGroup::gather(const Bytes& mine, bool on_all) {
 }
 
 void ProcessGroup::send(int to, char kind, const void* data, size_t size) {
-    Header header{uint8_t(kind), size};
-    transfer(to, POLLOUT, &header, sizeof header);
-    transfer(to, POLLOUT, const_cast<void*>(data), size);
+    const Header header{uint8_t(kind), size};
+    Bytes message(sizeof header + size);
+    std::memcpy(message.data(), &header, sizeof header);
+    if (size) std::memcpy(&message[sizeof header], data, size);
+    size_t sent = 0;
+    pollfd socket{peers_[size_t(to)].socket, POLLOUT, 0};
+    sending_to_ = to;
+    wait_until([&] {
+        if (::poll(&socket, 1, 20) <= 0) return false;
+        const ssize_t n =
+            ::send(socket.fd, &message[sent], message.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+        sent += size_t(std::max<ssize_t>(0, n));
+        return sent == message.size();
+    });
+    sending_to_ = -1;
 }
 
 Bytes ProcessGroup::receive(int from) {
-    pollfd socket{peers_[size_t(from)].socket, POLLIN, 0};
+    Peer& peer = peers_[size_t(from)];
+    pollfd socket{peer.socket, POLLIN, 0};
     wait_until([&] { return has_sent(from) || (::poll(&socket, 1, 20) > 0 && has_sent(from)); });
-    Header header;
-    transfer(from, POLLIN, &header, sizeof header);
-    Bytes bytes(header.size);
-    transfer(from, POLLIN, bytes.data(), bytes.size());
-    return bytes;
+    Bytes value(peer.message.begin() + sizeof(Header), peer.message.end());
+    peer.message = {}, peer.got = 0;
+    return value;
 }
 
-// Sends these bytes (POLLOUT), or fills them with what the rank sends (POLLIN), and looks after the others.
-void ProcessGroup::transfer(int rank, short direction, void* data, size_t size) {
-    pollfd socket{peers_[size_t(rank)].socket, direction, 0};
-    auto* at = static_cast<uint8_t*>(data);
-    int& partner = direction == POLLOUT ? sending_to_ : receiving_from_;
-    partner = rank;
-    while (size > 0) {
-        wait_until([&] { return ::poll(&socket, 1, 20) > 0; });
-        const ssize_t n = direction == POLLOUT ? ::send(socket.fd, at, size, MSG_DONTWAIT | MSG_NOSIGNAL)
-                                               : ::recv(socket.fd, at, size, MSG_DONTWAIT);
-        if (n > 0) at += n, size -= size_t(n);
-        else if (n == 0 || errno != EAGAIN) ended(rank);
-    }
-    partner = -1;
-}
-
-// Whether a value of this rank is there. Takes its WAITING messages. If it has failed or ended, or sends what
-// none of our ranks would, this does not return.
+// Whether the next value of this rank is there; reads what has come of it. If the rank has failed or ended,
+// or sends what none of ours would, so does this process.
 bool ProcessGroup::has_sent(int rank) {
     Peer& peer = peers_[size_t(rank)];
     for (;;) {
-        const bool closed = is_closed(peer.socket);  // before the message is looked at: so it is the last one
-        Header next{};
-        const bool whole =
-            ::recv(peer.socket, &next, sizeof next, MSG_PEEK | MSG_DONTWAIT) == ssize_t(sizeof next);
-        if (whole) peer.heard = now();
-        if (whole && next.kind == DATA && next.size <= MOST_BYTES) return true;
-        if (whole && next.kind == WAITING) ::recv(peer.socket, &next, sizeof next, 0);
-        else if (whole || closed) ended(rank);
-        else return false;
+        Header header{0};
+        if (peer.got >= sizeof header) std::memcpy(&header, peer.message.data(), sizeof header);
+        if (header.size > MOST_BYTES) break;
+        peer.message.resize(sizeof header + header.size);
+        if (const size_t missing = peer.message.size() - peer.got) {
+            const ssize_t n = ::recv(peer.socket, &peer.message[peer.got], missing, MSG_DONTWAIT);
+            if (n < 0 && errno == EAGAIN) return false;
+            if (n <= 0) break;
+            peer.got += size_t(n), peer.heard = now();
+            continue;
+        }
+        if (header.kind == DATA) return true;
+        const std::string sentence(peer.message.begin() + sizeof header, peer.message.end());
+        if (header.kind == ENDING) end(sentence.empty() ? "" : concat("Rank ", rank, ": ", sentence));
+        peer.got = 0;
     }
+    end(rank_ > 1 ? "" : concat("Rank ", rank, " has ended unexpectedly (killed?); start again."));
 }
 
 void ProcessGroup::wait_until(const std::function<bool()>& done) {
@@ -287,10 +285,11 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
         const bool tells = time > told + patience / 6;
         if (tells) told = time;
         for (int r = 0; r < count(); r++) {
-            const Peer& peer = peers_[size_t(r)];
+            Peer& peer = peers_[size_t(r)];
             if (peer.socket < 0) continue;
-            // A rank may end once it has sent the value that this one waits for.
-            if (r != receiving_from_ && has_sent(r) && is_closed(peer.socket) && !done()) ended(r);
+            // A rank may end once it has sent the value that this one waits for. No other value is of use
+            // then, but its last message may say why.
+            while (has_sent(r) && is_closed(peer.socket) && !done()) peer.got = 0;
             if (tells && r != sending_to_) tell(peer.socket, WAITING);
             if (time < peer.heard + patience) continue;
             if (!named && rank_ <= 1)  // rank 1 speaks of rank 0
@@ -302,52 +301,21 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
     }
 }
 
-// Reads all that a rank still sends. What its last message was: FAILED, with a sentence, ENDING, or another.
-uint8_t ProcessGroup::last_message(int rank, double seconds, std::string* sentence) {
-    pollfd socket{peers_[size_t(rank)].socket, POLLIN, 0};
-    std::string all;
-    char part[1 << 16];
-    ssize_t got = 1;
-    for (const double until = now() + seconds; got > 0 && now() < until;) {
-        if (::poll(&socket, 1, 20) <= 0) continue;
-        got = ::recv(socket.fd, part, sizeof part, 0);
-        if (got > 0) all.append(part, size_t(got));
-    }
-    Header last{};
-    for (size_t at = 0; all.size() - at >= sizeof last; at += last.size) {
-        std::memcpy(&last, &all[at], sizeof last);
-        at += sizeof last;
-        if (last.size > all.size() - at) return 0;
-        sentence->assign(all, at, last.size);
-    }
-    return last.kind;
-}
-
-void ProcessGroup::ended(int rank) {
-    std::string sentence;
-    const uint8_t last = last_message(rank, 5, &sentence);
-    if (last == FAILED) end(concat("Rank ", rank, ": ", sentence));
-    if (last == ENDING || rank_ > 1) end("");
-    end(concat("Rank ", rank, " has ended unexpectedly (killed, or out of memory?); start again."));
-}
-
 void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty()) print_error(sentence);
     if (!sentence.empty() && !advice.empty()) print_error(advice);
     for (const Peer& peer : peers_)
         if (rank_ == 0) tell(peer.socket, ENDING);
-    for (const pid_t child : children) ::kill(child, SIGKILL);
-    for (const pid_t child : children) ::waitpid(child, nullptr, 0);
+    for (const pid_t child : children) ::kill(child, SIGKILL), ::waitpid(child, nullptr, 0);
     _exit(code);
 }
 
-// Other ranks give their sentence to rank 0, which prints it or its own. Without rank 0 they print it.
+// Another rank gives its sentence to rank 0, which prints it or its own, and waits for the end.
 void ProcessGroup::fail(const std::string& sentence) {
     if (rank_ == 0) end(sentence);
-    std::string unused;
-    send(0, FAILED, sentence.data(), sentence.size());
+    send(0, ENDING, sentence.data(), sentence.size());
     ::shutdown(peers_[0].socket, SHUT_WR);
-    end(last_message(0, patience, &unused) == ENDING ? "" : sentence);
+    for (;;) receive(0);
 }
 
 }  // namespace coat

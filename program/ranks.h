@@ -69,19 +69,18 @@ public:
 
 private:
     struct Peer {
-        int socket;
+        int socket = -1;
         double heard = 0;  // when it last sent anything
+        Bytes message;     // the next that it sends
+        size_t got = 0;    // the bytes of it that have come
     };
     const int rank_, local_;
-    std::vector<Peer> peers_;                    // by rank
-    int sending_to_ = -1, receiving_from_ = -1;  // in the middle of a message
+    std::vector<Peer> peers_;  // by rank
+    int sending_to_ = -1;      // in the middle of a message
 
     void send(int to, char kind, const void* data, size_t size);
     Bytes receive(int from);
-    void transfer(int rank, short direction, void* data, size_t size);
     bool has_sent(int rank);
-    uint8_t last_message(int rank, double seconds, std::string* sentence);
-    [[noreturn]] void ended(int rank);
     [[noreturn]] void end(const std::string& sentence, int code = 1);
 };
 
