@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "program/error.h"
@@ -299,13 +300,12 @@ inline void validate(const ModelConfig& c) {
         if (!ok) throw Error("Model ", c.name, " is not supported: ", what..., ".");
     };
     // With these limits a model has fewer than 2^49 parameters, so that no number of bytes overflows.
-    const struct {
-        const char* name;
-        int64_t value, limit;
-    } sizes[] = {{"number of layers", c.L, 1 << 12},       {"hidden size", c.C, 1 << 14},
-                 {"number of heads", c.NH, 1 << 15},       {"number of key/value heads", c.NKV, 1 << 15},
-                 {"feed-forward size", c.F, 1 << 20},      {"vocabulary", c.V, MAX_VOCABULARY},
-                 {"number of positions", c.max_T, 1 << 21}};
+    // clang-format off
+    const std::tuple<const char*, int64_t, int64_t> sizes[] = {
+        {"number of layers", c.L, 1 << 12}, {"hidden size", c.C, 1 << 14}, {"number of heads", c.NH, 1 << 15},
+        {"number of key/value heads", c.NKV, 1 << 15}, {"feed-forward size", c.F, 1 << 20},
+        {"vocabulary", c.V, MAX_VOCABULARY}, {"number of positions", c.max_T, 1 << 21}};
+    // clang-format on
     for (const auto& [name, value, limit] : sizes)
         require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
     constexpr int64_t side = std::max(16, PER_GROUP.cols);  // FP8 GEMMs need 16; no group may span q and k

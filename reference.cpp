@@ -24,7 +24,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <tuple>
 
@@ -57,16 +56,15 @@ static uint32_t sign_bit(Format f) { return f == Format::F16 ? 0x8000 : 0x80; }
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
 // The steps of a normal value begin with a binary 1, which adds one to the field of the exponent, e + bias.
 // So the field starts with one less. In the second row the same carry gives the next exponent.
-static inline uint32_t nearest_code(Format f, float x) {
+uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa, bias = exponent_bias(f);
     const float magnitude = std::min(info(f).max, std::abs(x));
     const int e = std::max(int(bits_as<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * bits_as<float>(uint32_t(127 + M - e) << 23);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
     const uint32_t nan = f == Format::F16 ? 0x7E00 : 0x7F;
-    return (std::isnan(x) ? nan : code) | (bits_as<uint32_t>(x) >> 31) * sign_bit(f);
+    return uint16_t((std::isnan(x) ? nan : code) | (bits_as<uint32_t>(x) >> 31) * sign_bit(f));
 }
-uint16_t encode(Format f, float x) { return uint16_t(nearest_code(f, x)); }
 
 // FP32 has the same fields at other places and with another bias. E4M3 has no infinity: its largest exponent
 // has values, too, and only the code above the largest value is NaN.
@@ -137,8 +135,8 @@ float scale_of(const Quant& q, float amax) {
     return round_to(q.scale_format, s);
 }
 
-// The largest |x| of a group; infinity if one is NaN. It is found by the bits of |x|, which have the order of
-// the magnitudes, and NaN above infinity: a maximum of floats could lose a NaN.
+// The largest |x| of a group; infinity if one is NaN. The bits of |x| have the order of the magnitudes, and
+// NaN above infinity: a maximum of floats could lose a NaN.
 static float group_amax(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, bits_as<uint32_t>(x[i]) & 0x7FFFFFFFu);
@@ -184,7 +182,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
         for (int64_t i = 0; i < rows * cols; i++) put(quant.format, q.codes.data(), i, x[i]);
         return q;
     }
-    // The first pass gives every block its scale. The second one writes the codes of x * (1 / s).
+    // The first pass gives every block its scale, the second writes the codes of x * (1 / s).
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t across = quant.scale_cols(cols), blocks = scale ? 0 : quant.scales(rows, cols);
     if (scale) put(quant.scale_format, q.scales.data(), 0, *scale);
@@ -203,7 +201,7 @@ Quantized quantize(const float* x, int64_t rows, int64_t cols, const Quant& quan
             const float inverse = 1.0f / q.scale(r, c0);
             const int64_t first = r * cols + c0, last = first + std::min(width, cols - c0);
 #pragma omp simd
-            for (int64_t i = first; i < last; i++) q.codes[i] = uint8_t(nearest_code(format, x[i] * inverse));
+            for (int64_t i = first; i < last; i++) q.codes[i] = uint8_t(encode(format, x[i] * inverse));
         }
     // Values up to half a step above FMAX still round to it. We count those beyond almost that half step.
     const float beyond = info(quant.format).max * (1 + std::ldexp(0.25f, -info(quant.format).mantissa));
@@ -238,9 +236,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return y;
 }
 
-// Tensor cores multiply codes and scale the result, for each block of the reduction. Here the GEMM is in
-// FP32, so its operands are the decoded values. The columns of a granularity run along the reduction (coat.h,
-// Recipe). So for a reduction over rows the transpose is quantized, unless its blocks are those of x.
+// Tensor cores multiply codes and scale the result. Here the GEMM is in FP32: its operands are the decoded
+// values. The columns of a granularity run along the reduction (coat.h, Recipe), so for a reduction over rows
+// the transpose is quantized, unless its blocks are those of x.
 Floats operand(const Floats& x, int64_t rows, int64_t cols, const Quant& q, ReduceOver which,
                QuantStats* stats, const float* scale) {
     if (which == ReduceOver::Columns || q.granularity.symmetric())
@@ -415,12 +413,9 @@ template <class Real> void matmul(int64_t M, int64_t N, int64_t K, Matrix<Real> 
     }
 }
 
-template <class Real> struct RowStatistics {
-    Real mean, rstd;  // rstd: 1 / sqrt(variance + eps). RMSNorm: mean 0, so that rstd = 1 / rms(x)
-};
-
+// Of a row: its mean, and rstd = 1 / sqrt(variance + eps). RMSNorm: mean 0, so that rstd = 1 / rms(x).
 template <class Real>
-static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
+static std::pair<Real, Real> mean_and_rstd(bool rms, Real eps, int64_t C, const Real* x) {
     Real mean = 0, square = 0;
     if (!rms) {
 #pragma omp simd reduction(+ : mean)
@@ -438,9 +433,9 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
                   const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        const auto s = row_statistics(rms, eps, C, x + n * C);
+        const auto [mean, rstd] = mean_and_rstd(rms, eps, C, x + n * C);
         for (int64_t c = 0; c < C; c++)
-            y[n * C + c] = (x[n * C + c] - s.mean) * s.rstd * weight[c] + (bias ? bias[c] : Real(0));
+            y[n * C + c] = (x[n * C + c] - mean) * rstd * weight[c] + (bias ? bias[c] : Real(0));
     }
 }
 
@@ -449,22 +444,22 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
-    std::vector<RowStatistics<Real>> rows(N);
+    std::vector<std::pair<Real, Real>> rows(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        const auto s = rows[n] = row_statistics(rms, eps, C, x + n * C);
+        const auto [mean, rstd] = rows[n] = mean_and_rstd(rms, eps, C, x + n * C);
         Real mean_d = 0, mean_dx = 0;
 #pragma omp simd reduction(+ : mean_d, mean_dx)
         for (int64_t c = 0; c < C; c++) {
             const Real d = dy[n * C + c] * weight[c];
             mean_d += d;
-            mean_dx += d * (x[n * C + c] - s.mean) * s.rstd;
+            mean_dx += d * (x[n * C + c] - mean) * rstd;
         }
         mean_d = rms ? Real(0) : mean_d / Real(C);
         mean_dx /= Real(C);
         for (int64_t c = 0; c < C; c++) {
-            const Real normal = (x[n * C + c] - s.mean) * s.rstd;
-            dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - normal * mean_dx) * s.rstd;
+            const Real normal = (x[n * C + c] - mean) * rstd;
+            dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - normal * mean_dx) * rstd;
         }
     }
     const int64_t block = 64;  // columns of one thread, so that every sum runs over the rows in order
@@ -472,7 +467,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
     for (int64_t c0 = 0; c0 < C; c0 += block)
         for (int64_t n = 0; n < N; n++)
             for (int64_t c = c0; c < std::min(C, c0 + block); c++) {
-                dweight[c] += dy[n * C + c] * (x[n * C + c] - rows[n].mean) * rows[n].rstd;
+                dweight[c] += dy[n * C + c] * (x[n * C + c] - rows[n].first) * rows[n].second;
                 if (dbias) dbias[c] += dy[n * C + c];
             }
 }
@@ -492,9 +487,8 @@ void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, R
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const Real a = gate_up[gated ? n * 2 * F + f : n * F + f];
-            const Real silu_up = gated ? a * sigmoid(a) * gate_up[n * 2 * F + F + f] : 0;
-            act[n * F + f] = gated ? silu_up : Real(0.5) * a * (1 + tanh_of_gelu(a));
+            const Real *x = gate_up + (gated ? 2 : 1) * n * F + f, a = *x;  // up is x[F]
+            act[n * F + f] = gated ? a * sigmoid(a) * x[F] : Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
 
@@ -505,17 +499,16 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const Real d = dact[n * F + f];
+            const int64_t at = (gated ? 2 : 1) * n * F + f;
+            const Real d = dact[n * F + f], a = gate_up[at];
             if (gated) {
-                const int64_t gate = n * 2 * F + f, up = gate + F;
-                const Real a = gate_up[gate], s = sigmoid(a);
-                dgate_up[up] = d * a * s;
-                dgate_up[gate] = d * gate_up[up] * s * (1 + a * (1 - s));
+                const Real s = sigmoid(a);
+                dgate_up[at + F] = d * a * s;
+                dgate_up[at] = d * gate_up[at + F] * s * (1 + a * (1 - s));
             } else {
-                const Real a = gate_up[n * F + f], t = tanh_of_gelu(a);
-                const Real square = std::min(a * a, Real(1000));  // 0 times infinity would be NaN
+                const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));  // 0 * infinity is NaN
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
-                dgate_up[n * F + f] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
+                dgate_up[at] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
         }
 }
@@ -703,7 +696,6 @@ public:
     std::vector<std::array<DelayedScale, OPERANDS>> delayed_scales;
     QuantStats* stats = nullptr;  // one for each Kind; null: not measured
     bool finite = true;           // so far, every loss and every tensor that was quantized to FP8
-    std::function<void(int64_t bucket)> bucket_done;  // called when a bucket's gradients are complete
 
     explicit Network(const Setup& s) : setup_(s), delayed_scales(params.size()) {
         for (const Param& p : params) {
@@ -718,7 +710,8 @@ public:
     QuantStats* stats_of(Kind k) const { return stats ? stats + int(k) : nullptr; }
 
     // Before a step, or a forward pass on its own.
-    void begin() {
+    void begin(const int32_t* tokens, const int32_t* targets, int64_t n) {
+        require_tokens(config, tokens, targets, n);
         finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -756,7 +749,6 @@ public:
         matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {weight(head()).data(), C, 1}, dy.data());
         add_gradient(head(), dhead);
         Tensor dresidual = rounded(norm_gradient("final_norm", x, rounded(dy)));
-        done("final_norm.weight");
         for (int64_t l = config.L; l-- > 0;) dresidual = block_backward(l, dresidual);
 
         // Embedding: a row has the sum over all places of its token, or of its position
@@ -767,7 +759,6 @@ public:
         }
         add_gradient("embedding", dembedding);
         if (!config.arch.rope) add_gradient("positions", dpositions);
-        done("embedding");
         return loss;
     }
 
@@ -811,9 +802,6 @@ private:
     bool has_bias(const std::string& linear) const { return index_.count(linear + ".bias"); }
     const Tensor& weight(const std::string& name) const { return weights[index(name)]; }
     std::string head() const { return config.tied ? "embedding" : "head"; }
-    void done(const std::string& name) const {  // with the bucket of this parameter
-        if (bucket_done) bucket_done(params[index(name)].bucket);
-    }
 
     static Tensor sum(const Tensor& x, const Tensor& y) {
         Tensor z(x.size());
@@ -972,7 +960,6 @@ private:
         // Down; act = SiLU(gate) x up is computed again
         const Tensor gate_up = load(s.gate_up);
         const Tensor dact = linear_backward(layer + "down", activation(gate_up), dresidual);
-        done(layer + "down");
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
@@ -982,11 +969,9 @@ private:
         const Tensor norm2 = norm(layer + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(layer + "gate_up", norm2, dgate_up);
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm2", norm2_input, dnorm2)));
-        done(layer + "gate_up");
 
         // Attention out
         const Tensor dattention = linear_backward(layer + "attention_out", load(s.attention), dresidual);
-        done(layer + "attention_out");
 
         // Attention -> RoPE, in the compute dtype
         const Tensor attention = rounded(load(s.attention)), qkv = rounded(load(s.qkv));
@@ -1001,7 +986,6 @@ private:
         const Tensor norm1 = norm(layer + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(layer + "qkv", norm1, dqkv);
         dresidual = rounded(sum(dresidual, norm_gradient(layer + "norm1", norm1_input, dnorm1)));
-        done(layer + "qkv");
         return dresidual;
     }
 };
@@ -1033,48 +1017,48 @@ public:
         }
     }
 
-    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. Without
-    // keep_gradients, each bucket is updated as soon as backward has completed it (model.h, AdamW).
+    // Forward and backward of every micro-batch, then the norm of all gradients, clipping and AdamW. (Without
+    // keep_gradients a GPU updates each bucket in backward, which saves memory.)
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamW& adamw) override {
         const int64_t N = setup_.B * setup_.T, accumulate = setup_.accumulate;
-        require_tokens(config, tokens, targets, accumulate * N);
+        begin(tokens, targets, accumulate * N);
         int64_t counted = 0;
         for (int64_t theirs : all_gather(counted_targets(targets, accumulate * N))) counted += theirs;
         if (counted == 0) return {0, 0, true};
-        begin();
-        Progress progress;
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < accumulate; a++) {
-            if (a == 0 || setup_.processes) clear_gradients(ALL);  // several ranks have their sums in sums_
-            bucket_done = [&](int64_t bucket) {  // backward, in run(), calls it after each linear layer
-                if (setup_.processes) sum_over_ranks(bucket, a == 0, a == accumulate - 1);
-                if (setup_.keep_gradients) return;
-                update_if_finite(bucket, adamw, progress);
-                clear_gradients(bucket);
-            };
+            if (a == 0 || setup_.processes) clear_gradients();  // several ranks have their sums in sums_
             losses.push_back(run(tokens + a * N, targets + a * N, setup_.B, setup_.T, 1.0 / double(counted)));
+            if (setup_.processes) sum_over_ranks(a == 0);
         }
-        bucket_done = nullptr;
-        if (setup_.keep_gradients) update_if_finite(ALL, adamw, progress);
-        if (!progress.skipped) end_delayed_step();
+        if (setup_.processes) gradients.swap(sums_);
         double loss = 0;  // added in the order of the micro-batches: a of rank r is number a * ranks + r
         const auto of_ranks = all_gather(losses);
         for (int64_t a = 0; a < accumulate; a++)
             for (const auto& of_rank : of_ranks) loss += of_rank[a];
-        return {loss / double(counted), std::sqrt(progress.squares), progress.skipped, counted};
+
+        const double norm = gradient_norm(), scale = adamw_factors(adamw, false, norm).gradient_scale;
+        for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
+        // Every format of the second moment can represent the square of a clipped gradient. NaN fails, too.
+        const bool skipped = !finite || !(norm * scale < 0x1p62);
+        const uint64_t key = rounding_key(setup_.seed, adamw.step + adamw.skipped);
+        for (size_t i = 0; i < params.size() && !skipped; i++) {
+            update(states_[i], i, adamw_factors(adamw, params[i].role.decay, norm), key);
+            refresh(i);
+        }
+        if (!skipped) end_delayed_step();
+        return {loss / double(counted), norm, skipped, counted};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        require_tokens(config, tokens, targets, N);
-        begin();
+        begin(tokens, targets, N);
         const double loss = run(tokens, targets, setup_.B, setup_.T, 0) / divisor_of_mean(targets, N);
         return finite ? loss : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        require_tokens(config, tokens, tokens, n);
-        begin();
+        begin(tokens, tokens, n);
         const auto x = forward(tokens, 1, n);
         const Floats last(x.end() - config.C, x.end());
         const auto row = head_forward(rounded(norm("final_norm", last)));
@@ -1083,24 +1067,20 @@ public:
 
     QuantReport quantization(const int32_t* tokens, const int32_t* targets) override {
         const int64_t N = setup_.B * setup_.T;
-        require_tokens(config, tokens, targets, N);
+        begin(tokens, targets, N);
+        clear_gradients();
         QuantReport report;
         stats = report.kinds;
-        begin();
-        clear_gradients(ALL);
+        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
         // The expansion factors are those of the moments stored now. The errors are those of the moments that
         // a step with these gradients would store: it runs with lr = 0 and a copy of the state.
-        bucket_done = [&](int64_t bucket) {
-            for (size_t i : parameters_of(bucket)) {
-                ParamState s = states_[i];
-                report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-                report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-                update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
-            }
-            if (!setup_.keep_gradients) clear_gradients(bucket);
-        };
-        run(tokens, targets, setup_.B, setup_.T, 1.0 / divisor_of_mean(targets, N));
-        stats = nullptr, bucket_done = nullptr;
+        for (size_t i = 0; i < params.size(); i++) {
+            ParamState s = states_[i];
+            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
+            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+            update(s, i, adamw_factors({1, 0.0f}, false, 0), 0);
+        }
+        stats = nullptr;
         std::sort(report.k_m.begin(), report.k_m.end());
         std::sort(report.k_v.begin(), report.k_v.end());
         return report;
@@ -1126,11 +1106,6 @@ private:
         std::vector<int16_t> remainder;  // 0 without a master
         Moment m, v;
     };
-    static constexpr int64_t ALL = -1;  // in place of a bucket
-    struct Progress {                   // of a step
-        double squares = 0;             // sum over all gradients that are complete
-        bool skipped = false;
-    };
 
     std::vector<ParamState> states_;
     std::vector<Floats> sums_;  // with several ranks: of gradients, by parameter
@@ -1141,15 +1116,8 @@ private:
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
-    std::vector<size_t> parameters_of(int64_t bucket) const {  // ALL: every parameter
-        std::vector<size_t> indices;
-        for (size_t i = 0; i < params.size(); i++)
-            if (bucket == ALL || params[i].bucket == bucket) indices.push_back(i);
-        return indices;
-    }
-
-    void clear_gradients(int64_t bucket) {
-        for (size_t i : parameters_of(bucket)) gradients[i].assign(params[i].size(), 0.0f);
+    void clear_gradients() {
+        for (size_t i = 0; i < params.size(); i++) gradients[i].assign(params[i].size(), 0.0f);
     }
 
     // A value, or a vector of values, of all ranks in their order.
@@ -1158,9 +1126,9 @@ private:
     }
 
     // After every micro-batch: what the ranks computed is added in FP32 in their order, and rounded once: sum
-    // = round(sum + g_0 + g_1 + ...). After the last micro-batch, the gradients become the sums.
-    void sum_over_ranks(int64_t bucket, bool first, bool last) {
-        for (size_t i : parameters_of(bucket)) {
+    // = round(sum + g_0 + g_1 + ...).
+    void sum_over_ranks(bool first) {
+        for (size_t i = 0; i < params.size(); i++) {
             Floats& sum = sums_[i];
             if (first) sum.assign(params[i].size(), 0.0f);
             const std::vector<Floats> of_ranks = all_gather(gradients[i]);
@@ -1168,41 +1136,20 @@ private:
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
-            if (last) gradients[i].swap(sum);
         }
     }
 
-    // The sum of squares of a bucket's gradients: within shard units, then over these in their order. Here
-    // every rank sums all units. On GPUs each sums its own, and this order gives the same bits for any
-    // number.
-    double squares_of(int64_t bucket) const {
+    // The squares are summed within shard units, then over these: the same bits for any number of ranks.
+    double gradient_norm() const {
         double sum = 0;
-        for (size_t i : parameters_of(bucket))
-            for (int64_t first = 0, size = params[i].size(); first < size; first += SHARD_UNIT) {
+        for (const Floats& gradient : gradients)
+            for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
                 double unit = 0;
-                for (int64_t e = first; e < std::min(size, first + SHARD_UNIT); e++)
-                    unit += double(gradients[i][e]) * gradients[i][e];
+                for (size_t e = first; e < std::min<size_t>(gradient.size(), first + SHARD_UNIT); e++)
+                    unit += double(gradient[e]) * gradient[e];
                 sum += unit;
             }
-        return sum;
-    }
-
-    // Updates the parameters of a bucket whose gradients are complete, or all.
-    void update_if_finite(int64_t bucket, const AdamW& adamw, Progress& progress) {
-        const double here = squares_of(bucket);
-        progress.squares += here;
-        const double norm = std::sqrt(progress.squares);
-        const double scale = adamw_factors(adamw, false, norm).gradient_scale;
-        for (char theirs : all_gather(char(finite))) finite = finite && theirs;  // on every rank
-        // The square of a clipped gradient is below 2^124: every format of the second moment can represent
-        // it. A NaN fails this test, too.
-        progress.skipped = progress.skipped || !finite || !(std::sqrt(here) * scale < 0x1p62);
-        if (progress.skipped) return;
-        for (size_t i : parameters_of(bucket)) {
-            const AdamWFactors f = adamw_factors(adamw, params[i].role.decay, norm);
-            update(states_[i], i, f, rounding_key(setup_.seed, adamw.step + adamw.skipped));
-            refresh(i);
-        }
+        return std::sqrt(sum);
     }
 
     // After an update or write(): makes the network's weights. Each rank has updated a part; the

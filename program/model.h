@@ -66,7 +66,7 @@ struct Setup {
     int64_t accumulate = 1;  // micro-batches a step, on each rank
     uint64_t seed = 1;
     bool master = true;          // FP32 master weights; else BF16 weights only, rounded stochastically
-    bool keep_gradients = true;  // update after backward; else update and free each bucket during backward
+    bool keep_gradients = true;  // update after backward; else a GPU updates each bucket in backward
     int64_t rank = 0, ranks = 1;
     ProcessGroup* processes = nullptr;  // of `ranks` processes; null if there is one, or for a plan
 };
@@ -206,7 +206,7 @@ struct AdamW {     // the arguments of one step
     int64_t step;  // counts from 1, for the bias correction
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // Largest global norm of the gradients; 0: no clipping. Without keep_gradients it is 0, because a bucket
-    // is updated before the norm of all gradients is known.
+    // may be updated before the norm of all gradients is known.
     float clip = 1.0f;
     // Steps before this one that were skipped. Without keep_gradients they may have updated buckets, so
     // stochastic rounding counts them too: else it would use their random bits again.
@@ -217,8 +217,8 @@ struct StepResult {
     double loss;       // nats per token, mean over all targets of the step that count
     double grad_norm;  // before clipping
     // Nothing was updated, because the loss, a gradient or a tensor that was quantized to FP8 was not finite,
-    // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, buckets that were updated
-    // before that stay updated.
+    // a clipped norm was 2^62 or more, or no target counts. Without keep_gradients, what a
+    // GPU has updated before that stays updated.
     bool skipped;
     int64_t targets = 0;  // that count, in all micro-batches of all ranks
 };

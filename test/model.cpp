@@ -517,7 +517,7 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped, w
         }
 }
 
-PROPERTY("--gradients none: a gradient that is not finite stops its bucket and all later ones only") {
+PROPERTY("--gradients none: a gradient that is not finite stops its bucket and all later ones") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (Large kind : {Large::Infinite, Large::Hidden}) {
             Training t(make, setup_of(std::string(recipe) + " gradients"));
@@ -533,12 +533,12 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const Snapshot after = snapshot(*t.model);
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_of(params, "layers.1.gate_up")].bucket;
-            // Where the gradient is 0, a moment only decays: in FP8 groups its codes and k stay.
+            // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
             const char* moment = is_scaled(t.setup().optimizer.m) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {
                 const Param& p = params[tensor.param];
                 INFO(tensor.name);
-                if (p.bucket <= bucket) CHECK((after.at(tensor.name) == state.at(tensor.name)));
+                if (make == make_reference || p.bucket <= bucket) CHECK((after.at(tensor.name) == state.at(tensor.name)));
                 else if (tensor.name == p.name + (p.role.fp8_state ? moment : ".m"))
                     CHECK((after.at(tensor.name) != state.at(tensor.name)));
             }
