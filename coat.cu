@@ -2,9 +2,8 @@
 // flow (interface and rules: coat.cuh; the same operators on the CPU, with the same names: reference.cpp).
 // The types View, Values, Dense, Groups and AmaxAndScale are those of gpu/tensor.cuh.
 //
-// Part 1 is the simplest quantizer. From part 2 on, kernels go through a tensor in tiles, and a producer
-// computes what is not stored: both are in gpu/tiles.cuh. Scales that the paper does not use are in
-// gpu/other_scaling.cu.
+// Kernels go through a tensor in tiles, and a producer computes what is not stored: both are in
+// gpu/tiles.cuh. Scales that the paper does not use are in gpu/other_scaling.cu.
 //
 // Words that all parts use:
 //   code        an FP8 value as it is stored, before it is multiplied by its scale
@@ -33,28 +32,51 @@ namespace coat::gpu {
 // Two neighbouring threads hold one group, eight elements each. The group never crosses a token: an outlier
 // costs precision only in its own 16 elements. Groups::round_and_store (gpu/tensor.cuh) has the arithmetic.
 //
-// In a training step this kernel runs for --attention groups, and for gate and up where nobody needs the amax
-// of the activation's output. embedding_forward, residual_add and quantize_gate_up_kernel write all other
-// groups in passing.
+// The kernel quantizes what attention saves (--attention groups), and the input of the activation. In the
+// same pass it may take the amax of the activation's output, the operand of the next GEMM. embedding_forward
+// and residual_add write all other groups in passing.
 
-constexpr int GROUP_THREADS = 256;
-static __global__ void __launch_bounds__(GROUP_THREADS)
-    quantize_groups_kernel(Dense<bf16> x, int64_t chunks, Groups groups, bool write_back) {
-    const int64_t chunk = int64_t(blockIdx.x) * GROUP_THREADS + threadIdx.x,
-                  i = min(chunk, chunks - 1) * CHUNK;
-    const bool live = chunk < chunks;
-    Values v;
-    x.values(x.load(i), v);
-    groups.round_and_store(i, v, live);  // v becomes scale * code
-    if (write_back) x.round_and_store(i, v, live);
+template <class Producer, bool TAKES_AMAX>
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
+    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, bool write_back, bool reads_saved,
+                           AmaxAndScale* activation) {
+    constexpr int PLANES = Producer::PLANES;
+    const TilePlace at;
+    float top = 0;
+    for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
+        auto take_amax = [&] {
+#pragma unroll
+            for (int j = 0; j < CHUNK; j++)
+                top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
+        };
+        if (TAKES_AMAX && !reads_saved) take_amax();
+#pragma unroll
+        for (int p = 0; p < PLANES; p++) {
+            const int64_t first = (at.row * PLANES + p) * x.width + at.col;
+            const uint32_t offset = row_offset(i, PLANES * x.width);
+            groups.from(first).round_and_store(offset, v[p], live);  // v becomes scale * code
+            if (!TAKES_AMAX && write_back) x.in.from(first).round_and_store(offset, v[p], live);
+        }
+        if (TAKES_AMAX && reads_saved) take_amax();
+    });
+    // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
+    if (TAKES_AMAX) update_amax_by_warp(&activation->amax, at.col < x.width ? magnitude(top) : 0);
 }
 
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s) {
+void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
+                     QuantStats* stats, cudaStream_t s) {
     require(x.quant.format == Format::BF16, "only BF16 is quantized in groups");
     measure_groups(stored(x), stats, s);
-    const int64_t chunks = x.rows * x.cols / CHUNK;
-    launch("quantize_groups", quantize_groups_kernel, blocks(chunks, GROUP_THREADS), GROUP_THREADS, 0, s,
-           dense<bf16>(x.data), chunks, groups_of(groups), write_back);
+    auto run = [&](auto producer, auto takes_amax) {
+        const auto kernel = quantize_groups_kernel<decltype(producer), takes_amax()>;
+        launch("quantize_groups", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer,
+               x.rows, groups_of(groups), write_back, activation.reads_saved, activation.place);
+    };
+    const Producer<LazyOp::Stored, Dense<bf16>> one{dense<bf16>(x.data), x.cols};
+    const Producer<LazyOp::Stored, Dense<bf16>, true> halves{dense<bf16>(x.data), x.cols / 2};
+    if (!activation.place) run(one, std::false_type());
+    else if (activation.gated) run(halves, std::true_type());
+    else run(one, std::true_type());
 }
 
 // ===========================================================================================================
@@ -73,15 +95,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     float top = 0;
     for_each_row(x, TilePlace(), rows, [&](int, const Values(&v)[Producer::PLANES], bool) {
 #pragma unroll
-        for (int p = 0; p < Producer::PLANES; p++)
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[p][j]);
+        for (int p = 0; p < Producer::PLANES; p++) top = larger_magnitude(top, v[p]);
     });
     update_amax_by_warp(&out->amax, magnitude(top));
 }
 
 void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
-    with_bf16_producer(x, [&](auto producer) {
+    with_producer<true>(x, [&](auto producer) {
         launch("amax", amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS, 0, s,
                producer, x.rows, out);
     });
@@ -92,9 +112,9 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s) {
 //
 // A kernel multiplies by 1 / s, rounded to FP32, as the CPU does.
 
-// Just-in-time scaling, as in coat: the amax is known, the scale follows from it; `delayed` is false, and
-// for_later does nothing. Delayed scaling: the scale is known, and DelayedAmax (gpu/other_scaling.cuh) takes
-// the amax for later steps. codes may be null; transposed is used if TRANSPOSED.
+// Just-in-time scaling, as in coat: the amax is known, the scale follows from it. Delayed scaling (te): the
+// scale is known, and the amax is taken for later steps; in shared memory, so that it costs just-in-time
+// scaling no register. codes may be null; transposed is used if TRANSPOSED.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     quantize_kernel(Producer x, int64_t rows, AmaxAndScale* tensor, float fmax, bool e5m2, uint8_t* codes,
@@ -105,7 +125,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     const bool delayed = tensor->from_history > 0;  // 0 where scaling is just in time
     const float scale = delayed ? tensor->from_history : scale_of(fmax, tensor->amax),
                 inverse = __frcp_rn(scale);
-    const DelayedAmax for_later(delayed);
+    __shared__ uint32_t for_later;
+    if (delayed) {
+        if (threadIdx.x == 0) for_later = 0;
+        __syncthreads();
+    }
     uint8_t* to[PLANES];
 #pragma unroll
     for (int p = 0; p < PLANES; p++) to[p] = codes + (at.row * PLANES + p) * x.width + at.col;
@@ -113,16 +137,20 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
     for_each_row(x, at, rows, [&](int i, const Values(&v)[PLANES], bool live) {
 #pragma unroll
         for (int p = 0; p < PLANES; p++) {
-            for_later.take(v[p], live);
+            if (delayed) {  // not where codes may have taken the place of the last row's values
+                const uint32_t top = __reduce_max_sync(~0u, live ? magnitude(larger_magnitude(0, v[p])) : 0);
+                if (threadIdx.x % 32 == 0) atomicMax(&for_later, top);
+            }
             last_four[p][i % 4] = encode(e5m2, v[p], inverse);
             if (live && codes) put(to[p] + row_offset(i, PLANES * x.width), last_four[p][i % 4]);
             if (TRANSPOSED && i % 4 == 3) tiles[p].write(at, i / 4, last_four[p]);
         }
     });
     if (TRANSPOSED) store_transposed(tiles, rows, x.width, transposed);
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0)
-        tensor->scale = scale;  // written last, so that it delays no load of x
-    for_later.finish(&tensor->amax);
+    if (delayed) __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (delayed) update_amax(&tensor->amax, for_later);
+    if (blockIdx.x == 0 && blockIdx.y == 0) tensor->scale = scale;  // last, so that it delays no load of x
 }
 
 // ===========================================================================================================
@@ -147,10 +175,10 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
             launch("round", round_kernel<decltype(producer)>, tile_grid(x.rows, producer.width), TILE_THREADS,
                    0, s, producer, x.rows, either_dense(out.view));
         });
-    if (in_groups(q)) return quantize_groups(x.input, out.view, false, stats, s);
+    if (in_groups(q)) return quantize_groups(x.input, out.view, false, {}, stats, s);
     if (q.granularity == PER_TENSOR) {
         measure(x, out, stats, s);  // first, because the codes may overwrite x
-        with_bf16_producer(x, [&](auto producer) {
+        with_producer<true>(x, [&](auto producer) {
             using Producer = decltype(producer);
             const auto kernel =
                 out.transposed ? quantize_kernel<Producer, true> : quantize_kernel<Producer, false>;
@@ -165,47 +193,5 @@ void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t
 }
 
 void convert(const View& x, const View& out, cudaStream_t s) { quantize(stored(x), {out}, nullptr, s); }
-
-// ===========================================================================================================
-// 5. A fused kernel of the precision flow
-
-// The input of the activation is quantized in groups. The same pass takes the amax of the activation's
-// output.
-template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS)
-    quantize_gate_up_kernel(Producer x, int64_t rows, Groups groups, bool reads_saved, AmaxAndScale* act) {
-    constexpr int PLANES = Producer::PLANES;
-    const TilePlace at;
-    Groups to[PLANES];
-#pragma unroll
-    for (int p = 0; p < PLANES; p++) to[p] = groups.from((at.row * PLANES + p) * x.width + at.col);
-    float top = 0;
-    for_each_row(x, at, rows, [&](int i, Values(&v)[PLANES], bool live) {
-        auto measure_amax = [&] {
-#pragma unroll
-            for (int j = 0; j < CHUNK; j++)
-                top = larger_magnitude(top, activated<PLANES == 2>(v[0][j], v[PLANES - 1][j]));
-        };
-        if (!reads_saved) measure_amax();
-#pragma unroll
-        for (int p = 0; p < PLANES; p++) to[p].round_and_store(row_offset(i, PLANES * x.width), v[p], live);
-        if (reads_saved) measure_amax();  // v: what the groups hold of it
-    });
-    // Lanes outside the tensor hold a copied chunk with a meaningless group scale: they do not count.
-    update_amax_by_warp(&act->amax, at.col < x.width ? magnitude(top) : 0);
-}
-
-void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
-                      QuantStats* stats, cudaStream_t s) {
-    if (!act_amax) return quantize(stored(x), {groups}, stats, s);
-    measure_groups(stored(x), stats, s);
-    auto run = [&](auto producer) {
-        launch("quantize_gate_up", quantize_gate_up_kernel<decltype(producer)>,
-               tile_grid(x.rows, producer.width), TILE_THREADS, 0, s, producer, x.rows, groups_of(groups),
-               reads_saved, act_amax);
-    };
-    if (gated) run(StoredProducer<Dense<bf16>, 2>{dense<bf16>(x.data), x.cols / 2});
-    else run(StoredProducer<Dense<bf16>>{dense<bf16>(x.data), x.cols});
-}
 
 }  // namespace coat::gpu

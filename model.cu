@@ -238,8 +238,9 @@ private:
             x, at_once,
             [&](int64_t first, int64_t n) { return reads_groups ? rows(one, 0, n) : rows(whole, first, n); },
             [&](int64_t first, const View& part) {
-                quantize_gate_up(gated_, part, rows(gate_up, first, part.rows), reads_groups, b.down.x_amax(),
-                                 stats_of(Kind::ActivationInput), cuda_);
+                quantize_groups(part, rows(gate_up, first, part.rows), false,
+                                {b.down.x_amax(), gated_, reads_groups}, stats_of(Kind::ActivationInput),
+                                cuda_);
             });
         return reads_groups ? gate_up : whole;
     }
@@ -279,7 +280,7 @@ private:
         return saved.quant.fp8() ? compute_view(N_, saved.cols) : saved;
     }
     void save_attention(const View& x, const View& saved) {
-        if (saved.quant.fp8()) quantize_groups(x, saved, true, stats_of(Kind::Attention), cuda_);
+        if (saved.quant.fp8()) quantize_groups(x, saved, true, {}, stats_of(Kind::Attention), cuda_);
     }
     View load_attention(const View& saved) {
         const View x = attention_view(saved);

@@ -412,8 +412,9 @@ private:
             const View u = random(n, c_.gate_up_cols()),
                        saved = memory_.place(n, c_.gate_up_cols(), r_.nonlinear, true, false).view;
             pass(BETWEEN, "up: to " + r_.nonlinear.text() + ", and the amax of " + name,
-                 layers_ * double(N_) / double(n), size(u) + size(saved),
-                 [&] { quantize_gate_up(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
+                 layers_ * double(N_) / double(n), size(u) + size(saved), [&] {
+                     quantize_groups(u, saved, false, {slot_, c_.arch.gated, true}, nullptr, nullptr);
+                 });
         } else {
             amax_pass(name, layers_, h);
         }

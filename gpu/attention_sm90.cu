@@ -553,18 +553,19 @@ constexpr int TILE_THREADS = 256;
 
 // Computes Scratch::stats from lse and delta = rowsum(dout * out), and resets the counters. HS / 8
 // neighbouring threads share a row; all loads of a thread are in flight together.
+using Chunk = Dense<bf16>::Raw;
 template <class F>
 __global__ void __launch_bounds__(TILE_THREADS)
-    prepare_kernel(Dims d, Scratch scratch, const uint4* out, const uint4* dout, const float* lse) {
+    prepare_kernel(Dims d, Scratch scratch, const Chunk* out, const Chunk* dout, const float* lse) {
     constexpr int LANES = F::HS / 8, STEP = TILE_THREADS / LANES, ROWS = F::QUERIES / STEP;
     const int h = blockIdx.x, b = blockIdx.z, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
     const int64_t head = int64_t(b) * d.NH + h, tile = head * scratch.tiles + blockIdx.y;
-    uint4 o[ROWS], g[ROWS];
+    Chunk o[ROWS], g[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * F::QUERIES + first + i * STEP;
         const int64_t at = ((int64_t(b) * d.T + t) * d.NH + h) * LANES + lane;
-        o[i] = t < d.T ? out[at] : uint4{}, g[i] = t < d.T ? dout[at] : uint4{};
+        o[i] = t < d.T ? out[at] : Chunk{}, g[i] = t < d.T ? dout[at] : Chunk{};
     }
     float* stats = scratch.stats + tile * 2 * F::QUERIES;
 #pragma unroll
@@ -830,7 +831,7 @@ void backward(const AttentionShape& s, const void* qkv, const void* out, const f
     const Scratch scratch(s, F::QUERIES, workspace);
     const dim3 tiles(unsigned(s.NH), unsigned(scratch.tiles), unsigned(s.B));
     launch("attention", prepare_kernel<F>, tiles, TILE_THREADS, 0, stream, dims(s), scratch,
-           static_cast<const uint4*>(out), static_cast<const uint4*>(dout), lse);
+           static_cast<const Chunk*>(out), static_cast<const Chunk*>(dout), lse);
     launch("attention", backward_kernel<F>, unsigned(s.B * s.NKV * ceil_div(s.T, F::KEYS)), F::THREADS,
            F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, dout, s.NH * F::HS),
            tensor_map(s, dqkv, s.qkv_cols()), dims(s), scratch);

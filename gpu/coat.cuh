@@ -52,14 +52,15 @@ void amax(const Lazy& x, AmaxAndScale* out, cudaStream_t s);
 void quantize(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t s);
 
 // x (BF16) goes to 1x16 groups. With `write_back`, x becomes what they hold: so attention computes with the
-// very values that backward will read.
-void quantize_groups(const View& x, const View& groups, bool write_back, QuantStats* stats, cudaStream_t s);
-
-// The input of an activation function, x (N, 2F) or (N, F) in BF16, goes to groups. The amax of the
-// activation's output, the next GEMM's operand, is taken in the same pass: the activation reads the groups,
-// or x (coat.h, forward_reads_groups). act_amax may be null.
-void quantize_gate_up(bool gated, const View& x, const View& groups, bool reads_saved, AmaxAndScale* act_amax,
-                      QuantStats* stats, cudaStream_t s);
+// very values that backward will read. If x (N, 2F) or (N, F) is the input of an activation, whose output is
+// the next GEMM's operand, the amax of that output is taken in the same pass; the activation reads the
+// groups, or x (coat.h, forward_reads_groups).
+struct ActivationAmax {
+    AmaxAndScale* place = nullptr;  // null: no amax
+    bool gated = false, reads_saved = false;
+};
+void quantize_groups(const View& x, const View& groups, bool write_back, const ActivationAmax& activation,
+                     QuantStats* stats, cudaStream_t s);
 
 // Groups, BF16 or FP32 -> BF16 or FP32, the same shape. Groups are dequantized.
 void convert(const View& x, const View& out, cudaStream_t s);

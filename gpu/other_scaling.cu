@@ -120,7 +120,7 @@ void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s) {
     uint8_t* const codes[2] = {static_cast<uint8_t*>(out.view.data), static_cast<uint8_t*>(out.transposed)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear(g.scales, g.count * int64_t(sizeof(float)), s);
-    with_bf16_producer(x, [&](auto producer) {
+    with_producer<true>(x, [&](auto producer) {
         const dim3 tiles = tile_grid(x.rows, producer.width);
         const bool e5m2 = q.format == Format::E5M2;
         using Producer = decltype(producer);

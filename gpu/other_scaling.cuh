@@ -21,37 +21,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed);
 // quantize() of coat.cuh for FP8 per row, 1x128 or 128x128, with their scales.
 void quantize_blocks(const Lazy& x, const Operand& out, cudaStream_t s);
 
-// Delayed scaling (TransformerEngine's, for comparison). While a tensor is quantized with its delayed scale,
-// the amax of a block's values is taken for later steps; in shared memory, so that it costs just-in-time
-// scaling (delayed = false) no register. All threads of the block call each function.
-#ifdef __CUDACC__
-struct DelayedAmax {
-    const bool delayed;
-    uint32_t* most;
-
-    __device__ explicit DelayedAmax(bool delayed) : delayed(delayed) {
-        __shared__ uint32_t shared;
-        most = &shared;
-        if (!delayed) return;
-        if (threadIdx.x == 0) shared = 0;
-        __syncthreads();
-    }
-    // live: false for a place outside the tensor. It reads the last row again, where codes may have taken the
-    // place of the values.
-    __device__ void take(const Values& v, bool live) const {
-        if (!delayed) return;
-        float top = 0;
-        for (int j = 0; j < CHUNK; j++) top = larger_magnitude(top, v[j]);
-        const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, live ? magnitude(top) : 0);
-        if (threadIdx.x % 32 == 0) atomicMax(most, of_warp);
-    }
-    __device__ void finish(float* amax) const {
-        if (!delayed) return;
-        __syncthreads();
-        if (threadIdx.x == 0) update_amax(amax, *most);
-    }
-};
-#endif
+// Delayed scaling (TransformerEngine's, for comparison).
 // After a step the amaxes enter the histories, the newest first, and the next step's scale becomes
 // from_history = max(history) 2^margin / FMAX. A maximum that is 0 or not finite leaves it as it was. Nothing
 // happens if *skipped is not 0. scales (n); histories (n, length). *empty: + the number of scales that are

@@ -75,19 +75,18 @@ inline __device__ uint4 halves(const uint32_t (&b)[CHUNK],
 template <bool MASTER> struct Bf16Weights {
     using Value = bf16;
     struct Raw {
-        uint4 w, r;
+        Dense<bf16>::Raw w, r;
     };
     static __device__ Raw load(const Weights& w, int64_t i) {
-        return {*reinterpret_cast<const uint4*>(static_cast<bf16*>(w.values) + i),
-                MASTER ? *reinterpret_cast<const uint4*>(w.remainder + i) : uint4{}};
+        auto load16 = [&](auto* from) { return *reinterpret_cast<const Dense<bf16>::Raw*>(from + i); };
+        return {load16(static_cast<bf16*>(w.values)), MASTER ? load16(w.remainder) : Dense<bf16>::Raw{}};
     }
     static __device__ void values(const Raw& raw, Values& v) {
-        if constexpr (!MASTER) return Dense<bf16>().values(raw.w, v);
-        const uint32_t low[4] = {raw.r.x, raw.r.y, raw.r.z, raw.r.w},
-                       high[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
+        if constexpr (!MASTER) Dense<bf16>::values(raw.w.words, v);
         for (int j = 0; MASTER && j < CHUNK; j++)  // the inverse of store()
-            v[j] = __uint_as_float(__byte_perm(low[j / 2] ^ 0x80008000u, high[j / 2], j % 2 ? UPPER : LOWER) -
-                                   0x8000u);
+            v[j] = __uint_as_float(
+                __byte_perm(raw.r.words[j / 2] ^ 0x80008000u, raw.w.words[j / 2], j % 2 ? UPPER : LOWER) -
+                0x8000u);
     }
     static __device__ void store(const Weights& w, int64_t i, const Values& v, uint64_t key, uint64_t element,
                                  bool live, uint32_t& top) {

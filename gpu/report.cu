@@ -66,7 +66,7 @@ void measure(const Lazy& x, const Operand& out, QuantStats* stats, cudaStream_t 
     if (!stats || x.rows == 0) return;
     const Quant& q = out.view.quant;
     auto with_scales = [&](const ScaleSource& scales) {
-        with_bf16_producer(x, [&](auto producer) {
+        with_producer<true>(x, [&](auto producer) {
             launch("measure", measure_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                    TILE_THREADS, 0, s, producer, x.rows, scales, q.format == Format::E5M2, info(q.format).max,
                    stats);

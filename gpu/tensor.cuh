@@ -131,6 +131,11 @@ inline __device__ float larger_magnitude(float top, float x) {  // max(top, |x|)
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(top), "f"(fabsf(x)));
     return y;
 }
+template <int N> __device__ float larger_magnitude(float top, const float (&v)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) top = larger_magnitude(top, v[j]);
+    return top;
+}
 
 // *amax = max(*amax, value with these bits). Most blocks find it large enough already and skip the atomic.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
@@ -239,52 +244,43 @@ inline __device__ float2 unpack(uint32_t two) {
 // One store of 8 or 16 bytes. (An assignment through a cast pointer may become four small stores.)
 template <class V> __device__ void put(void* to, V value) { __stwb(static_cast<V*>(to), value); }
 
-template <class T> struct Dense;
-
-template <> struct Dense<bf16> {
-    using Compute = bf16;
-    using Raw = uint4;
-    bf16* data;
+// Values in BF16 or FP32, N of which are loaded and stored at once.
+template <class T, int N = CHUNK> struct Dense {
+    static constexpr bool F32 = sizeof(T) == 4;
+    static constexpr int WORDS = F32 ? N : N / 2;
+    using Compute = T;
+    struct alignas(WORDS % 4 ? 8 : 16) Raw {
+        uint32_t words[WORDS];
+    };
+    T* data;
 
     // The same tensor, counted from element i on.
     __device__ Dense from(int64_t i) const { return {data + i}; }
-    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const uint4*>(data + i); }
-    __device__ void values(const Raw& raw, Values& v) const {
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    __device__ Raw load(int64_t i) const { return *reinterpret_cast<const Raw*>(data + i); }
+    static __device__ void values(const uint32_t* words, float (&v)[N]) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 two = unpack(words[j]);
-            v[2 * j] = two.x, v[2 * j + 1] = two.y;
-        }
+        for (int j = 0; j < WORDS; j++)
+            if constexpr (F32) v[j] = __uint_as_float(words[j]);
+            else v[2 * j] = unpack(words[j]).x, v[2 * j + 1] = unpack(words[j]).y;
     }
+    __device__ void values(const Raw& raw, float (&v)[N]) const { values(raw.words, v); }
     // Writes only if live, rounds in any case.
-    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
-        const uint4 raw{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
-        if (live) put(data + i, raw);
-        values(raw, v);
-    }
-};
-
-template <> struct Dense<float> {
-    using Compute = float;
-    struct Raw {
-        float4 lo, hi;
-    };
-    float* data;
-
-    __device__ Dense from(int64_t i) const { return {data + i}; }
-    __device__ Raw load(int64_t i) const {
-        const float4* p = reinterpret_cast<const float4*>(data + i);
-        return {p[0], p[1]};
-    }
-    __device__ void values(const Raw& r, Values& v) const {
-        v[0] = r.lo.x, v[1] = r.lo.y, v[2] = r.lo.z, v[3] = r.lo.w;
-        v[4] = r.hi.x, v[5] = r.hi.y, v[6] = r.hi.z, v[7] = r.hi.w;
-    }
-    __device__ void round_and_store(int64_t i, Values& v, bool live) const {
-        if (!live) return;
-        put(data + i, make_float4(v[0], v[1], v[2], v[3]));
-        put(data + i + 4, make_float4(v[4], v[5], v[6], v[7]));
+    __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
+        uint32_t words[WORDS];
+#pragma unroll
+        for (int j = 0; j < WORDS; j++)
+            if constexpr (F32) words[j] = __float_as_uint(v[j]);
+            else words[j] = pack(v[2 * j], v[2 * j + 1]);
+        if constexpr (WORDS == 2) {
+            if (live) put(data + i, make_uint2(words[0], words[1]));
+        } else {
+#pragma unroll
+            for (int j = 0; j < WORDS; j += 4)
+                if (live)
+                    put(data + i + j * (N / WORDS),
+                        make_uint4(words[j], words[j + 1], words[j + 2], words[j + 3]));
+        }
+        values(words, v);
     }
 };
 
@@ -313,9 +309,7 @@ struct Groups {
     // then at most 449.75, which still rounds to 448. A group with NaN or infinity gets the scale NaN: a code
     // would hide what is not finite.
     static __device__ float group_scale(const Values& v) {
-        float amax = 0;
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) amax = larger_magnitude(amax, v[j]);
+        float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
@@ -363,20 +357,14 @@ struct EitherDense {
         if (f32) f(Dense<float>{static_cast<float*>(data)});
         else f(Dense<bf16>{static_cast<bf16*>(data)});
     }
-    // BF16 elements are in the first half.
-    struct Raw {
-        uint4 lo, hi;
-    };
+    using Raw = Dense<float>::Raw;  // of BF16 elements the first half
     __device__ Raw load(int64_t i) const {
-        if (!f32) return {Dense<bf16>{static_cast<bf16*>(data)}.load(i), {}};
-        const uint4* p = reinterpret_cast<const uint4*>(static_cast<const float*>(data) + i);
-        return {p[0], p[1]};
+        if (f32) return Dense<float>{static_cast<float*>(data)}.load(i);
+        const auto half = Dense<bf16>{static_cast<bf16*>(data)}.load(i);
+        return {half.words[0], half.words[1], half.words[2], half.words[3]};
     }
-    __device__ void values(const Raw& r, Values& v) const {
-        if (!f32) return Dense<bf16>().values(r.lo, v);
-        const uint32_t words[CHUNK] = {r.lo.x, r.lo.y, r.lo.z, r.lo.w, r.hi.x, r.hi.y, r.hi.z, r.hi.w};
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[j] = __uint_as_float(words[j]);
+    __device__ void values(const Raw& raw, Values& v) const {
+        f32 ? Dense<float>::values(raw.words, v) : Dense<bf16>::values(raw.words, v);
     }
     __device__ void load_values(int64_t i, Values& v) const { values(load(i), v); }
     __device__ void round_and_store(int64_t i, Values& v, bool live) const {

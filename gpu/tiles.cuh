@@ -1,8 +1,7 @@
 // gpu/tiles.cuh - how kernels go through a tensor, and how they compute a tensor that is not stored.
 //
 //   1. tiles: what a thread block and a thread work on; loads in flight; sums over columns; transposed codes
-//   2. producers: a stored tensor, a norm's output, an activation's output, and its gradient
-//   3. from a Lazy (coat.cuh) to its producer
+//   2. producers of what a Lazy describes: a stored tensor, a norm's or activation's output, its gradient
 //
 //   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
 //   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
@@ -48,7 +47,7 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 // a condition.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& at, int64_t rows, Use use) {
-    constexpr int BYTES = sizeof(typename Producer::Raw), IN_FLIGHT = BYTES <= 16 ? 8 : BYTES <= 32 ? 4 : 2;
+    constexpr int IN_FLIGHT = Producer::BYTES <= 16 ? 8 : Producer::BYTES <= 32 ? 4 : 2;
     const auto cursor = x.cursor(min(at.row, rows - 1), min(at.col, x.width - CHUNK));
     const int inside = static_cast<int>(min(max(rows - at.row, int64_t(0)), int64_t(ROWS)));
     const int live_rows = at.col < x.width ? inside : 0;
@@ -148,86 +147,14 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t r
 // ===========================================================================================================
 // 2. Producers
 //
-// A producer computes a tensor on the fly. For 8 columns of one row,
+// A producer computes a tensor on the fly, what a Lazy (coat.cuh) describes. For 8 columns of one row,
 //   cursor(row, col)      is what a thread remembers of its place: pointers, and a norm's weights;
 //   load(cursor, i)       fetches what row + i needs, so that several rows' loads are in flight;
 //   compute(raw, cursor, values)  converts it to FP32 values.
-// A tensor such as [gate | up] has two planes side by side, each `width` columns wide. PLANES is how many
-// planes a producer makes, HALVES how many its input has:
-//                                      input    makes
-//   a stored tensor                    1        1
-//   gate and up, to be quantized       2        2
-//   SiLU(gate) x up                    2        1
-//   their gradient                     2        2        (and dact, which has one)
+// A tensor such as [gate | up] has two planes side by side, each `width` columns wide: it is GATED. PLANES is
+// how many planes a producer makes: SiLU(gate) x up alone has one plane, and two planes as its input.
 // Additions and multiplications are spelled out, so that every kernel that computes a tensor computes the
 // same bits.
-
-// A stored tensor (N, width). With HALVES = 2 a tensor (N, 2 width) that is read by its halves, such as
-// [gate | up].
-template <class Storage, int HALVES = 1> struct StoredProducer {
-    static constexpr int PLANES = HALVES;
-    using Compute = typename Storage::Compute;
-    struct Cursor {
-        Storage half[HALVES];
-    };
-    struct Raw {
-        typename Storage::Raw half[HALVES];
-    };
-    Storage x;
-    int64_t width;
-
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor at;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) at.half[h] = x.from((row * HALVES + h) * width + col);
-        return at;
-    }
-    __device__ Raw load(const Cursor& at, int i) const {
-        Raw raw;
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) raw.half[h] = at.half[h].load(row_offset(i, HALVES * width));
-        return raw;
-    }
-    __device__ void compute(const Raw& raw, const Cursor&, Values (&v)[PLANES]) const {
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) x.values(raw.half[h], v[h]);
-    }
-};
-
-template <class Storage> struct NormProducer {  // y = (x - mean) / std * weight + bias
-    static constexpr int PLANES = 1;
-    using Compute = typename Storage::Compute;
-    struct Cursor {
-        Storage in;
-        const float2* stats;
-        Values weight, bias;
-    };
-    struct Raw {
-        typename Storage::Raw x;
-        float2 stats;
-    };
-    Storage in;
-    NormParameters<Compute> parameters;
-    const float2* stats;
-    int64_t width;
-
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor at;
-        at.in = in.from(row * width + col);
-        at.stats = stats + row;
-        parameters.load(col, at.weight, at.bias);
-        return at;
-    }
-    __device__ Raw load(const Cursor& at, int i) const {
-        return {at.in.load(row_offset(i, width)), at.stats[i]};
-    }
-    __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[1]) const {
-        Values x;
-        in.values(raw.x, x);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[0][j] = normalized(x[j], raw.stats, at.weight[j], at.bias[j]);
-    }
-};
 
 // GELU in its tanh form is u sigmoid(2z) with z = sqrt(2 / pi) (u + 0.044715 u^3), since 1 + tanh(z) = 2
 // sigmoid(2z).
@@ -240,88 +167,96 @@ template <bool GATED> __device__ float activated(float first, float second) {  /
     return GATED ? __fmul_rn(__fmul_rn(first, sigmoid(first)), second)
                  : __fmul_rn(first, gelu_sigmoid(first));
 }
-
-// The activation's output (N, F): SiLU(gate) * up, or GELU. Its input is (N, 2F) = [gate | up], or (N, F).
-template <class Storage, bool GATED> struct ActivationProducer : StoredProducer<Storage, GATED ? 2 : 1> {
-    static constexpr int PLANES = 1, HALVES = GATED ? 2 : 1;
-    using GateUp = StoredProducer<Storage, HALVES>;
-
-    __device__ void compute(const typename GateUp::Raw& raw, const typename GateUp::Cursor& at,
-                            Values (&v)[1]) const {
-        Values x[HALVES];
-        GateUp::compute(raw, at, x);
-#pragma unroll
-        for (int j = 0; j < CHUNK; j++) v[0][j] = activated<GATED>(x[0][j], x[HALVES - 1][j]);
+// The gradients of gate and up, or (one plane) of u, from d, that of the activation's output.
+template <bool GATED>
+__device__ void activated_backward(float first, float second, float d, float& d_first, float& d_second) {
+    if (GATED) {  // silu'(u) = s + u s (1 - s)
+        const float s = sigmoid(first), silu = __fmul_rn(first, s);
+        d_first = __fmul_rn(__fmul_rn(d, second), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+        d_second = __fmul_rn(d, silu);
+    } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
+        const float s = gelu_sigmoid(first),
+                    slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(first, first), 128.0f), GELU_2A),
+                    bend = __fmul_rn(__fmul_rn(first, s), __fsub_rn(1.0f, s));
+        d_first = __fmul_rn(d, __fmaf_rn(bend, slope, s));
     }
-};
+}
 
-// The gradient of the activation's input, from that of its output, dact (N, F).
-template <class Storage, bool GATED>
-struct ActivationBackwardProducer : StoredProducer<Storage, GATED ? 2 : 1> {
-    static constexpr int PLANES = GATED ? 2 : 1;
-    using GateUp = StoredProducer<Storage, PLANES>;
-    using Dact = Dense<typename Storage::Compute>;
+template <LazyOp OP, class Storage, bool GATED = false> struct Producer {
+    static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
+                          BACKWARD = OP == LazyOp::ActivationBackward;
+    static constexpr int INPUTS = GATED ? 2 : 1, PLANES = ACTIVATION ? 1 : INPUTS;
+    using Compute = typename Storage::Compute;
     struct Cursor {
-        typename GateUp::Cursor gate_up;
-        Dact dact;
+        Storage in[INPUTS];
+        Dense<Compute> dact;
+        const float2* stats;
+        Values weight, bias;
     };
-    struct Raw {
-        typename GateUp::Raw gate_up;
-        typename Dact::Raw dact;
+    struct Raw {  // a producer uses some of these, of BYTES bytes
+        typename Storage::Raw in[INPUTS];
+        typename Dense<Compute>::Raw dact;
+        float2 stats;
     };
-    Dact dact;
+    static constexpr int BYTES = sizeof(Raw::in) + (BACKWARD ? sizeof(Raw::dact) : NORM ? 16 : 0);
+    Storage in;  // (N, INPUTS * width)
+    int64_t width;
+    Dense<Compute> dact{};  // (N, width)
+    NormParameters<Compute> parameters{};
+    const float2* stats = nullptr;  // (N)
 
     __device__ Cursor cursor(int64_t row, int64_t col) const {
-        return {GateUp::cursor(row, col), dact.from(row * this->width + col)};
+        Cursor at;
+#pragma unroll
+        for (int h = 0; h < INPUTS; h++) at.in[h] = in.from((row * INPUTS + h) * width + col);
+        if (BACKWARD) at.dact = dact.from(row * width + col);
+        if (NORM) at.stats = stats + row, parameters.load(col, at.weight, at.bias);
+        return at;
     }
     __device__ Raw load(const Cursor& at, int i) const {
-        return {GateUp::load(at.gate_up, i), at.dact.load(row_offset(i, this->width))};
+        Raw raw;
+#pragma unroll
+        for (int h = 0; h < INPUTS; h++) raw.in[h] = at.in[h].load(row_offset(i, INPUTS * width));
+        if (BACKWARD) raw.dact = at.dact.load(row_offset(i, width));
+        if (NORM) raw.stats = at.stats[i];
+        return raw;
     }
     __device__ void compute(const Raw& raw, const Cursor& at, Values (&v)[PLANES]) const {
-        Values x[PLANES], d;
-        GateUp::compute(raw.gate_up, at.gate_up, x);
-        dact.values(raw.dact, d);
+        Values x[INPUTS], d;
+#pragma unroll
+        for (int h = 0; h < INPUTS; h++) in.values(raw.in[h], x[h]);
+        if (BACKWARD) dact.values(raw.dact, d);
 #pragma unroll
         for (int j = 0; j < CHUNK; j++) {
-            const float u = x[0][j];
-            if (GATED) {  // silu'(u) = s + u s (1 - s)
-                const float s = sigmoid(u), silu = __fmul_rn(u, s), up = x[PLANES - 1][j];
-                v[0][j] = __fmul_rn(__fmul_rn(d[j], up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
-                v[PLANES - 1][j] = __fmul_rn(d[j], silu);
-            } else {  // gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s or 1 - s is zero
-                const float s = gelu_sigmoid(u),
-                            slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
-                const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
-                v[0][j] = __fmul_rn(d[j], __fmaf_rn(bend, slope, s));
-            }
+            const float first = x[0][j], second = x[INPUTS - 1][j];
+            if (NORM) v[0][j] = normalized(first, raw.stats, at.weight[j], at.bias[j]);
+            else if (ACTIVATION) v[0][j] = activated<GATED>(first, second);
+            else if (BACKWARD) activated_backward<GATED>(first, second, d[j], v[0][j], v[PLANES - 1][j]);
+            else v[0][j] = first, v[PLANES - 1][j] = second;
         }
     }
 };
 
-// ===========================================================================================================
-// 3. From a Lazy to its producer
-
-// Calls f with the producer of a lazily computed tensor.
-template <class F> void with_producer(const Lazy& x, F f) {
+// Calls f with the producer of a lazily computed tensor. BF16_ONLY: of a kernel that FP8 needs, which exists
+// for the compute dtype BF16 only.
+template <bool BF16_ONLY = false, class F> void with_producer(const Lazy& x, F f) {
     with_storage(x.input, [&](auto in) {
         using Storage = decltype(in);
         using T = typename Storage::Compute;
-        const Dense<T> dact = dense<T>(x.dact.data);
-        const int64_t width = x.op == LazyOp::ActivationBackward ? x.dact.cols : x.cols;
-        const NormParameters<T> parameters{dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
-        if (x.op == LazyOp::Stored) f(StoredProducer<Storage>{in, width});
-        else if (x.op == LazyOp::Norm) f(NormProducer<Storage>{in, parameters, x.norm.stats, width});
-        else if (x.op == LazyOp::Activation && x.gated) f(ActivationProducer<Storage, true>{{in, width}});
-        else if (x.op == LazyOp::Activation) f(ActivationProducer<Storage, false>{{in, width}});
-        else if (x.gated) f(ActivationBackwardProducer<Storage, true>{{in, width}, dact});
-        else f(ActivationBackwardProducer<Storage, false>{{in, width}, dact});
-    });
-}
-// The same for kernels that FP8 needs: they exist for the compute dtype BF16 only.
-template <class F> void with_bf16_producer(const Lazy& x, F f) {
-    with_producer(x, [&](auto producer) {
-        if constexpr (std::is_same_v<typename decltype(producer)::Compute, bf16>) f(producer);
-        else require(false, "FP8 goes with the compute dtype BF16, not with FP32");
+        auto with = [&](auto producer) {
+            producer.in = in, producer.width = x.input.cols / producer.INPUTS;
+            producer.dact = dense<T>(x.dact.data), producer.stats = x.norm.stats;
+            producer.parameters = {dense<T>(x.norm.weight), dense<T>(x.norm.bias)};
+            f(producer);
+        };
+        if constexpr (BF16_ONLY && !std::is_same_v<T, bf16>)
+            require(false, "FP8 goes with the compute dtype BF16, not with FP32");
+        else if (x.op == LazyOp::Stored) with(Producer<LazyOp::Stored, Storage>{});
+        else if (x.op == LazyOp::Norm) with(Producer<LazyOp::Norm, Storage>{});
+        else if (x.op == LazyOp::Activation && x.gated) with(Producer<LazyOp::Activation, Storage, true>{});
+        else if (x.op == LazyOp::Activation) with(Producer<LazyOp::Activation, Storage>{});
+        else if (x.gated) with(Producer<LazyOp::ActivationBackward, Storage, true>{});
+        else with(Producer<LazyOp::ActivationBackward, Storage>{});
     });
 }
 

@@ -37,7 +37,7 @@ void check_groups(const Floats& x, const Tensor& groups) {
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, groups.rows, groups.cols, Q_BF16), again(groups.rows, groups.cols, Q_GROUP);
-    gpu::quantize_groups(in.view(), again.view(), true, nullptr, 0);
+    gpu::quantize_groups(in.view(), again.view(), true, {}, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
@@ -230,7 +230,7 @@ GPU_TEST_CASE("activation and activation_backward: inputs of any size, of both s
         }
 }
 
-GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the amax of its output") {
+GPU_TEST_CASE("quantize_groups: 1x16 groups of the activation's input, and the amax of its output") {
     FRESH_RANDOM(rng);
     for (bool gated : {true, false})
         for (bool reads_saved : {true, false})
@@ -240,8 +240,8 @@ GPU_TEST_CASE("quantize_gate_up: 1x16 groups of the activation's input, and the 
                 const Floats x = heavy(rng, Format::BF16, s.rows * s.cols);
                 const Tensor gate_up(x, s.rows, s.cols, Q_BF16), groups(s.rows, s.cols, Q_GROUP);
                 const Tensor fused(1, 16, Q_E4M3), separate(1, 16, Q_E4M3);  // of these only the amax is used
-                gpu::quantize_gate_up(gated, gate_up.view(), groups.view(), reads_saved, fused.slot.get(),
-                                      nullptr, 0);
+                gpu::quantize_groups(gate_up.view(), groups.view(), false,
+                                     {fused.slot.get(), gated, reads_saved}, nullptr, 0);
                 check_quantized(groups, x);
                 const View read = reads_saved ? groups.view() : gate_up.view();
                 gpu::amax(gpu::activation(gated, read), separate.slot.get(), 0);
