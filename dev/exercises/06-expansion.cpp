@@ -8,8 +8,7 @@
 //
 // Watch for:
 //   k is rounded to the nearest multiple of 1/256, and is at least 1/16 and at most 64.
-//   In a group of equal magnitudes log(max / min) is 0, and k infinite before it is limited. A group of zeros
-//   does not come here.
+//   max is above 0. With equal magnitudes log(max / min) is 0, and k infinite before it is limited.
 //   |x| / max and max / min may underflow or overflow: subtract logarithms in place of dividing.
 //   In contract the power may underflow: with its square root r, the value is (max r) r.
 //   expand(0) is 0, and so is contract(0).

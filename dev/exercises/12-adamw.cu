@@ -23,4 +23,4 @@ __global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment 
     // your code
 }
 
-int main() { return judge::adamw(on_gpu(adamw), std::cout, 12); }
+int main() { return judge::adamw(on_gpu(adamw), 12); }

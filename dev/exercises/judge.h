@@ -2,14 +2,14 @@
 //
 // Each function of `judge` calls the reader's function with random and with nasty inputs, compares the
 // results with reference.cpp, and prints "passed", or the first value that differs and a hint. It returns the
-// exit code. A mistake is recognized by what the wrong values have in common (judge.cpp, the tables of
-// hints).
+// exit code.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <iostream>
 #include <vector>
+
+#include "../../reference.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"  // of empty bodies
 
@@ -35,12 +35,17 @@ struct Step {  // what a step of AdamW has beside its tensors; bias1 = 1 - beta1
 
 namespace given {  // functions of earlier exercises, for E4M3, to use in later ones
 
-uint8_t encode(float x);
-float decode(uint8_t code);
-float to_bf16(float x);  // x rounded to the nearest BF16 value
-float expansion_factor(float max, float min);
-float expand(float x, float max, float k);
-float contract(float y, float max, float k);
+using coat::Format;
+inline uint8_t encode(float x) { return uint8_t(coat::reference::encode(Format::E4M3, x)); }
+inline float decode(uint8_t code) { return coat::reference::decode(Format::E4M3, code); }
+inline float to_bf16(float x) { return coat::reference::round_to(Format::BF16, x); }  // to the nearest
+inline float expansion_factor(float max, float min) {
+    return coat::reference::expansion_factor(Format::E4M3, max, min);
+}
+inline float expand(float x, float max, float k) { return coat::reference::expand(Format::E4M3, x, max, k); }
+inline float contract(float y, float max, float k) {
+    return coat::reference::contract(Format::E4M3, y, max, k);
+}
 Matrix quantized(const Matrix& x, int block_rows, int block_cols);  // x encoded and decoded again
 Matrix transposed(const Matrix& x);
 Matrix product(const Matrix& a, const Matrix& b);  // a b
@@ -49,28 +54,27 @@ Matrix product(const Matrix& a, const Matrix& b);  // a b
 
 namespace judge {
 
-template <class F> using Function = std::function<F>;
-using Out = std::ostream;
+inline std::string failure;  // why a call could not compute anything: then nothing is compared
 
-int decode(const Function<float(const Fp8&, uint8_t)>& decode, Out& out = std::cout);
-int encode(const Function<uint8_t(const Fp8&, float)>& encode, Out& out = std::cout);
-int quantize_tensor(const Function<float(int, const float*, uint8_t*)>& quantize, Out& out = std::cout);
-int quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize,
-                    Out& out = std::cout);
-int amax(const Function<float(int, const float*, float*)>& amax, Out& out = std::cout);
-int expansion(const Function<float(float, float)>& expansion_factor,
-              const Function<float(float, float, float)>& expand,
-              const Function<float(float, float, float)>& contract, Out& out = std::cout);
-// number: 7 on the CPU, with one group a call, or 12 on a GPU
-int adamw(const Function<void(const Step&, int, const float*, float*, Moment, Moment)>& adamw,
-          Out& out = std::cout, int number = 7);
+template <class F> using Function = std::function<F>;
+using Expand = float(float, float, float);
+using AdamW = void(const Step&, int, const float*, float*, Moment, Moment);
 using Linear = void(const Matrix&, const Matrix&, const Matrix&, Matrix&, Matrix&, Matrix&);
-int linear(const Function<Linear>& linear, Out& out = std::cout);
-using Backward = void(int, int, const uint8_t*, const float*, const float*, const float*, float*, float*);
-int norm_backward(const Function<Backward>& backward, Out& out = std::cout);
-int swiglu_backward(const Function<void(int, int, const uint8_t*, const float*, const float*, float*)>&,
-                    Out& out = std::cout);
-int quantize_transpose(const Function<void(int, int, float, const float*, uint8_t*, uint8_t*)>& quantize,
-                       Out& out = std::cout);
+using Norm = void(int, int, const uint8_t*, const float*, const float*, const float*, float*, float*);
+using SwiGLU = void(int, int, const uint8_t*, const float*, const float*, float*);
+using Transpose = void(int, int, float, const float*, uint8_t*, uint8_t*);
+
+int decode(const Function<float(const Fp8&, uint8_t)>&);
+int encode(const Function<uint8_t(const Fp8&, float)>&);
+int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
+int quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>&);
+int amax(const Function<float(int, const float*, float*)>&);
+int expansion(const Function<float(float, float)>& factor, const Function<Expand>& expand,
+              const Function<Expand>& contract);
+int adamw(const Function<AdamW>&, int number = 7);  // 7 on the CPU, with one group a call, or 12 on a GPU
+int linear(const Function<Linear>&);
+int norm_backward(const Function<Norm>&);
+int swiglu_backward(const Function<SwiGLU>&);
+int quantize_transpose(const Function<Transpose>&);
 
 }  // namespace judge
